@@ -1,7 +1,7 @@
 """Every mistake a user can make, one class each.
 
 A class carries its message as data: ``what`` went wrong (filled in with details) and ``fix``, the sentence that says
-what to do. Inner rooms raise the bare cause; the one public call adds the op's name, its arguments' shapes and the
+what to do. Inner code raises the bare cause; the one public call adds the op's name, its arguments' shapes and the
 user's source line with :meth:`MonoidReduceError.at`. This module imports nothing.
 """
 

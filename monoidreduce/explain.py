@@ -6,6 +6,7 @@ Nothing is executed unless ``measure=True`` is given.
 from __future__ import annotations
 
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,8 @@ from .engines.common.evaluate import Sizes
 from .plan import budget
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
-from .program.lower import Lowered, lower
+from .program.compile import Stage, compile_program, list_stages
+from .program.lower import Lowered
 from .program.trace import Traced
 from .reductions import kind_of
 from .runtime import call_cost, registry
@@ -59,7 +61,7 @@ class Subject:
 
     @property
     def program(self) -> Lowered:
-        return lower(self.traced.outputs)
+        return compile_program(self.traced.outputs)
 
 
 def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: int = 1) -> Cost:
@@ -75,13 +77,20 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     return found if total is None else found.with_schedule(total)
 
 
-def explain(subject: Subject, measured: Measured | None) -> Explanation:
-    """A call explained."""
+def explain(subject: Subject, measured: Measured | None, passes: bool = False) -> Explanation:
+    """A call explained; with ``passes`` also the program after each pass of the compiler."""
     engine = str(registry.settings().engine)
     found = cost_of(subject)
     runs = _find_running(found, engine)
     data = _make_data(subject, found, runs, engine, measured)
-    text = Explanation("\n".join(_make_lines(subject, found, runs, engine, data)))
+    lines = list(_make_lines(subject, found, runs, engine, data))
+    if passes:
+        inputs = call_cost.require_gradients(subject.inputs) if subject.backward else {}
+        wanted = [n for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad]
+        stages = list(list_stages(subject.traced.outputs, wanted))
+        data["passes"] = [asdict(s) for s in stages]
+        lines += _stage_lines(stages)
+    text = Explanation("\n".join(lines))
     text.data = data
     return text
 
@@ -205,6 +214,17 @@ def _make_lines(
         yield f"measured: {_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
     for path in data["sources"]:
         yield f"generated: {path}"
+
+
+def _stage_lines(stages: Sequence[Stage]) -> Iterator[str]:
+    """The program after each compiler pass; one that changed nothing is named only."""
+    before: Stage | None = None
+    for stage in stages:
+        same = before is not None and (before.program, before.text) == (stage.program, stage.text)
+        yield f"{stage.program}, after {stage.compiler_pass}:" + (" unchanged" if same else "")
+        if not same:
+            yield textwrap.indent(stage.text, "  ")
+        before = stage
 
 
 def _fold_line(part: Part, fold: Mapping[str, Any]) -> str:

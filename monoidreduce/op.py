@@ -28,9 +28,10 @@ from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
 from .program import declarations
+from .program.compile import compile_program
 from .program.expression import Expr
-from .program.lower import Lowered, lower
-from .program.trace import Traced, place
+from .program.lower import Lowered
+from .program.trace import Traced, find_place
 from .runtime import call_context, dynamo, layer_replay, logit_rounding, registry
 from .runtime import gradient_in_forward as known
 from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
@@ -169,7 +170,7 @@ class Op(dynamo.Compiled):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
-        return lower(self._prepare(args, kwargs)[0].outputs)
+        return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
         self,
@@ -196,11 +197,14 @@ class Op(dynamo.Compiled):
         """
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
-    def explain(self, *args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+    def explain(
+        self, *args: Any, backward: bool = True, measure: bool = False, passes: bool = False, **kwargs: Any
+    ) -> Explanation:
         """What would run for this call and why: a text, and data (``.as_dict()``).
 
         With ``measure`` the call is run a few times, and its time and memory stand beside the predicted ones, here and
-        in later explanations of calls like it.
+        in later explanations of calls like it. With ``passes`` the program follows as it is after each pass of the
+        compiler, forward and backward; as data it is ``["passes"]``.
 
         >>> import torch, monoidreduce as mr
         >>> @mr.op
@@ -209,6 +213,8 @@ class Op(dynamo.Compiled):
         >>> text = nearest.explain(torch.randn(500, 3), torch.randn(700, 3))
         >>> "1 pass over the pairs" in text, text.as_dict()["rows"]
         (True, 500)
+        >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
+        return best[cols](sqdist(x, y), False).value
         """
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
@@ -216,7 +222,7 @@ class Op(dynamo.Compiled):
             while len(self._measured) >= _MEASURED:
                 del self._measured[next(iter(self._measured))]
             self._measured[key] = measured(self, args, kwargs, backward)
-        return explain(subject, self._measured.get(key))
+        return explain(subject, self._measured.get(key), passes)
 
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
@@ -267,14 +273,14 @@ class Op(dynamo.Compiled):
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.marked(lower(traced.outputs), frozenset(inputs), sizes)
+        program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
         return Prepared(Walk(program, sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
         inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
-        program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(inputs), sizes)
+        program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
@@ -342,7 +348,9 @@ class Op(dynamo.Compiled):
     def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
-        return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)
+        return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
+            f"{n}={shown(v)}" for n, v in given
+        )
 
 
 def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:

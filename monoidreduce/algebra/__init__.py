@@ -1,6 +1,6 @@
 """The algebra: what a monoid is, the catalogue of known ones, folding, and the laws a monoid must obey.
 
-Imports torch, the standard library and the errors; no other room.
+Imports torch, the standard library and the errors; no other package.
 """
 
 from monoidreduce.algebra import catalogue as monoids

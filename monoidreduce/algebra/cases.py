@@ -125,7 +125,7 @@ def draw_case(
     batch = (count,) if batched else ()
     lengths = [_whole(gen, size + 1) if uneven else size for _ in range(elements)]
     plain = family if uneven or not _has_lists(monoid) else replace(family, identities=False)
-    drawn = [_element(monoid, plain, gen, batch, size, length, fields) for length in lengths]
+    drawn = [_Drawing(monoid, plain, gen, batch, size, length, fields).element() for length in lengths]
     return Case(tuple(drawn), _parts(monoid, gen, elements), _cotangent(monoid, gen, drawn), batched)
 
 
@@ -147,122 +147,113 @@ def _size(v: Tensor, trailing: int) -> Tensor:
     return torch.where(torch.isfinite(flat), flat.abs(), 1.0).amax(-1)
 
 
-def _element(
-    monoid: type[Monoid],
-    family: Family,
-    gen: Generator,
-    batch: tuple[int, ...],
-    size: int,
-    length: int,
-    fields: Mapping[str, Any],
-) -> Any:
-    if domains.is_sampled(monoid):
-        x = _sampled(monoid, family, gen, batch, size, length, fields)
-    elif domains.is_related(monoid):
-        x = _accepted(monoid, family, gen, batch, size, length, fields)
-    else:
-        x = _independent(monoid, family, gen, batch, size, length, fields)
-    if not family.identities:
-        return x
-    identity = monoid.identity(x)
-    if not batch or _has_lists(monoid):
-        return identity if _whole(gen, 2) else x
-    pick = torch.rand(batch, generator=gen) < 0.5
-    chosen = {}
-    for name, t in x.asdict().items():
-        here = pick.reshape(*batch, *(1,) * (t.dim() - len(batch)))
-        chosen[name] = torch.where(here, getattr(identity, name), t)
-    return monoid(**chosen)
-
-
 class NoExampleError(Exception):
     """A predicate accepted none of the states that were drawn."""
 
 
-def _sampled(
-    monoid: type[Monoid], family: Family, gen: Generator, batch: tuple[int, ...], size: int, length: int, fields: Any
-) -> Any:
-    """States from the class's own sampler; of a product, each factor's from its own."""
-    draw = domains.sampler(monoid)
-    if draw is not None:
-        found = draw(gen, batch, size)
-        values = found.asdict() if isinstance(found, Monoid) else dict(found)
-        return monoid(**{n: v.double() if v.dtype is torch.float32 else v for n, v in values.items()})
-    joined: dict[str, Any] = {}
-    for part, names in zip(monoid.components, monoid.component_fields, strict=True):
-        given = {old: fields[new] for old, new in names.items() if new in fields}
-        piece = _element(part, replace(family, identities=False), gen, batch, size, length, given)
-        joined |= {new: getattr(piece, old) for old, new in names.items()}
-    return monoid(**joined)
+@dataclass(frozen=True)
+class _Drawing:
+    """How one element (a whole batch of it) is drawn."""
 
+    monoid: type[Monoid]
+    family: Family
+    gen: Generator
+    batch: tuple[int, ...]  # the leading axes of every tensor
+    size: int  # features of a vector
+    length: int  # of a list
+    fields: Mapping[str, Any]  # what the caller said of single fields
 
-def _accepted(
-    monoid: type[Monoid], family: Family, gen: Generator, batch: tuple[int, ...], size: int, length: int, fields: Any
-) -> Any:
-    """States that the class's predicate accepts, among many that are drawn."""
-    if not batch:
-        for _ in range(1000):
-            x = _independent(monoid, family, gen, batch, size, length, fields)
-            if bool(domains.reachable(x, 0)):
-                return x
+    def element(self) -> Any:
+        """An element; half of them the identity where the family says so."""
+        if domains.is_sampled(self.monoid):
+            x = self._from_sampler()
+        elif domains.is_related(self.monoid):
+            x = self._accepted()
+        else:
+            x = self._independent()
+        if not self.family.identities:
+            return x
+        identity, batch = self.monoid.identity(x), self.batch
+        if not batch or _has_lists(self.monoid):
+            return identity if _whole(self.gen, 2) else x
+        pick = torch.rand(batch, generator=self.gen) < 0.5
+        chosen = {}
+        for name, t in x.asdict().items():
+            here = pick.reshape(*batch, *(1,) * (t.dim() - len(batch)))
+            chosen[name] = torch.where(here, getattr(identity, name), t)
+        return self.monoid(**chosen)
+
+    def _from_sampler(self) -> Any:
+        """States from the class's own sampler; of a product, each factor's from its own."""
+        monoid, draw = self.monoid, domains.sampler(self.monoid)
+        if draw is not None:
+            found = draw(self.gen, self.batch, self.size)
+            values = found.asdict() if isinstance(found, Monoid) else dict(found)
+            return monoid(**{n: v.double() if v.dtype is torch.float32 else v for n, v in values.items()})
+        joined: dict[str, Any] = {}
+        for factor, names in zip(monoid.components, monoid.component_fields, strict=True):
+            given = {old: self.fields[new] for old, new in names.items() if new in self.fields}
+            family = replace(self.family, identities=False)
+            piece = replace(self, monoid=factor, family=family, fields=given).element()
+            joined |= {new: getattr(piece, old) for old, new in names.items()}
+        return monoid(**joined)
+
+    def _accepted(self) -> Any:
+        """States that the class's predicate accepts, among many that are drawn."""
+        if not self.batch:
+            for _ in range(1000):
+                x = self._independent()
+                if bool(domains.reachable(x, 0)):
+                    return x
+            raise NoExampleError
+        (count,) = self.batch
+        found: list[Any] = []
+        for _ in range(16):
+            x = replace(self, batch=(64 * count,))._independent()
+            accepted = domains.reachable(x, 1)
+            found.append(self.monoid(**{n: t[accepted] for n, t in x.asdict().items()}))
+            if sum(len(next(iter(f.asdict().values()))) for f in found) >= count:
+                joined = {n: torch.cat([getattr(f, n) for f in found])[:count] for n in self.monoid.fields()}
+                return self.monoid(**joined)
         raise NoExampleError
-    (count,) = batch
-    found: list[Any] = []
-    for _ in range(16):
-        x = _independent(monoid, family, gen, (64 * count,), size, length, fields)
-        accepted = domains.reachable(x, 1)
-        found.append(monoid(**{n: t[accepted] for n, t in x.asdict().items()}))
-        if sum(len(next(iter(f.asdict().values()))) for f in found) >= count:
-            return monoid(**{n: torch.cat([getattr(f, n) for f in found])[:count] for n in monoid.fields()})
-    raise NoExampleError
 
+    def _independent(self) -> Any:
+        """Every field by itself, then made legal."""
+        values: dict[str, Any] = {}
+        for name, field in self.monoid.fields().items():
+            if field.marker is Function:
+                values[name] = _affine(self.gen)
+                continue
+            inner = {Scalar: (1,), Matrix: (self.size, self.size), List: (self.length,)}.get(field.marker, (self.size,))
+            values[name] = self._numbers(name, (*self.batch, *inner))
+        return self.monoid.legal(self.monoid(**values))
 
-def _independent(
-    monoid: type[Monoid],
-    family: Family,
-    gen: Generator,
-    batch: tuple[int, ...],
-    size: int,
-    length: int,
-    fields: Mapping[str, Any],
-) -> Any:
-    """Every field by itself, then made legal."""
-    values: dict[str, Any] = {}
-    for name, field in monoid.fields().items():
-        if field.marker is Function:
-            values[name] = _affine(gen)
-            continue
-        inner = {Scalar: (1,), Matrix: (size, size), List: (length,)}.get(field.marker, (size,))
-        values[name] = _numbers(monoid, name, family, gen, (*batch, *inner), fields)
-    return monoid.legal(monoid(**values))
-
-
-def _numbers(
-    monoid: type[Monoid], name: str, family: Family, gen: Generator, shape: tuple[int, ...], fields: Mapping[str, Any]
-) -> Tensor:
-    if isinstance(monoid.fields()[name].identity, bool):
-        return torch.rand(shape, generator=gen) < 0.5
-    domain = domain_of(monoid, name, fields)
-    if domain is None:
-        draw = fields[name] if name in fields else domains.field_domains(monoid)[name]
-        return torch.as_tensor(draw(gen, shape))
-    if name in monoid.integers:
-        least = int(max(domain.low, -3.0))
-        return torch.randint(least, int(min(domain.high, least + 6)) + 1, shape, generator=gen)
-    if math.isfinite(domain.low) and math.isfinite(domain.high):
-        part = torch.rand(shape, generator=gen, dtype=torch.float64)
-        if family.ties:
-            part = (part * 5).floor() / 4
-        x = domain.low + (domain.high - domain.low) * part
-    else:
-        x = family.draw(gen, shape)
-        outside = (x < domain.low) | (x > domain.high)
-        x = torch.where(outside, -x, x).clamp(domain.low, domain.high)
-    if family.specials and domain.specials:
-        chosen = torch.tensor(domain.specials, dtype=torch.float64)
-        chosen = chosen[torch.randint(0, len(domain.specials), shape, generator=gen)]
-        x = torch.where(torch.rand(shape, generator=gen) < 0.5, chosen, x)
-    return x
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The values of one field."""
+        monoid, family, gen, fields = self.monoid, self.family, self.gen, self.fields
+        if isinstance(monoid.fields()[name].identity, bool):
+            return torch.rand(shape, generator=gen) < 0.5
+        domain = domain_of(monoid, name, fields)
+        if domain is None:
+            draw = fields[name] if name in fields else domains.field_domains(monoid)[name]
+            return torch.as_tensor(draw(gen, shape))
+        if name in monoid.integers:
+            least = int(max(domain.low, -3.0))
+            return torch.randint(least, int(min(domain.high, least + 6)) + 1, shape, generator=gen)
+        if math.isfinite(domain.low) and math.isfinite(domain.high):
+            part = torch.rand(shape, generator=gen, dtype=torch.float64)
+            if family.ties:
+                part = (part * 5).floor() / 4
+            x = domain.low + (domain.high - domain.low) * part
+        else:
+            x = family.draw(gen, shape)
+            outside = (x < domain.low) | (x > domain.high)
+            x = torch.where(outside, -x, x).clamp(domain.low, domain.high)
+        if family.specials and domain.specials:
+            chosen = torch.tensor(domain.specials, dtype=torch.float64)
+            chosen = chosen[torch.randint(0, len(domain.specials), shape, generator=gen)]
+            x = torch.where(torch.rand(shape, generator=gen) < 0.5, chosen, x)
+        return x
 
 
 def _cotangent(monoid: type[Monoid], gen: Generator, elements: Sequence[Any]) -> Any:

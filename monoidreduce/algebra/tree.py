@@ -1,7 +1,7 @@
 """Folding one axis of a record of tensors: the balanced tree, and the monoid's own n-ary fold where it has one.
 
 Works on the inner convention (a scalar field carries a trailing axis of size 1), in which all batch axes come first,
-so that one ``dim >= 0`` means the same axis in every field. Imports nothing of the room but the errors.
+so that one ``dim >= 0`` means the same axis in every field. Imports only the errors.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ArgumentError, DTypeError, ShapeError
+from ..ops.checks import describe_value
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -100,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         shape = (q.shape[-2], k.shape[-2])
         if not isinstance(mask, Tensor) or mask.shape not in (shape, (q.shape[0] * q.shape[1], *shape)):
             raise ShapeError(
-                detail=f"attn_mask was given {_shown(mask)}",
+                detail=f"attn_mask was given {describe_value(mask)}",
                 fix=f"Give {list(shape)} or {[q.shape[0] * q.shape[1], *shape]}, one for each head of each sequence",
             )
         return mask if mask.dim() == 2 else mask.unflatten(0, (q.shape[0], q.shape[1]))
@@ -111,7 +112,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return None
         shape = (k.shape[0], k.shape[-2]) if batched else (k.shape[-2],)
         if not isinstance(mask, Tensor) or mask.shape != shape:
-            raise ShapeError(detail=f"key_padding_mask was given {_shown(mask)}", fix=f"Give {list(shape)}")
+            raise ShapeError(detail=f"key_padding_mask was given {describe_value(mask)}", fix=f"Give {list(shape)}")
         if not mask.is_floating_point() and mask.dtype is not torch.bool:
             raise DTypeError(detail=f"key_padding_mask is {str(mask.dtype)[6:]}", fix="Give truth values or numbers")
         if mask.dtype is torch.bool:
@@ -136,7 +137,3 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = torch.softmax(torch.cat([seen.lse.unsqueeze(-1), scores], -1), -1).to(q.dtype)
         own, rest = weights[..., :1], F.dropout(weights[..., 1:], self.dropout, self.training)
         return own * seen.values + rest @ values
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -89,7 +89,7 @@ def _attention(
     return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
-@checks.together
+@checks.public_layer
 def attention(
     q: Tensor,
     k: Tensor,
@@ -171,7 +171,7 @@ def attention(
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
     if dropout_p > 0:
         checks.whole("seed", 0 if seed is None else seed)
-        options["seed"] = checks.drawn_seed() if seed is None else seed
+        options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
     layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
@@ -180,7 +180,7 @@ def attention(
     return result if layout is None else layout.merged(result)
 
 
-@checks.together
+@checks.public_layer
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -233,7 +233,7 @@ def attention_decode(
     )
 
 
-@checks.together
+@checks.public_layer
 def document_ids(lengths: Tensor) -> Tensor:
     """The document of every token of a packed sequence, from the documents' lengths.
 
@@ -249,7 +249,7 @@ def document_ids(lengths: Tensor) -> Tensor:
     """
     checks.tensor("lengths", lengths, "[D]", 1, 1)
     checks.integers("lengths", lengths)
-    if checks.visible(lengths) and bool((lengths < 0).any()):
+    if checks.can_inspect(lengths) and bool((lengths < 0).any()):
         raise ArgumentError(detail=f"lengths holds {int(lengths.min())}", fix="A document has 0 tokens or more")
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
@@ -257,14 +257,14 @@ def document_ids(lengths: Tensor) -> Tensor:
 # Options --------------------------------------------------------------------------------------------------------------
 
 
-@checks.once
+@checks.cache_check
 def _chosen(causal: Any, is_causal: Any, window: Any, softcap: Any, dropout_p: Any) -> dict[str, Any]:
     """What is chosen by numbers and names, checked, without what is left out."""
     if softcap is not None:
         checks.positive("softcap", softcap)
     checks.between("dropout_p", dropout_p, 0, 1)
     (lower, last), (left, right) = _alignment(causal, is_causal), _limits(window)
-    return checks.said({"causal": lower, "lower_right": last, "left": left, "right": right})
+    return checks.drop_unset({"causal": lower, "lower_right": last, "left": left, "right": right})
 
 
 def _matrix(name: str, value: Any, boolean: bool) -> Tensor:

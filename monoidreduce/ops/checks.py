@@ -1,4 +1,4 @@
-"""What the layers check that their declarations cannot say: labels, options, ranks; and rows flattened and put back.
+"""Checks that the declarations of an op cannot express (labels, options, ranks), and helpers shared by the layers.
 
 Every mistake is raised here, before any work, with the name of the user's argument. Sizes, number types and devices
 that must agree are left to ``@mr.op``, which knows them from the declarations."""
@@ -28,18 +28,19 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """A choice by name."""
+    """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
 
 
 def reduction(value: str) -> None:
-    """A loss is averaged, added up or left per row."""
+    """Raise ArgumentError unless ``value`` is "mean", "sum" or "none"."""
     one_of("reduction", value, _REDUCTIONS)
 
 
 def whole(name: str, value: Any, least: int = -(2**63)) -> None:
-    """An integer that fits 64 bits, or a 0-dim tensor of integers (which is not looked at)."""
+    """Raise ArgumentError unless ``value`` is a 64-bit integer of at least ``least``, or a 0-dim integer tensor, whose
+    value is not read."""
     if type(value) is int and least <= value < 2**63:
         return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point() and not value.is_complex():
@@ -50,41 +51,43 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
 
 
 def positive(name: str, value: Any) -> None:
-    """A plain number must be above zero and finite; a 0-dim tensor is not looked at."""
+    """Raise ArgumentError unless ``value`` is finite and above 0, or a 0-dim tensor, whose value is not read."""
     if type(value) is float and 0 < value < math.inf:
         return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return
     if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ArgumentError(
-            detail=f"{name} was given {_shown(value)}", fix="Give a number above 0, or a 0-dim tensor of one"
+            detail=f"{name} was given {describe_value(value)}",
+            fix="Give a number above 0, or a 0-dim tensor of one",
         )
 
 
+def describe_value(value: Any) -> str:
+    """A value as an error message names it: a tensor by its shape."""
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
 def between(name: str, value: Any, least: float, most: float) -> None:
-    """A plain number in a closed range."""
+    """Raise ArgumentError unless ``value`` is a plain number from ``least`` to ``most``."""
     if type(value) is float and least <= value <= most and value < math.inf:
         return
     if not isinstance(value, numbers.Real) or not least <= float(value) <= most or math.isinf(value):
         bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
-        raise ArgumentError(detail=f"{name} was given {_shown(value)}", fix=f"Give a number {bounds}")
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ArgumentError(detail=f"{name} was given {describe_value(value)}", fix=f"Give a number {bounds}")
 
 
 _CHOICES = frozenset({bool, int, float, str, type(None)})
 _MOST = 256
 
 
-def once(check: Callable) -> Callable:
-    """A check that looks at types, shapes, devices and choices alone, done once for equal ones; its answer is kept."""
+def cache_check(check: Callable) -> Callable:
+    """Decorate a check that reads only types, shapes, devices and options: its answer is cached by these."""
     known: dict[tuple, Any] = {}
 
     @functools.wraps(check)
     def checked(*given: Any) -> Any:
-        key = _looked(given)
+        key = _check_key(given)
         if key is None:
             return check(*given)
         if key not in known:
@@ -96,8 +99,8 @@ def once(check: Callable) -> Callable:
     return checked
 
 
-def _looked(given: tuple) -> tuple | None:
-    """All that such a check depends on; None where that is not said cheaply."""
+def _check_key(given: tuple) -> tuple | None:
+    """What such a check depends on, as a key; None where there is no cheap key."""
     if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or agreement.current() is not None:
         return None
     found: list[Any] = []
@@ -144,7 +147,7 @@ def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
 
 
 def per_class(name: str, value: Any, weight: Tensor) -> None:
-    """One number for each class."""
+    """Raise unless ``value`` is one number for each class."""
     tensor(name, value, "[V]", 1, 1)
     alike(**{"weight": weight, name: value})
     if len(value) != len(weight):
@@ -155,7 +158,7 @@ def per_class(name: str, value: Any, weight: Tensor) -> None:
 
 
 def per_row(name: str, value: Any, x: Tensor) -> None:
-    """One number for each row of x, of any real type."""
+    """Raise unless ``value`` is one real number for each row of x."""
     tensor(name, value, "[...]", 0)
     if value.shape != x.shape[:-1]:
         raise ShapeError(
@@ -168,7 +171,7 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
 
 
 def alike(**tensors: Tensor) -> None:
-    """One number type (outside autocast, which makes it so) and one device."""
+    """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
     first, *rest = tensors.values()
     if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
@@ -184,7 +187,7 @@ def _one_device(tensors: dict[str, Tensor]) -> None:
 
 
 def classes(x: Tensor, weight: Tensor, target: Any) -> None:
-    """Class indices, one per row of x."""
+    """Raise unless ``target`` holds class indices, one per row of x."""
     tensor("target", target, "[...]", 0)
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DTypeError(
@@ -195,7 +198,7 @@ def classes(x: Tensor, weight: Tensor, target: Any) -> None:
 
 
 class Labels(NamedTuple):
-    """Class indices as int64 [M], whether they were looked at, and the rows that are not ignored (None: all)."""
+    """Class indices as int64 [M], whether their values were checked, and the rows not ignored (None: all)."""
 
     classes: Tensor
     seen: bool
@@ -203,13 +206,13 @@ class Labels(NamedTuple):
 
 
 def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Labels:
-    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`).
+    """Class indices below ``count``; their values are checked where reading them is free (see :func:`can_inspect`).
 
     ``first``: where the target begins in what the user gave, for the message.
     """
     flat = target if target.dim() == 1 else target.reshape(-1)
     flat = flat if flat.dtype is torch.int64 else flat.long()
-    if not visible(flat):
+    if not can_inspect(flat):
         return Labels(flat, False)
     count = agreement.whole(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
@@ -235,28 +238,31 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any,
         )
 
 
-def visible(t: Tensor) -> bool:
-    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
-
-    Under a compiler or a transform there is nothing to look at.
+def can_inspect(t: Tensor) -> bool:
+    """True where reading values is free: on a CPU. Elsewhere it would be a host sync; under a compiler or a function
+    transform there are no values.
     """
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and call_context.are_plain([t])
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == _distributed(x, weight, target)
+    return (
+        isinstance(target, Tensor)
+        and target.is_floating_point()
+        and target.shape == _distribution_shape(x, weight, target)
+    )
 
 
-def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
-    """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
+def _distribution_shape(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
+    """The shape of one distribution per row of x. In a ring, its classes are those of all ranks."""
     return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
-    """A given distribution over the classes for each row of x, in the same number type and place."""
+    """Raise unless ``probs`` is a distribution over the classes for each row of x, of its dtype and device."""
     tensor(name, probs, "[..., V]", 1)
-    if probs.shape != _distributed(x, weight, probs):
+    if probs.shape != _distribution_shape(x, weight, probs):
         raise ShapeError(
             detail=f"{name} has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
             f"ask for {(*x.shape[:-1], len(weight))}",
@@ -268,7 +274,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 # Rows
 
 
-def flat(x: Any, *columns: Any) -> Any:
+def flatten_rows(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
     shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
@@ -276,12 +282,12 @@ def flat(x: Any, *columns: Any) -> Any:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """A result [M] or [M, N] of ``rows = flat(x)`` with the leading dimensions of x again."""
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
-def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str, axis: str = "rows") -> Tensor:
+def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str, axis: str = "rows") -> Tensor:
     """A number per row (or column), times its weight, as it is, added up, or divided by the sum of shares (None: 1) and
     weights."""
     if weights is not None:
@@ -291,18 +297,18 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
         return value
     if how == "sum":
         return agreement.over(axis, value.sum())
-    if share is None and undivided():
+    if share is None and is_undivided():
         return value.mean()
     count = torch.ones_like(value) if share is None else share
     return agreement.over(axis, value.sum()) / agreement.over(axis, count.sum())
 
 
-def undivided() -> bool:
-    """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
+def is_undivided() -> bool:
+    """True where a call is not sharded: this process has all rows and columns."""
     return agreement.current() is None
 
 
-def together(layer: Layer) -> Layer:
+def public_layer(layer: Layer) -> Layer:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
     repeated calls of one kind replay its Python (``runtime/layer_replay.py``)."""
     replay = layer_replay.LayerReplay(layer)
@@ -322,30 +328,30 @@ def together(layer: Layer) -> Layer:
     return cast(Layer, checked)
 
 
-def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
+def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
     """A loss per row, averaged, added up or as it is; with weights, their weighted mean, sum or products."""
-    return averaged(loss, None, weights, how)
+    return reduce_numbers(loss, None, weights, how)
 
 
 def integers(name: str, value: Tensor) -> None:
-    """Numbers that count or name something."""
+    """Raise DTypeError unless ``value`` holds integers."""
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
 
 
 def floating(**tensors: Any) -> None:
-    """Tensors of floating numbers; what is no tensor is left to the op."""
+    """Raise DTypeError for tensors that are not floating; what is no tensor is left to the op."""
     for name, t in tensors.items():
         if isinstance(t, Tensor) and not t.is_floating_point():
             raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
 
 
-def said(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not left out: every other costs each call a little time."""
+def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are set: each one passed on costs every call a little time."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def drawn_seed() -> int | Tensor:
+def draw_seed() -> int | Tensor:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
     seed = torch.randint(2**63 - 1, ())
     return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run

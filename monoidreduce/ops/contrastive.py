@@ -68,7 +68,7 @@ def _contrastive_loss(
     return [loss for loss, _ in ways], [count for _, count in ways if count is not None]
 
 
-@checks.together
+@checks.public_layer
 def contrastive_loss(
     x: Tensor,
     y: Tensor | None,
@@ -126,20 +126,20 @@ def contrastive_loss(
     checks.tensor("y", y, "[..., N, D]", 2)
     checks.floating(x=x, y=y)
     marks = _labels(labels, x, y, alone)
-    _enough(x, y, kind, labelled=bool(marks))
+    _check_counts(x, y, kind, labelled=bool(marks))
     hard = hard_negatives or None
     losses, counts = _contrastive_loss(x, y, factor, bool(normalize), kind, alone, bias, hard, **marks)
     ways = [
-        _reduced(loss, count, reduction, axis)
+        _reduce_way(loss, count, reduction, axis)
         for loss, count, axis in itertools.zip_longest(losses, counts, ("rows", "cols")[: len(losses)])
     ]
     return ways[0] if len(ways) == 1 else (ways[0] + ways[1]) / 2
 
 
-def _reduced(loss: Tensor, count: Tensor | None, reduction: checks.Reduction, axis: str) -> Tensor:
+def _reduce_way(loss: Tensor, count: Tensor | None, reduction: checks.Reduction, axis: str) -> Tensor:
     """A way's loss, of each row or each column: its mean is over those that belong to any."""
     share = (count > 0).to(loss.dtype) if count is not None and reduction == "mean" else None
-    return checks.averaged(loss, share, None, reduction, axis)
+    return checks.reduce_numbers(loss, share, None, reduction, axis)
 
 
 def _scale(temperature: Any, scale: Any) -> Any:
@@ -176,7 +176,7 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
     return {"row_labels": rows, "col_labels": cols}
 
 
-def _enough(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
+def _check_counts(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
     m, n = agreement.whole(x.shape[-2], y.shape[-2])
     fits = m == n or (kind != "clip" and (labelled or (kind == "infonce" and m < n)))
     if not fits:

@@ -61,7 +61,7 @@ def _against_classes(
     if smoothing is not None:
         loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
     counting = lambda y, none=0.0: y if all_count else torch.where(target == ignore_index, none, y)
-    loss = loss if all_count else heads.of_label(target, ignore_index, loss)
+    loss = loss if all_count else heads.mask_ignored(target, ignore_index, loss)
     rows = {"loss": loss if share_of_row is None else loss * share_of_row}
     z = z if near is None else z + near
     if lse:
@@ -120,7 +120,7 @@ def _against_probabilities(
     return rows
 
 
-@checks.together
+@checks.public_layer
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -192,24 +192,24 @@ def linear_cross_entropy(
         "class_weights": class_weights,
         **heads.options(bias, softcap, temperature),
     }
-    options = checks.said(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
-    rows, kept, alone = checks.flat(x), None, False
+    options = checks.drop_unset(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
+    rows, kept, alone = checks.flatten_rows(x), None, False
     if given:
-        found = _of_probabilities(rows, weight, checks.flat(target), options)
+        found = _fold_against_probabilities(rows, weight, checks.flatten_rows(target), options)
     else:
         ignored = -100 if ignore_index is None else ignore_index
         labels = checks.labels(target, len(weight), ignored, first=int(shift))
         alone = reduction != "none" and token_weights is None and not return_lse and not return_accuracy
-        alone = alone and not z_loss and checks.undivided()
-        found, kept = _of_labels(rows, weight, labels, ignored, options, reduction if alone else "none")
-    weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
-    loss = _of_sums(found, reduction) if alone else _reduced(found, weights, reduction)
+        alone = alone and not z_loss and checks.is_undivided()
+        found, kept = _fold_against_labels(rows, weight, labels, ignored, options, reduction if alone else "none")
+    weights = None if token_weights is None else _select_rows(token_weights.reshape(-1), kept)
+    loss = _loss_from_sums(found, reduction) if alone else _reduce_loss_and_penalty(found, weights, reduction)
     accuracy = _accuracy(found, reduction) if return_accuracy else None
     if reduction == "none":
-        loss, accuracy = _whole(loss, x, kept), None if accuracy is None else _whole(accuracy, x, kept)
+        loss, accuracy = _restore_rows(loss, x, kept), None if accuracy is None else _restore_rows(accuracy, x, kept)
     if not return_lse and not return_accuracy:
         return loss
-    return CrossEntropy(loss, _whole(found["lse"], x) if return_lse else None, accuracy)
+    return CrossEntropy(loss, _restore_rows(found["lse"], x) if return_lse else None, accuracy)
 
 
 cross_entropy = linear_cross_entropy
@@ -221,7 +221,7 @@ True
 """
 
 
-@checks.once
+@checks.cache_check
 def _check(
     x: Any,
     weight: Any,
@@ -270,7 +270,7 @@ def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, 
     return x[..., : max(x.shape[-2] - shift, 0), :], later, None if weights is None else weights[..., shift:]
 
 
-def _of_labels(
+def _fold_against_labels(
     rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any], reduction: str
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """The numbers of each row, or (unless ``reduction`` is "none") their sums, and which rows they are of.
@@ -278,9 +278,9 @@ def _of_labels(
     Where looking is free, ignored rows are left out. Sums take their gradient in the forward; of a mean each row takes
     its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
-    rows, index = _kept(rows, kept), _kept(labels.classes, kept)
-    if "smoothing" in options and heads.careful(rows) and len(weight) and not agreement.divides_cols():
-        options["near"] = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
+    rows, index = _select_rows(rows, kept), _select_rows(labels.classes, kept)
+    if "smoothing" in options and heads.needs_shift(rows) and len(weight) and not agreement.divides_cols():
+        options["near"] = _likeliest_logit(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
     if reduction == "none":
         return _against_classes(rows, weight, index, ignore_index, all_count, **options), kept
@@ -300,27 +300,29 @@ def _of_labels(
 _share = layer_replay.step(label_share, label_share_kernel)
 
 
-def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
+def _select_rows(y: Tensor, kept: Tensor | None) -> Tensor:
     return y if kept is None else y.index_select(0, kept)
 
 
-def _whole(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
+def _restore_rows(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
     """A number for each row of x, 0 for those that were left out."""
     if kept is not None:
         y = y.new_zeros(math.prod(x.shape[:-1])).index_copy(0, kept, y)
     return y if x.dim() == 2 else y.reshape(x.shape[:-1])
 
 
-def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
+def _fold_against_probabilities(
+    rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]
+) -> dict[str, Tensor]:
     """The numbers of each row against given probabilities."""
     near = best = None
     if agreement.divides_cols():  # other ranks have other classes, and perhaps the likeliest
         best = _likeliest(given) if options["accuracy"] else None
     elif not given.shape[-1]:  # no class is any row's likeliest
         best = given.new_full(given.shape[:-1], -2, dtype=torch.int64)
-    elif options["accuracy"] or heads.careful(rows):
+    elif options["accuracy"] or heads.needs_shift(rows):
         best = given.argmax(-1)
-        near = _near(rows, weight, best, options) if heads.careful(rows) else None
+        near = _likeliest_logit(rows, weight, best, options) if heads.needs_shift(rows) else None
     return _against_probabilities(rows, weight, given, near=near, best=best, **options)
 
 
@@ -336,25 +338,25 @@ def _argmax(given: mr.Pair):
 
 
 @torch.no_grad()
-def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
+def _likeliest_logit(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
     """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
     s = (rows * weight[best]).sum(-1)
     if "bias" in options:
         s = s + options["bias"][best]
-    s = heads.capped(s, options.get("softcap"), options.get("temperature"))
+    s = heads.apply_softcap(s, options.get("softcap"), options.get("temperature"))
     return torch.where(s.isfinite(), s, 0.0)
 
 
-def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -> Tensor:
+def _reduce_loss_and_penalty(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -> Tensor:
     """The loss, and the penalty where there is one: each with what its mean is divided by (None: every row once)."""
     counted = found.get("counted")
-    loss = checks.averaged(found["loss"], found.get("share", counted), weights, reduction)
+    loss = checks.reduce_numbers(found["loss"], found.get("share", counted), weights, reduction)
     if "penalty" not in found:
         return loss
-    return loss + checks.averaged(found["penalty"], counted, weights, reduction)
+    return loss + checks.reduce_numbers(found["penalty"], counted, weights, reduction)
 
 
-def _of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
+def _loss_from_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
     """The loss from the sums over rows of it and of what its mean is divided by, unless that is done."""
     if "mean" in sums or reduction == "sum":
         return sums["mean" if "mean" in sums else "loss"]
@@ -362,10 +364,10 @@ def _of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
 
 
 def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
-    return checks.averaged(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
+    return checks.reduce_numbers(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
-@checks.together
+@checks.public_layer
 def cross_entropy_given(
     x: Tensor,
     weight: Tensor,

@@ -36,18 +36,18 @@ def _two_heads(
 ):
     student = heads.logits(p, c, bias, softcap, temperature)
     teacher = heads.logits(q, t, teacher_bias, teacher_softcap, temperature)
-    loss = _compared(student, teacher, kind, careful, beta, teacher_bias is not None)
+    loss = _compare_heads(student, teacher, kind, careful, beta, teacher_bias is not None)
     return loss if share_of_row is None else loss * share_of_row
 
 
 @no_type_check
-def _compared(student, teacher, kind, careful, beta, masked):
+def _compare_heads(student, teacher, kind, careful, beta, masked):
     if kind == "jsd":
         return _jsd(student, teacher, beta, masked)
-    student = heads.shifted(student, careful)
+    student = heads.subtract_shift(student, careful)
     if kind == "cross_entropy":
         return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
-    return _kl(student, heads.shifted(teacher, careful), masked)
+    return _kl(student, heads.subtract_shift(teacher, careful), masked)
 
 
 @no_type_check
@@ -74,7 +74,7 @@ def _jsd(student, teacher, beta, masked):
 
 @no_type_check
 def _log_softmax(s):
-    return s - heads.finite(mr.logsumexp(s))
+    return s - heads.replace_minus_inf(mr.logsumexp(s))
 
 
 def _divergence(
@@ -104,14 +104,14 @@ def _divergence(
         )
     if token_weights is not None:
         checks.per_row("token_weights", token_weights, x)
-    ours = (checks.flat(x), student[1], own["bias"], own["softcap"])
-    theirs = (checks.flat(y), teacher[1], other["bias"], other["softcap"])
+    ours = (checks.flatten_rows(x), student[1], own["bias"], own["softcap"])
+    theirs = (checks.flatten_rows(y), teacher[1], other["bias"], other["softcap"])
     first, second = (theirs, ours) if reverse else (ours, theirs)
-    given = (*first[:2], *second[:2], kind, heads.careful(x), beta, *first[2:], *second[2:], own["temperature"])
-    return _reduced(given, reduction, token_weights, lambda loss: checks.unflat(loss, x, ours[0]))
+    given = (*first[:2], *second[:2], kind, heads.needs_shift(x), beta, *first[2:], *second[2:], own["temperature"])
+    return _fold_and_reduce(given, reduction, token_weights, lambda loss: checks.unflatten_rows(loss, x, ours[0]))
 
 
-def _reduced(
+def _fold_and_reduce(
     given: tuple[Any, ...],
     reduction: checks.Reduction,
     token_weights: Tensor | None = None,
@@ -121,15 +121,15 @@ def _reduced(
     row takes its share there, so that a gradient is not read and written again to be divided."""
     rows = given[0]
     plain = reduction != "none" and token_weights is None and isinstance(rows, Tensor) and rows.dim() == 2
-    if plain and checks.undivided():
+    if plain and checks.is_undivided():
         if reduction == "mean" and len(rows):
             return _two_heads.total(*given, share_of_row=1 / len(rows))
         loss = _two_heads.total(*given)
         return loss / len(rows) if reduction == "mean" else loss
-    return checks.reduced(shaped(_two_heads(*given)), reduction, token_weights)
+    return checks.reduce_loss(shaped(_two_heads(*given)), reduction, token_weights)
 
 
-@checks.together
+@checks.public_layer
 def linear_cross_entropy_soft(
     x: Tensor,
     weight: Tensor,
@@ -175,7 +175,7 @@ def linear_cross_entropy_soft(
     return _divergence("cross_entropy", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.together
+@checks.public_layer
 def linear_kl(
     x: Tensor,
     weight: Tensor,
@@ -216,7 +216,7 @@ def linear_kl(
     return _divergence("kl", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.together
+@checks.public_layer
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -266,7 +266,7 @@ def linear_jsd(
     )
 
 
-@checks.together
+@checks.public_layer
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:
@@ -290,4 +290,4 @@ def cross_entropy_distributions(
     True
     """
     checks.reduction(reduction)
-    return _reduced((p, c, q, t, "cross_entropy", heads.careful(p)), reduction)
+    return _fold_and_reduce((p, c, q, t, "cross_entropy", heads.needs_shift(p)), reduction)

@@ -40,7 +40,7 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) ->
 def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:
     """How many of the vectors x [B, ..., L, f] has, one number per sequence; looked at where looking is free."""
     found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x, *others)
-    if checks.visible(value) and value.numel():
+    if checks.can_inspect(value) and value.numel():
         low, high = int(value.min()), int(value.max())
         if low < 0 or high > x.shape[-2]:
             raise ArgumentError(

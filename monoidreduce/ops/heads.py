@@ -19,19 +19,20 @@ from . import language as mr
 @no_type_check
 def logits(x, weight, bias, softcap, temperature):
     """One pair's logit."""
-    return capped(x @ weight if bias is None else x @ weight + bias, softcap, temperature)
+    return apply_softcap(x @ weight if bias is None else x @ weight + bias, softcap, temperature)
 
 
-def capped(s: Any, softcap: Any, temperature: Any) -> Any:
-    """What becomes of a product: in the pair language or in plain torch."""
+def apply_softcap(s: Any, softcap: Any, temperature: Any) -> Any:
+    """Apply softcap and temperature to a logit, in the pair language or in plain torch."""
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     return s if temperature is None else s / temperature
 
 
 @no_type_check
-def shifted(s, careful):
-    """Logits less their logsumexp, held constant: a loss that no shift changes then is no gap of two large numbers.
+def subtract_shift(s, careful):
+    """Logits minus their logsumexp, held constant. A loss that no shift changes is then not a difference of two large
+    numbers.
 
     It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
     """
@@ -40,11 +41,11 @@ def shifted(s, careful):
 
 def shift(s: Any) -> Any:
     """A row's logsumexp as a constant."""
-    return torch.detach(finite(mr.logsumexp(s)))
+    return torch.detach(replace_minus_inf(mr.logsumexp(s)))
 
 
-def finite(z: Any) -> Any:
-    """A row's logsumexp to subtract from its logits: 0 where it sees nothing, since -inf less -inf were NaN."""
+def replace_minus_inf(z: Any) -> Any:
+    """A row's logsumexp to subtract from its logits: 0 where all logits are -inf, since -inf - -inf is NaN."""
     return torch.where(z == -math.inf, 0.0, z)
 
 
@@ -57,19 +58,19 @@ def entropy(s, masked):
 
 
 @no_type_check
-def of_label(target, ignore_index, value):
+def mask_ignored(target, ignore_index, value):
     """A value per row that belongs to its label: 0 where that is to be ignored, NaN where it is no class."""
     known = (target >= 0) & (target < mr.num_cols)
     return torch.where(target == ignore_index, 0.0, torch.where(known, value, math.nan))
 
 
-def careful(x: Any) -> bool:
-    """Whether the digits of a small loss are worth a first pass."""
+def needs_shift(x: Any) -> bool:
+    """True where a first pass is worth its cost: inputs wider than 16 bits, whose small losses would lose digits."""
     return isinstance(x, Tensor) and x.dtype.itemsize > 2
 
 
 def check(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, *, prefix: str = "") -> dict[str, Any]:
-    """Check the arguments of a head; returns those that an op is given as they are, None where nothing changes."""
+    """Check the arguments of a head; returns the keyword arguments of an op, None for what changes nothing."""
     checks.head(x, weight, bias, prefix)
     if softcap is not None:
         checks.positive(f"{prefix}softcap", softcap)
@@ -78,6 +79,6 @@ def check(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, 
 
 
 def options(bias: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
-    """What an op is given of a head that was checked: None where nothing changes."""
+    """The keyword arguments of an op for a checked head; None for what changes nothing."""
     plain = not isinstance(temperature, Tensor) and temperature == 1
     return {"bias": bias, "softcap": softcap, "temperature": None if plain else temperature}

@@ -49,7 +49,7 @@ def _kernel_vectors(x: mr.Row["d"], y: mr.Col["d"], b: mr.Col["e"], kernel: str,
     return mr.sum(_kernel(x, y, kernel, bandwidth) * b)
 
 
-@checks.together
+@checks.public_layer
 def kernel_sum(
     x: Tensor,
     y: Tensor,
@@ -94,7 +94,7 @@ def _kernel_logsumexp(x: mr.Row["d"], y: mr.Col["d"], kernel: str, bandwidth: fl
     return mr.logsumexp(s if log_weights is None else s + log_weights)
 
 
-@checks.together
+@checks.public_layer
 def kernel_logsumexp(
     x: Tensor,
     y: Tensor,
@@ -146,7 +146,7 @@ def _softmin(x: mr.Row["d"], y: mr.Col["d"], h: mr.Col, eps: float, cost: str):
     return -eps * mr.logsumexp(h - (square if cost == "sqeuclidean" else root(square)) / eps)
 
 
-@checks.together
+@checks.public_layer
 def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost = "sqeuclidean") -> Tensor:
     """The soft minimum of a cost: -ε log Σ_j exp(h_j - C(x_i, y_j) / ε), the one operation of entropic transport.
 
@@ -169,10 +169,10 @@ def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost 
     checks.floating(x=x, y=y, h=h)
     checks.positive("eps", eps)
     checks.one_of("cost", cost, COSTS)
-    return _softmin(*map(_raised, (x, y, h)), eps, cost)
+    return _softmin(*map(_as_float32, (x, y, h)), eps, cost)
 
 
-def _raised(t: Any) -> Any:
+def _as_float32(t: Any) -> Any:
     """16-bit tensors as float32: potentials are differences of large numbers."""
     return t.float() if isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize == 2 else t
 
@@ -191,7 +191,7 @@ class Sinkhorn(NamedTuple):
     g: Any
 
 
-@checks.together
+@checks.public_layer
 def sinkhorn_step(
     x: Tensor,
     y: Tensor,
@@ -229,7 +229,7 @@ def sinkhorn_step(
         return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
-@checks.together
+@checks.public_layer
 def sinkhorn(
     x: Tensor,
     y: Tensor,
@@ -270,13 +270,13 @@ def sinkhorn(
     checks.between("tolerance", tolerance, 0, float("inf"))
     rows, cols = agreement.whole(x.shape[-2], y.shape[-2])
     a, b = _masses("a", a, x, rows), _masses("b", b, y, cols)
-    x, y, a, b = map(_raised, (x, y, a, b))
+    x, y, a, b = map(_as_float32, (x, y, a, b))
     fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
     with torch.no_grad():
         g = torch.zeros_like(log_b)
         for _ in range(int(iterations)):
             f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
-            still = bool(tolerance) and float(agreement.greatest("cols", _furthest(new, g))) <= tolerance
+            still = bool(tolerance) and float(agreement.greatest("cols", _largest_change(new, g))) <= tolerance
             g = new
             if still:
                 break
@@ -287,7 +287,7 @@ def sinkhorn(
     return Sinkhorn(agreement.over("rows", (a * f).sum(-1)) + agreement.over("cols", (b * g).sum(-1)), f, g)
 
 
-def _furthest(new: Tensor, old: Tensor) -> Tensor:
+def _largest_change(new: Tensor, old: Tensor) -> Tensor:
     """How far any number moved; a rank may have none."""
     return (new - old).abs().max() if new.numel() else new.new_zeros(())
 
@@ -304,6 +304,6 @@ def _masses(name: str, mass: Any, points: Tensor, whole: int) -> Tensor:
         raise ShapeError(
             detail=f"{name} has {mass.shape[-1]} masses for {count} points", fix="Give one mass for each point"
         )
-    if checks.visible(mass) and bool((mass.detach() < 0).any()):
+    if checks.can_inspect(mass) and bool((mass.detach() < 0).any()):
         raise ArgumentError(detail=f"{name} holds {float(mass.detach().min()):g}", fix="Masses are 0 or more")
     return mass

@@ -47,7 +47,7 @@ def _logprobs(
     s = whole - shift
     z = mr.logsumexp(s)
     log_prob = mr.sum(torch.where(mr.col_index == target, s, 0.0)) - z
-    found = {"log_prob": heads.of_label(target, ignore_index, log_prob)}
+    found = {"log_prob": heads.mask_ignored(target, ignore_index, log_prob)}
     if entropy:
         found["entropy"] = heads.entropy(s, bias is not None)
     if argmax:
@@ -58,7 +58,7 @@ def _logprobs(
     return found
 
 
-@checks.together
+@checks.public_layer
 def linear_logprobs(
     x: Tensor,
     weight: Tensor,
@@ -105,10 +105,10 @@ def linear_logprobs(
     checks.whole("top_k", top_k, least=0)
     checks.classes(x, weight, target)
     labels = checks.labels(target, len(weight), ignore_index).classes
-    wanted = heads.careful(x), bool(return_entropy), bool(return_argmax), int(top_k)
-    rows = checks.flat(x)
+    wanted = heads.needs_shift(x), bool(return_entropy), bool(return_argmax), int(top_k)
+    rows = checks.flatten_rows(x)
     found = _logprobs(rows, weight, labels, ignore_index, *wanted, **head)
-    found = {name: checks.unflat(y, x, rows) for name, y in found.items()}
+    found = {name: checks.unflatten_rows(y, x, rows) for name, y in found.items()}
     return LogProbs(**found) if len(found) > 1 else found["log_prob"]
 
 
@@ -123,10 +123,10 @@ def _entropy(
     temperature: float | None = None,
 ):
     s = heads.logits(x, weight, bias, softcap, temperature)
-    return heads.entropy(heads.shifted(s, careful), bias is not None)
+    return heads.entropy(heads.subtract_shift(s, careful), bias is not None)
 
 
-@checks.together
+@checks.public_layer
 def linear_entropy(
     x: Tensor,
     weight: Tensor,
@@ -156,8 +156,8 @@ def linear_entropy(
     True
     """
     head = heads.check(x, weight, bias, softcap, temperature)
-    rows = checks.flat(x)
-    return checks.unflat(_entropy(rows, weight, heads.careful(x), **head), x, rows)
+    rows = checks.flatten_rows(x)
+    return checks.unflatten_rows(_entropy(rows, weight, heads.needs_shift(x), **head), x, rows)
 
 
 entropy = linear_entropy

@@ -69,7 +69,7 @@ def _mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * q)
 
 
-@checks.together
+@checks.public_layer
 def mlp(
     x: Tensor,
     p: Tensor,
@@ -105,8 +105,8 @@ def mlp(
     checks.floating(x=x, p=p, q=q)
     out_bias = _out(out_bias, q)
     options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed)}
-    rows = checks.flat(x, p, q)
-    y = checks.unflat(_mlp(rows, p, q, _function(activation), **options), x, rows)
+    rows = checks.flatten_rows(x, p, q)
+    y = checks.unflatten_rows(_mlp(rows, p, q, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
 
 
@@ -129,7 +129,7 @@ def _gated_mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * down)
 
 
-@checks.together
+@checks.public_layer
 def gated_mlp(
     x: Tensor,
     gate: Tensor,
@@ -166,8 +166,8 @@ def gated_mlp(
     out_bias = _out(out_bias, down)
     options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
     options |= _dropout(dropout_p, seed)
-    rows = checks.flat(x, gate, up, down)
-    y = checks.unflat(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
+    rows = checks.flatten_rows(x, gate, up, down)
+    y = checks.unflatten_rows(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
 
 
@@ -182,7 +182,7 @@ def _dropout(p: Any, seed: Any) -> dict[str, Any]:
     if p == 0:
         return {}
     checks.whole("seed", 0 if seed is None else seed)
-    return {"dropout_p": float(p), "seed": checks.drawn_seed() if seed is None else seed}
+    return {"dropout_p": float(p), "seed": checks.draw_seed() if seed is None else seed}
 
 
 def _out(bias: Any, last: Any) -> Any:

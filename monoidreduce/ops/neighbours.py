@@ -55,7 +55,7 @@ def _knn(x: mr.Row["d"], y: mr.Col["d"], k: int, metric: str, exclude_self: bool
     return Neighbours(root(values) if euclidean else values, indices)
 
 
-@checks.together
+@checks.public_layer
 def knn(x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:
     """The k nearest y of each x, nearest first.
 
@@ -90,7 +90,7 @@ def _kmeans_assign(x: mr.Row["d"], centroids: mr.Col["d"], metric: str):
     return Neighbours(best(near), at(near))
 
 
-@checks.together
+@checks.public_layer
 def kmeans_assign(x: Tensor, centroids: Tensor, *, metric: Metric = "sqeuclidean") -> Neighbours:
     """The nearest centroid of each x, and how near it is.
 
@@ -130,7 +130,7 @@ def _maxsim(
     return mr.sum(best if q_lengths is None else torch.where(mr.row_index < q_lengths, best, 0.0), over="rows")
 
 
-@checks.together
+@checks.public_layer
 def maxsim(
     q: Tensor,
     d: Tensor,
@@ -199,7 +199,7 @@ def _chamfer(
     )
 
 
-@checks.together
+@checks.public_layer
 def chamfer(
     x: Tensor,
     y: Tensor,

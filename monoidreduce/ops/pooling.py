@@ -36,7 +36,7 @@ def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[False] = F
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[True]) -> MaxPool: ...
 @overload
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool) -> Tensor | MaxPool: ...
-@checks.together
+@checks.public_layer
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool = False) -> Tensor | MaxPool:
     """The largest product of each row with any column, ``max_j ⟨x_i, w_j⟩``.
 
@@ -55,6 +55,6 @@ def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool = False) -> T
     >>> torch.allclose(max_pool_product(x, w), (x @ w.T).max(-1).values)
     True
     """
-    rows = checks.flat(x, w)
-    pooled = MaxPool(*(checks.unflat(value, x, rows) for value in _max_pool_product(rows, w)))
+    rows = checks.flatten_rows(x, w)
+    pooled = MaxPool(*(checks.unflatten_rows(value, x, rows) for value in _max_pool_product(rows, w)))
     return pooled if return_indices else pooled.values

@@ -56,7 +56,7 @@ def _sample(
     return Sample(drawn, torch.where(drawn < 0, -math.inf, logit - mr.logsumexp(s)))
 
 
-@checks.together
+@checks.public_layer
 def linear_sample(
     x: Tensor,
     weight: Tensor,
@@ -92,8 +92,8 @@ def linear_sample(
     """
     head = heads.check(x, weight, bias, softcap, temperature)
     checks.whole("seed", seed)
-    rows = checks.flat(x)
-    return Sample(*(checks.unflat(value, x, rows) for value in _sample(rows, weight, seed, **head)))
+    rows = checks.flatten_rows(x)
+    return Sample(*(checks.unflatten_rows(value, x, rows) for value in _sample(rows, weight, seed, **head)))
 
 
 sample = linear_sample
@@ -122,7 +122,7 @@ def _topk(
     return TopK(best.values - mr.logsumexp(s) if log_probs else best.values, best.indices)
 
 
-@checks.together
+@checks.public_layer
 def linear_topk(
     x: Tensor,
     weight: Tensor,
@@ -157,9 +157,9 @@ def linear_topk(
     """
     head = heads.check(x, weight, bias, softcap, temperature)
     checks.whole("k", k, least=1)
-    rows = checks.flat(x)
+    rows = checks.flatten_rows(x)
     found = _topk(rows, weight, int(k), bool(largest), bool(log_probs), **head)
-    return TopK(*(checks.unflat(value, x, rows) for value in found))
+    return TopK(*(checks.unflatten_rows(value, x, rows) for value in found))
 
 
 @mr.op
@@ -168,7 +168,7 @@ def _argmax(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
     return mr.argmax(heads.logits(x, weight, bias, None, None))
 
 
-@checks.together
+@checks.public_layer
 def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The class of the largest logit of each row, the first of equals, as greedy decoding takes it.
 
@@ -188,5 +188,5 @@ def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> T
     True
     """
     checks.head(x, weight, bias)
-    rows = checks.flat(x)
-    return checks.unflat(_argmax(rows, weight, bias), x, rows)
+    rows = checks.flatten_rows(x)
+    return checks.unflatten_rows(_argmax(rows, weight, bias), x, rows)

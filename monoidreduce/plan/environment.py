@@ -8,7 +8,7 @@ import os
 class EnvironmentVariable:
     """One environment variable, by its name.
 
-    >>> Variable("MONOIDREDUCE_NO_SUCH").read() is None
+    >>> EnvironmentVariable("MONOIDREDUCE_NO_SUCH").read() is None
     True
     """
 

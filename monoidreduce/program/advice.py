@@ -7,10 +7,15 @@ same is written there. What has no row is answered with a name that is spelt ali
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import NoReturn, ParamSpec, TypeVar
 
-from ..errors import TraceError, UnknownFunctionError
+from ..errors import ArgumentError, TraceError, UnknownFunctionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DISTANCE = "Write mr.sqdist(x, y) for the squared distance of a pair, torch.sqrt(mr.sqdist(x, y)) for the distance"
 _PRODUCT = "A body is one pair: write x @ y for the product of a row's and a column's vector"
@@ -157,3 +162,45 @@ def check_truth_values(name: str, truths: Sequence[bool]) -> None:
         raise TraceError(detail=f"{name} was asked of a truth value, which torch does not do either", fix=fix)
     if name in ("abs", "floor", "ceil", "round", "trunc", "floor_divide", "remainder") and all(truths):
         raise TraceError(detail=f"{name} was asked of truth values alone", fix="Take them as numbers with .int()")
+
+
+# Keywords that torch's functions have and the language's own functions do not
+
+_OVER = 'A reduction folds over columns, or with over="rows" over rows; the features of a vector are summed by x.sum()'
+_KEYWORDS = {
+    "dim": _OVER,
+    "axis": _OVER,
+    "keepdim": "Leave it out: there are no axes in a body",
+    "keepdims": "Leave it out: there are no axes in a body",
+    "dtype": "Leave it out, or cast what is reduced: x.to(torch.float32)",
+    "out": "Leave it out: nothing is written in place in a body",
+    "sorted": "Leave it out: the best come first",
+    "unbiased": "Give correction=1 or correction=0",
+    "ddof": "Give correction=1 or correction=0",
+}
+
+
+def check_call(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; a call that does not fit its signature says what to write."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = function.__name__
+            unknown = [k for k in kwargs if k not in signature.parameters]
+            given = f"mr.{name} has no keyword {unknown[0]!r}" if unknown else f"mr.{name}: {error}"
+            shown = f"mr.{name}({', '.join(map(_parameter_text, signature.parameters.values()))})"
+            advice = _KEYWORDS.get(unknown[0]) if unknown else _OVER if "too many positional" in str(error) else None
+            fix = f"It is {shown}" if advice is None else f"{advice}. It is {shown}"
+            raise ArgumentError(detail=given, fix=fix.replace("{", "{{").replace("}", "}}")) from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _parameter_text(p: inspect.Parameter) -> str:
+    stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    return f"{stars}{p.name}" if p.default is p.empty else f"{p.name}={p.default!r}"

@@ -1,6 +1,6 @@
-"""What a body reads besides its arguments: numbers of its closure, of globals and of attributes.
+"""The Python numbers that a body reads besides its arguments: from its closure, from globals and from attributes.
 
-A body is traced once and its program kept, so a Python number that it reads from outside would stay what it was then.
+A body is traced once and its program cached, so a number that it reads from outside would keep its first value.
 :func:`watch` lists the places that a body, and the functions it calls, can read such a number from. They are found in
 the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
 (``config.scale``, ``settings["window"]``). :meth:`Watched.holds` compares them with what they were; where one has
@@ -42,7 +42,7 @@ class Watched:
         return bool(self.names or self.cells or self.others)
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """True where every watched place still has the value it had when the body was traced."""
         for scope, name, then in self.names:
             now = scope.get(name, _MISSING)
             if now is not then and not _is_same(now, then):
@@ -59,9 +59,9 @@ class Watched:
 
 
 def watch(*functions: Any) -> Watched:
-    """The places that functions and all that they call read; nothing of what belongs to this package."""
+    """The places that these functions, and the functions they call, read; this package's own functions are skipped."""
     found = Watched()
-    _Search(found).functions([f for f in functions if not _is_ours(f)])
+    _Search(found).functions([f for f in functions if not _is_fixed_package(f)])
     return found
 
 
@@ -94,7 +94,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _is_ours(function: Any) -> bool:
+def _is_fixed_package(function: Any) -> bool:
     """Whether a function or module is this package's, torch's or the language's own, whose values do not change."""
     if isinstance(function, functools.partial):
         return False
@@ -103,7 +103,7 @@ def _is_ours(function: Any) -> bool:
 
 
 class _Search:
-    """Looks through functions, each once."""
+    """Searches the bytecode of functions, each function once."""
 
     def __init__(self, found: Watched):
         self.found = found
@@ -122,7 +122,7 @@ class _Search:
         found.others = [one for one in found.others if one[0].args[1] not in self.stored]
 
     def _one(self, called: Any) -> list[Any]:
-        """Look through one function; the others that it names."""
+        """Search one function; returns the functions that it names."""
         owner = _MISSING
         if isinstance(called, functools.partial):
             return [called.func, *(a for a in (*called.args, *called.keywords.values()) if callable(a))]
@@ -134,14 +134,14 @@ class _Search:
             owner, called = called.__self__, called.__func__
         if hasattr(called, "__wrapped__") and not isinstance(called, types.FunctionType):
             called = called.__wrapped__
-        if not isinstance(called, types.FunctionType) or id(called) in self.seen or _is_ours(called):
+        if not isinstance(called, types.FunctionType) or id(called) in self.seen or _is_fixed_package(called):
             return []
         self.seen.add(id(called))
         self.held.append(called)
         return list(self._names(called, called.__code__, owner))
 
     def _names(self, function: types.FunctionType, code: types.CodeType, owner: Any) -> Iterator[Any]:
-        """Every place that a function's code reads is noted; what is called there is given back."""
+        """Note every place that a function's code reads; yield the functions that it calls."""
         steps = list(dis.get_instructions(code))
         self.left -= len(steps)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -184,7 +184,7 @@ class _Search:
             if _is_followed(value, steps, following is not None):
                 note()
                 yield value
-            if following is None or (isinstance(value, types.ModuleType) and _is_ours(value)):
+            if following is None or (isinstance(value, types.ModuleType) and _is_fixed_package(value)):
                 return
             key, is_item, count = following
             name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
@@ -195,7 +195,7 @@ class _Search:
 
 def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
     """Whether what a name stands for is looked through: a function, or an object that may be called at this place."""
-    if not callable(value) or isinstance(value, type) or _is_ours(value):
+    if not callable(value) or isinstance(value, type) or _is_fixed_package(value):
         return False
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True

@@ -8,14 +8,17 @@ possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from ..errors import ShapeError, UnreducedError
 from .expression import Expr, Feature, const, fit, join, node, reduce_node, size, topological, widest
 from .primitives import PRIMITIVES
 from .simplify import ONE, ZERO, apply, is_constant, lift
 
 __all__ = [
-    "ONE", "ZERO", "apply", "component", "dot", "feature_extreme", "fsum", "gap_form", "is_constant", "lift", "rebuild",
-    "spread", "sqdist", "substitute", "terms",
+    "ONE", "ZERO", "apply", "apply_over_features", "component", "dot", "feature_extreme", "fsum", "gap_form",
+    "is_constant", "lift", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms", "vector_norm",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
@@ -52,20 +55,20 @@ def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
         return None
     left = found[x.args[1] if x.op == "where" else x.args[0]]
     if x.op == "neg":
-        return left and _scaled(left, const(-1.0))
+        return left and _scale_terms(left, const(-1.0))
     if x.op == "cast":
         return left if x.args[0].dtype == "float" else None
     if x.op == "mul":
-        return _product(left, found[x.args[1]])
+        return _multiply_terms(left, found[x.args[1]])
     if x.op == "div":
         divisor = x.args[1]
         whole = divisor.is_pair and divisor.feature is not None
-        return None if whole else _product(left, _terms(apply("reciprocal", divisor), {}))
+        return None if whole else _multiply_terms(left, _terms(apply("reciprocal", divisor), {}))
     right = found[x.args[-1]]
     if left is None or right is None:
         return None
     if x.op != "where":
-        return left + (_scaled(right, const(-1.0)) if x.op == "sub" else right)
+        return left + (_scale_terms(right, const(-1.0)) if x.op == "sub" else right)
     c = x.args[0]
     if c.feature is not None:
         return None
@@ -73,11 +76,11 @@ def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
     return chosen + [(apply("where", c, 0.0, k), u, v) for k, u, v in right if not is_constant(k, 0)]
 
 
-def _product(left: list[Term] | None, right: list[Term] | None) -> list[Term] | None:
+def _multiply_terms(left: list[Term] | None, right: list[Term] | None) -> list[Term] | None:
     """The terms of a product; None where one of its factors has no terms, or there would be too many."""
     if not left or not right:
         return right if left else left
-    return [_times(a, b) for a in left for b in right] if len(left) * len(right) <= _MOST_TERMS else None
+    return [_multiply_pair(a, b) for a in left for b in right] if len(left) * len(right) <= _MOST_TERMS else None
 
 
 def gap_form(e: Expr) -> tuple[Expr, Expr, Expr] | None:
@@ -107,11 +110,11 @@ def gap_form(e: Expr) -> tuple[Expr, Expr, Expr] | None:
     return scale, row, col
 
 
-def _scaled(some: list[Term], factor: Expr) -> list[Term]:
+def _scale_terms(some: list[Term], factor: Expr) -> list[Term]:
     return [(apply("mul", k, factor), u, v) for k, u, v in some]
 
 
-def _times(a: Term, b: Term) -> Term:
+def _multiply_pair(a: Term, b: Term) -> Term:
     return apply("mul", a[0], b[0]), _vector_product(a[1], b[1]), _vector_product(a[2], b[2])
 
 
@@ -244,6 +247,41 @@ def feature_extreme(x: Expr, largest: bool) -> Expr:
             fix="Only sums walk the features of a pair; take the extreme of a row or column vector, or use .sum()",
         )
     return _feature_node("famax" if largest else "famin", x)
+
+
+def vector_norm(x: Expr, p: Any = 2) -> Expr:
+    """The p-norm; its slope at 0 is 0, as in torch."""
+    if p in (2, 2.0, "fro", None):
+        square = fsum(apply("square", x))
+        zero = apply("eq", square, 0)
+        return apply("where", zero, 0.0, apply("sqrt", apply("where", zero, 1.0, square)))
+    size = apply("abs", x)
+    if p == 1:
+        return fsum(size)
+    if p == math.inf:
+        return feature_extreme(size, True)
+    return apply("pow", fsum(apply("pow", size, p)), 1.0 / p)
+
+
+def normalize_vector(x: Expr, p: float, eps: float) -> Expr:
+    """x / max(norm, eps)."""
+    return apply("div", x, apply("maximum", vector_norm(x, p), eps))
+
+
+def apply_over_features(name: str, x: Expr) -> Expr:
+    """``softmax``, ``log_softmax`` or ``logsumexp`` of a row's or a column's vector, less its largest feature first."""
+    x = apply("cast", x, to="float")
+    peak = apply("detach", feature_extreme(x, True))
+    if name == "logsumexp":  # minus infinity, and not NaN, where all features are
+        peak = apply("where", apply("isinf", peak), 0.0, peak)
+    lowered = apply("sub", x, peak)
+    raised = apply("exp", lowered)
+    total = fsum(raised)
+    if name == "softmax":
+        return apply("div", raised, total)
+    return (
+        apply("sub", lowered, apply("log", total)) if name == "log_softmax" else apply("add", peak, apply("log", total))
+    )
 
 
 def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:

@@ -1,7 +1,7 @@
 """How sums of expressions are computed, and the interval of an expression on a block of pairs.
 
-A sum of number × vector is a matrix product (a *contraction*); a condition is decided on a block by interval
-arithmetic. Engines compile these, the cost model counts them.
+A sum of number × vector is a matrix product (a *contraction*); a condition is decided for a whole tile
+by interval arithmetic. Engines compile these, the cost model counts them.
 """
 
 from __future__ import annotations

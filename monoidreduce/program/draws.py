@@ -8,12 +8,12 @@ import torch
 
 from ..errors import ArgumentError, shown
 from . import constructors, philox
+from .advice import check_call
 from .expression import Expr, index
-from .signature import checked
 from .symbol import Symbol, expr_of
 
 
-@checked
+@check_call
 def uniform(seed: Any) -> Any:
     """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j).
 
@@ -24,21 +24,21 @@ def uniform(seed: Any) -> Any:
     >>> fair(torch.zeros(1), torch.zeros(10_000)).round(decimals=1)
     tensor([0.5000])
     """
-    return _drawn("uniform", seed)
+    return _draw("uniform", seed)
 
 
-def _key(seed: Any) -> Expr:
+def _seed_key(seed: Any) -> Expr:
     key = expr_of(seed)
     if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
         raise ArgumentError(detail=f"a seed was given as {shown(seed)}", fix="Give one whole number of 64 bits")
     return key
 
 
-def _drawn(name: str, seed: Any) -> Any:
-    return Symbol(constructors.apply(name, _key(seed), index("batch"), index("row"), index("col")))
+def _draw(name: str, seed: Any) -> Any:
+    return Symbol(constructors.apply(name, _seed_key(seed), index("batch"), index("row"), index("col")))
 
 
-@checked
+@check_call
 def gumbel(seed: Any) -> Any:
     """A standard Gumbel number per pair, the same for every tile, engine and recomputation.
 
@@ -49,10 +49,10 @@ def gumbel(seed: Any) -> Any:
     >>> drawn(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([True, True])
     """
-    return _drawn("gumbel", seed)
+    return _draw("gumbel", seed)
 
 
-@checked
+@check_call
 def dropout(x: Any, p: Any, seed: Any) -> Any:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone.
 
@@ -69,13 +69,13 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     if not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
     least = min(max(round(p * philox.COINS), int(p > 0)), philox.COINS - int(p < 1))
-    kept, scale = _coin(seed) >= least, 1 / (1 - least / philox.COINS) if p < 1 else 0.0
+    kept, scale = _draw_coin(seed) >= least, 1 / (1 - least / philox.COINS) if p < 1 else 0.0
     vector = isinstance(x, Symbol) and x.expr.feature is not None
     return x * torch.where(kept, scale, 0.0) if vector else torch.where(kept, x * scale, 0.0)
 
 
-def _coin(seed: Any) -> Any:
+def _draw_coin(seed: Any) -> Any:
     """15 bits per pair. Rows have words of their own in each batch element, columns the same in all of them."""
-    key, col = _key(seed), index("col")
+    key, col = _seed_key(seed), index("col")
     row = constructors.apply("word", key, index("batch"), index("row"))
     return Symbol(constructors.apply("coin", row, constructors.apply("mark", key, col), col))

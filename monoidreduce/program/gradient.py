@@ -8,16 +8,54 @@ cotangents are just more inputs, so the gradient program is again a program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..reductions import KINDS, make
 from . import constructors
 from .expression import Expr, node
+from .lower import Fold
 from .reverse_mode import pull
 from .symbol import Symbol
 
 
-def gradient(
+@dataclass(frozen=True)
+class FoldGradient:
+    """The gradient of a fold, to be compiled: a program of its leaves, its results and their cotangents.
+
+    ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k has a cotangent."""
+
+    fold: Fold
+    asked: tuple[bool, ...]
+    given: tuple[bool, ...]
+
+    @functools.cached_property
+    def _parts(self) -> tuple[list[Expr], list[Expr], list[Expr | None]]:
+        return differentiate_fold(self.fold.pure, self.fold.leaves, self.asked, self.given)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the inputs that stand for the fold's results."""
+        return tuple(e.attrs[0] for e in self._parts[0])
+
+    @property
+    def cotangents(self) -> tuple[str, ...]:
+        """The names of the inputs that stand for the cotangents of the results."""
+        return tuple(e.attrs[0] for e in self._parts[1])
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """For each leaf, whether it has a gradient: asked for, and not known to be zero."""
+        return tuple(e is not None for e in self._parts[2])
+
+    @property
+    def outputs(self) -> tuple[Expr, ...]:
+        """The gradients of the leaves that have one."""
+        return tuple(e for e in self._parts[2] if e is not None)
+
+
+def differentiate_fold(
     reductions: Sequence[Expr], leaves: Sequence[Expr], asked: Sequence[bool], given: Sequence[bool]
 ) -> tuple[list[Expr], list[Expr], list[Expr | None]]:
     """The gradient program of a fold.
@@ -49,10 +87,10 @@ def gradient(
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
     pulled_leaves = dict(zip(wrt, pull(seeds, wrt), strict=True))
-    return results, cotangents, [_gather(leaf, pulled_leaves.get(leaf)) for leaf in leaves]
+    return results, cotangents, [_sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves]
 
 
-def _gather(leaf: Expr, g: Expr | None) -> Expr | None:
+def _sum_to_leaf(leaf: Expr, g: Expr | None) -> Expr | None:
     """A leaf's gradient: its cotangent at every pair, summed over the axes that it does not have."""
     if g is None:
         return None

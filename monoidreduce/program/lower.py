@@ -1,4 +1,4 @@
-"""From outputs to passes: which reductions run together, and what is hoisted out of them.
+"""The last passes of the compiler: which reductions run together, and what is hoisted out of them.
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
@@ -12,12 +12,15 @@ object.
 from __future__ import annotations
 
 import functools
+import hashlib
+import uuid
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..reductions import kind_of, outputs_of
 from . import constructors
 from .expression import Expr, node, reduce_node, result, topological
-from .normal_form import is_pass, normalize
+from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 
@@ -31,8 +34,8 @@ class Fold:
     leaves: tuple[Expr, ...]
     reductions: tuple[Expr, ...]
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
-    raised: bool = False  # whether vectors are returned in the type in which they were added up: more is made of them
-    exact: bool = False  # whether 16-bit products stay as exact as they are, here and in gradients, wherever they lie
+    raised: bool = False  # return vectors in the accumulator's type, since they are used in further arithmetic
+    exact: bool = False  # never round products to 16 bits, here or in the gradient, even where they are stored
 
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
@@ -41,7 +44,7 @@ class Fold:
 
     @functools.cached_property
     def pure(self) -> tuple[Expr, ...]:
-        """The reductions with their scales inside: the same numbers, as the gradient sees them."""
+        """The reductions with their scales moved inside: the form that is differentiated."""
         return tuple(
             r if s is constructors.ONE else constructors.rebuild(r, (constructors.apply("mul", r.args[0], s),))
             for r, s in self.scaled
@@ -77,33 +80,42 @@ class Lowered:
 
     @property
     def exact(self) -> bool:
-        """Whether products of a pass stay as exact as they are."""
+        """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
 
     def having(self, exact: bool) -> Lowered:
-        """The same, with all products as exact as they are where that is asked for."""
+        """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self
 
 
-@functools.lru_cache(maxsize=4096)
-def lower(outputs: tuple[Expr, ...]) -> Lowered:
-    """Normalize, cut into passes, hoist."""
-    outputs = normalize(outputs)
-    levels = _levels(outputs)
+def merge_softmax(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Compiler pass: join all ``soft`` reductions of one logit, so that its exponentials are computed once."""
+    levels = _pass_levels(outputs)
     for level in range(1, max(levels.values(), default=0) + 1):
         outputs = constructors.substitute(outputs, _merge_soft(outputs, levels, level))
-        levels = _levels(outputs)
-    deepest = max(levels.values(), default=0)
-    passes = []
-    for level in range(1, deepest + 1):
-        order = topological(outputs)
-        reductions = [e for e in order if is_pass(e) and levels[e] == level]
-        passes.append(_make_pass(reductions, order, _scales(reductions, outputs, levels)))
+        levels = _pass_levels(outputs)
+    return outputs
+
+
+def group_reductions(outputs: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], ...]:
+    """Compiler pass: the reductions over pairs that run together, one group for each level, lowest first."""
+    levels = _pass_levels(outputs)
+    groups: list[list[Expr]] = [[] for _ in range(max(levels.values(), default=0))]
+    for e in topological(outputs):
+        if is_pass(e):
+            groups[levels[e] - 1].append(e)
+    return tuple(map(tuple, groups))
+
+
+def hoist_one_sided(outputs: tuple[Expr, ...], groups: tuple[tuple[Expr, ...], ...]) -> Lowered:
+    """Compiler pass: make a fold of each group; what is not per pair leaves it and is fed to it."""
+    levels, order = _pass_levels(outputs), topological(outputs)
+    passes = [_make_pass(list(group), order, _find_scales(list(group), outputs, levels)) for group in groups]
     return Lowered(tuple(passes), outputs)
 
 
-def _levels(outputs: tuple[Expr, ...]) -> dict[Expr, int]:
+def _pass_levels(outputs: tuple[Expr, ...]) -> dict[Expr, int]:
     levels: dict[Expr, int] = {}
     for e in topological(outputs):
         levels[e] = max((levels[a] for a in e.args), default=0) + is_pass(e)
@@ -132,11 +144,11 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
 
 
 def _is_fed(e: Expr) -> bool:
-    """What a pass is given: what lives on one side, and what is given per pair."""
+    """True for what is computed before a pass: one-sided values, and arguments given per pair."""
     return not e.is_pair or e.op in ("input", "leaf")
 
 
-def _scales(
+def _find_scales(
     reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
 ) -> dict[Expr, tuple[Expr, Expr]]:
     """Sums of vectors whose only use is to be multiplied by a number known before the pass: (that product, the number).
@@ -168,11 +180,11 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     # A gather reads whatever place its target names, so a target that is arithmetic on an index is computed before the
     # pass and fed as a label: engines only know targets that are a plain index or a leaf.
     targets = [r.args[0] for r in reductions if kind_of(r).gathers]
-    arithmetic = _of_indices(targets)
+    arithmetic = _index_arithmetic(targets)
     computed = {r: r.args[0] for r in reductions if kind_of(r).gathers and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
-    feeds, derived = _feeds(fields)
+    feeds, derived = _find_feeds(fields)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
@@ -200,14 +212,14 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     return Pass(fold, tuple(feeds), results)
 
 
-def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
+def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
     found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()
     stack = found[::-1]
-    indices = _of_indices(found)
+    indices = _index_arithmetic(found)
     while stack:
         e = stack.pop()
         again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
@@ -219,7 +231,7 @@ def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     return list(feeds), [e for e in topological(found) if e in derived]
 
 
-def _of_indices(roots: list[Expr]) -> set[Expr]:
+def _index_arithmetic(roots: list[Expr]) -> set[Expr]:
     """The nodes under ``roots`` that are arithmetic on one index and numbers: ``row_index - window``."""
     known: set[Expr] = set()
     for e in topological(roots, stop=lambda n: not n.rows and not n.cols):
@@ -227,3 +239,38 @@ def _of_indices(roots: list[Expr]) -> set[Expr]:
         if not (e.rows or e.cols) or (own and known.issuperset(e.args)):
             known.add(e)
     return {e for e in known if e.args and e.feature is None and (e.rows or e.cols)}
+
+
+# Names of folds, equal for equal folds, in every process and on every machine
+
+_PROCESS = uuid.uuid4().hex  # part of the names of folds over a user's own classes, whose text is not their meaning
+_LOCAL = "own-"
+
+
+@functools.lru_cache(maxsize=4096)
+def digest_fold(fold: Fold) -> str:
+    """A name for a fold, equal for equal folds: the hash of its nodes, written out one by one."""
+    parts = (fold.leaves, fold.reductions, fold.scales)
+    order = topological([e for part in parts for e in part])
+    number = {e: k for k, e in enumerate(order)}
+    lines = [_node_line(e, number) for e in order]
+    lines += [str([number[e] for e in part]) for part in parts]
+    text = "\n".join(lines)
+    found = hashlib.sha256(text.encode()).hexdigest()[:24]
+    return _LOCAL + found if _PROCESS in text else found
+
+
+def is_digest_portable(name: str) -> bool:
+    """True where a digest means the same fold in every process: no class of the user's is part of it."""
+    return not name.startswith(_LOCAL)
+
+
+def _node_line(e: Expr, number: dict[Expr, int]) -> str:
+    return f"{e.op} {[number[a] for a in e.args]} {_attribute_text(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
+
+
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_attribute_text, value))})"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"

@@ -1,4 +1,4 @@
-"""Normal form: sums split so that every engine gets the cheapest equal form.
+"""Normal form: sums and softmax means rewritten into the equal form that is cheapest for every engine.
 
 A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the
 folded axis leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a
@@ -19,9 +19,9 @@ from .expression import Expr, const, size, topological
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
 
-_MANY = 64  # factors of a product, from which on it is not written out
+_MANY = 64  # a product of more factors than this is not written out
 _MANY_HOTS = 8
-_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # what may have values at one index inside
+_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # operations that split_index_matches looks into
 
 
 def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -56,26 +56,26 @@ def is_pass(e: Expr) -> bool:
 def _normal_result(reduction: Expr, k: int) -> Expr:
     kind, over, _ = reduction.attrs
     if kind == "sum":
-        return _sum(reduction.args[0], over)
+        return _normal_sum(reduction.args[0], over)
     means = len(reduction.args) - 1
     if k == 0 or k > means:  # of the logit alone: the logsumexp, and its two parts that follow the means
         return make("soft", over, (), reduction.args[:1])[max(0, k - means)]
     return _soft_mean(reduction.args[0], reduction.args[k], over)
 
 
-def _has(e: Expr | None, axis: str) -> bool:
+def _varies_along(e: Expr | None, axis: str) -> bool:
     return e is not None and (e.cols if axis == "cols" else e.rows)
 
 
-def _other(axis: str) -> str:
+def _other_axis(axis: str) -> str:
     return "rows" if axis == "cols" else "cols"
 
 
-def _sum(e: Expr, over: str) -> Expr:
+def _normal_sum(e: Expr, over: str) -> Expr:
     if e.dtype != "float":
-        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+        return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     if e.feature is not None and not e.is_pair:
-        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+        return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     gap = constructors.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
         free, alone, mid = factors(gap[0], over)
@@ -95,7 +95,7 @@ def _sum(e: Expr, over: str) -> Expr:
         key = (r, outer, inner)
         sums[key] = apply("add", sums[key], mid) if key in sums else mid
     total = ZERO
-    for r, outer, inner, value in _sums(sums, over):
+    for r, outer, inner, value in _sum_groups(sums, over):
         value = apply("mul", value, r)
         if outer is not None:
             value = apply("mul", value, outer)
@@ -105,9 +105,9 @@ def _sum(e: Expr, over: str) -> Expr:
     return total
 
 
-def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
-    """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
-    vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
+def _sum_groups(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
+    """Yield the sum of each part with its outer factors. Several matrix products that end in one vector become one
+    sum, so that an engine has one accumulator for them (the gradient of a row that two products share)."""
     groups: dict[tuple, list[Part]] = {}
     for key, mid in parts.items():
         r, outer, inner = key
@@ -124,9 +124,9 @@ def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | Non
 
 
 def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
-    """The vector that leaves the sum and the one that stays; a vector of neither side leaves it."""
+    """The vector that is moved out of the sum, and the one that stays in it."""
     outer, inner = (u, v) if over == "cols" else (v, u)
-    if inner is not None and not _has(inner, over):
+    if inner is not None and not _varies_along(inner, over):
         outer, inner = (inner if outer is None else apply("mul", outer, inner)), None
     return outer, inner
 
@@ -139,9 +139,9 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     stack = [k]
     while stack:
         f = stack.pop()
-        if not _has(f, over):
+        if not _varies_along(f, over):
             free = apply("mul", f, free)
-        elif not _has(f, _other(over)):
+        elif not _varies_along(f, _other_axis(over)):
             alone = apply("mul", f, alone)
         elif f.op == "mul" and f.dtype == "float":
             stack += reversed(f.args)
@@ -150,7 +150,7 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             stack.append(f.args[0])
         elif f.op == "div" and not f.args[1].is_pair:
             divisor = f.args[1]
-            if _has(divisor, over):
+            if _varies_along(divisor, over):
                 alone = apply("div", alone, divisor)
             else:
                 free = apply("div", free, divisor)
@@ -184,9 +184,9 @@ def _shared_factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """As :func:`factors`, node by node, so that what is shared stays shared."""
     found: dict[Expr, tuple[Expr, Expr, Expr]] = {}
     for e in topological([k], stop=lambda e: not _is_product(e)):
-        if not _has(e, over):
+        if not _varies_along(e, over):
             found[e] = e, ONE, ONE
-        elif not _has(e, _other(over)):
+        elif not _varies_along(e, _other_axis(over)):
             found[e] = ONE, e, ONE
         elif not _is_product(e) or (e.op == "div" and e.args[1].is_pair):
             found[e] = ONE, ONE, e
@@ -244,33 +244,33 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     A mid with a dense part too (softmax minus one-hot) stays whole: the two may cancel, so they are added pair by pair.
     """
     whole = apply("mul", mid, vector) if vector is not None else mid
-    if not _has(whole, over):
+    if not _varies_along(whole, over):
         return apply("mul", whole, apply("cast", size(over), to="float"))
     if not whole.is_pair or _stays_whole(mid, vector):
         return make("sum", over, (), (whole,))[0]
     total = ZERO
-    for axis, target, value in split_hots(mid)[1]:
+    for axis, target, value in split_index_matches(mid)[1]:
         picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
         total = picked if total is ZERO else apply("add", total, picked)
     return total
 
 
 def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
-    """Whether mid × vector is of pairs, and not zero at all of them but one index."""
+    """True where mid × vector is per pair and not just non-zero at one index."""
     whole = mid if vector is None else apply("mul", mid, vector)
-    return whole.is_pair and split_hots(mid)[0] is not None
+    return whole.is_pair and split_index_matches(mid)[0] is not None
 
 
-def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
+def split_index_matches(e: Expr) -> tuple[Expr | None, list[Hot]]:
     """Split a number per pair into a dense part and values that are non-zero only where an index equals t."""
     found: dict[Expr, tuple[Expr | None, list[Hot]]] = {}
     for n in topological([e], stop=lambda n: not n.is_pair or n.op not in _HOT_INSIDE):
-        found[n] = _split(n, found)
+        found[n] = _split_node(n, found)
     return found[e]
 
 
-def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[Expr | None, list[Hot]]:
-    """:func:`split_hots` of a node, given that of its arguments."""
+def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[Expr | None, list[Hot]]:
+    """:func:`split_index_matches` of a node, given that of its arguments."""
     if not e.is_pair:
         return e, []
     if e.op in ("add", "sub"):
@@ -281,7 +281,7 @@ def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[E
             right = None if right is None else apply("neg", right)
             right_hots = [(axis, t, apply("neg", value)) for axis, t, value in right_hots]
         dense = right if left is None else left if right is None else apply("add", left, right)
-        return dense, _few_hots(left_hots + right_hots)
+        return dense, _merge_matches(left_hots + right_hots)
     if e.op == "neg":
         dense, hots = found[e.args[0]]
         return (e, []) if not hots else (dense and apply("neg", dense), [(a, t, apply("neg", v)) for a, t, v in hots])
@@ -292,7 +292,7 @@ def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[E
                 return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
         return e, []
     if e.op == "where" and constructors.is_constant(e.args[2], 0):
-        hot, rest = hot_condition(e.args[0])
+        hot, rest = split_index_match(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
         dense, hots = found[e.args[1]]
@@ -300,19 +300,24 @@ def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[E
             c = e.args[0]
             return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
     if e.op == "cast" and e.args[0].dtype == "bool":
-        hot, rest = hot_condition(e.args[0])
+        hot, rest = split_index_match(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, 1.0, 0.0))]
     if e.op == "fsum" and e.args[0].op == "where" and constructors.is_constant(e.args[0].args[2], 0):
         c, value, _ = e.args[0].args
-        hot, rest = hot_condition(c)
-        if hot is not None and hot[1].feature is not None and rest.feature is None and not _has(value, f"{hot[0]}s"):
+        hot, rest = split_index_match(c)
+        if (
+            hot is not None
+            and hot[1].feature is not None
+            and rest.feature is None
+            and not _varies_along(value, f"{hot[0]}s")
+        ):
             return None, [(*hot, apply("where", rest, value, 0.0))]
     return e, []
 
 
-def _few_hots(hots: list[Hot]) -> list[Hot]:
-    """Those at one place added up where they are many: values that are shared would come again and again."""
+def _merge_matches(hots: list[Hot]) -> list[Hot]:
+    """Add up the values at equal places where there are many: shared values would be written out repeatedly."""
     if len(hots) <= _MANY_HOTS:
         return hots
     sums: dict[tuple[str, Expr], Expr] = {}
@@ -321,7 +326,7 @@ def _few_hots(hots: list[Hot]) -> list[Hot]:
     return [(axis, t, value) for (axis, t), value in sums.items()]
 
 
-def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
+def split_index_match(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
     """``index == t`` within a conjunction: (axis, t) and the other conditions."""
     seen: set[Expr] = set()
     stack: list[tuple[Expr, Any]] = [(c, None)]  # a condition, and those beside it and above it, the nearest first
@@ -331,7 +336,7 @@ def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
             seen.add(e)
             first, second = e.args
             stack += [(second, (first, beside)), (first, (second, beside))]
-        elif e.op == "eq" and (hot := _hot(e)) is not None:
+        elif e.op == "eq" and (hot := _match_index(e)) is not None:
             rest = const(True)
             while beside is not None:
                 other, beside = beside
@@ -340,12 +345,12 @@ def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
     return None, c
 
 
-def _hot(e: Expr) -> tuple[str, Expr] | None:
+def _match_index(e: Expr) -> tuple[str, Expr] | None:
     """``index == t``: the axis and t."""
     for axis, moves, stays in (("col", "cols", "rows"), ("row", "rows", "cols")):
         for one, other in (e.args, e.args[::-1]):
             at = one.op == f"{axis}_index" and other.dtype == "int"
-            if at and not _has(other, moves) and _has(other, stays):
+            if at and not _varies_along(other, moves) and _varies_along(other, stays):
                 return axis, other
     return None
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import derivatives as d
 from . import intervals as iv
 from . import philox
 
@@ -63,6 +62,58 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
+# Derivatives that take more than a line, in the language itself. They follow torch's formulas on special values too.
+# Where torch gives no gradient a ``where`` leaves the cotangent out: zero times an infinite cotangent would be NaN.
+
+
+def _normal_density(x: Any) -> Any:
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_slope(x: Any, approximate: str) -> Any:
+    if approximate == "none":
+        return x.normal_gate() + x * _normal_density(x)
+    k = math.sqrt(8 / math.pi)
+    square = x * x
+    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
+
+
+def _silu_derivative(g: Any, y: Any, x: Any) -> tuple:
+    s = x.gate()
+    return (g * (s + y * (1 - s)),)
+
+
+def _power_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple:
+    """Of x ** n: 0 for the base where n is 0; for the exponent 0 where 0 is raised to n >= 0, NaN where x < 0."""
+    nothing = (x == 0) & (n >= 0)
+    return (
+        torch.where(n == 0, 0.0, g * (n * torch.pow(x, n - 1))),
+        torch.where(nothing, 0.0, g * (y * torch.log(torch.where(nothing, 1.0, x)))),
+    )
+
+
+def _xlogy_derivative(g: Any, y: Any, x: Any, z: Any) -> tuple:
+    """Of x log z: no gradient for x where 0 meets a z that has no logarithm."""
+    return torch.where((x == 0) & (z <= 0), 0.0, g * torch.log(z)), g * x / z
+
+
+def _logit_derivative(g: Any, y: Any, x: Any) -> tuple:
+    """Outside of [0, 1] there is no logit: NaN."""
+    return (torch.where((x < 0) | (x > 1), math.nan, g / (x * (1 - x))),)
+
+
+def _chosen_cotangent(g: Any, a: Any, b: Any, loses: Any) -> Any:
+    """The cotangent of one of two between which a minimum chooses: a tie gives half to each, NaN all to both."""
+    return torch.where(torch.logical_not(loses), torch.where(a == b, 0.5 * g, g), 0.0)
+
+
+def _logaddexp_share(a: Any, b: Any, y: Any) -> Any:
+    """exp(a) / (exp(a) + exp(b)) for y = logaddexp(a, b); 0, and not torch's NaN, where both are minus infinity: a sum
+    of nothing has no gradient."""
+    return torch.where(y == -math.inf, 0.0, torch.sigmoid(a - b))
+
+
 _P = Primitive
 _monotone = iv.monotone
 
@@ -80,7 +131,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, d.power, iv.anything, triton="power({0}, {1})"),
+    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})"),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -128,11 +179,11 @@ _ROWS = [
     _P(
         "xlogy",
         torch.xlogy,
-        d.xlogy,
+        _xlogy_derivative,
         iv.anything,
         triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
     ),
-    _P("logit", torch.logit, d.logit, iv.anything, triton="log({0}) - log1p(-{0})"),
+    _P("logit", torch.logit, _logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})"),
     _P(
         "erfc",
         torch.erfc,
@@ -167,8 +218,8 @@ _ROWS = [
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
     _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})"),
-    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * d.normal_density(x),), triton="normal_gate({0})"),
-    _P("silu", aten.silu, d.silu, triton="{0} * gate({0})"),
+    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * _normal_density(x),), triton="normal_gate({0})"),
+    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})"),
     _P(
         "relu",
         aten.relu,
@@ -188,7 +239,7 @@ _ROWS = [
     _P(
         "gelu",
         aten.gelu,
-        lambda g, y, x, approximate: (g * d.gelu_slope(x, approximate),),
+        lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
     ),
@@ -210,7 +261,7 @@ _ROWS = [
     _P(
         "minimum",
         torch.minimum,
-        lambda g, y, a, b: (d.chosen(g, a, b, a > b), d.chosen(g, a, b, a < b)),
+        lambda g, y, a, b: (_chosen_cotangent(g, a, b, a > b), _chosen_cotangent(g, a, b, a < b)),
         iv.minimum,
         "same",
         (),
@@ -219,7 +270,7 @@ _ROWS = [
     _P(
         "maximum",
         torch.maximum,
-        lambda g, y, a, b: (d.chosen(g, a, b, a < b), d.chosen(g, a, b, a > b)),
+        lambda g, y, a, b: (_chosen_cotangent(g, a, b, a < b), _chosen_cotangent(g, a, b, a > b)),
         iv.maximum,
         "same",
         (),
@@ -236,7 +287,7 @@ _ROWS = [
     _P(
         "logaddexp",
         torch.logaddexp,
-        lambda g, y, a, b: (g * d.share(a, b, y), g * d.share(b, a, y)),
+        lambda g, y, a, b: (g * _logaddexp_share(a, b, y), g * _logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
     ),
     # rounding

@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of expressions.
 
-Cotangents walk from the roots to the leaves through the table's derivatives; where an argument is a number and its
-user a vector, the cotangent is summed over features at once. Rows and columns are summed when a leaf is reached
-(``gradient.py``).
+Cotangents are propagated from the roots to the leaves with the derivatives of the primitives table. Where an argument
+is a number and its user a vector, the cotangent is summed over features at once. Rows and
+columns are summed when a leaf is reached (``gradient.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .symbol import Symbol
 
 
 def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
-    """Cotangents of ``wrt`` (each pulled through to, not past) given cotangents of some roots."""
+    """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``."""
     cotangent: dict[Expr, Expr] = {}
     targets = set(wrt)
 
@@ -30,11 +30,11 @@ def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr |
 
     for root, g in seeds:
         give(root, g)
-    useful = _depends([root for root, _ in seeds], targets)
+    useful = _nodes_above([root for root, _ in seeds], targets)
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
         if e in targets or e not in cotangent or not e.args:
             continue
-        for arg, pulled in zip(e.args, _local(e, cotangent[e]), strict=True):
+        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e]), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -43,7 +43,7 @@ def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr |
     return [cotangent.get(e) for e in wrt]
 
 
-def _depends(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
+def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     """The nodes that depend on a target: only these need a cotangent."""
     found: set[Expr] = set()
     for e in topological(roots, stop=lambda e: e in targets):
@@ -52,7 +52,7 @@ def _depends(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _local(e: Expr, g: Expr) -> Sequence[Expr | None]:
+def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args

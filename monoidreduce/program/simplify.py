@@ -69,7 +69,7 @@ def is_constant(e: Expr, value: float) -> bool:
     return e.op == "const" and e.dtype != "bool" and e.attrs[0] == value
 
 
-def _shaped(e: Expr, like: tuple[Expr, ...]) -> bool:
+def _has_result_shape(e: Expr, like: tuple[Expr, ...]) -> bool:
     """Whether ``e`` already has all the axes and the number class of the result of combining ``like``."""
     return e.axes == join(like) and e.dtype == widest(like)
 
@@ -79,16 +79,16 @@ def _simplify(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     return rule(args, attrs) if rule else None
 
 
-def _are_truths(args: tuple[Expr, ...]) -> bool:
+def _all_bool(args: tuple[Expr, ...]) -> bool:
     return all(a.dtype == "bool" for a in args)
 
 
 def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if _are_truths(args):
+    if _all_bool(args):
         return apply("logical_or", a, b)
     for one, other in ((a, b), (b, a)):
-        if is_constant(one, 0) and _shaped(other, args):
+        if is_constant(one, 0) and _has_result_shape(other, args):
             return other
     if b.op == "neg":
         return apply("sub", a, b.args[0])
@@ -99,25 +99,25 @@ def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if is_constant(b, 0) and _shaped(a, args):
+    if is_constant(b, 0) and _has_result_shape(a, args):
         return a
-    if is_constant(a, 0) and _shaped(b, args):
+    if is_constant(a, 0) and _has_result_shape(b, args):
         return apply("neg", b)
     return apply("add", a, b.args[0]) if b.op == "neg" else None
 
 
 def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if _are_truths(args):
+    if _all_bool(args):
         return apply("logical_and", a, b)
     if a is b:
         return apply("square", a)
     for one, other in ((a, b), (b, a)):
-        if is_constant(one, 0) and _shaped(one, args):
+        if is_constant(one, 0) and _has_result_shape(one, args):
             return one
-        if is_constant(one, 1) and _shaped(other, args):
+        if is_constant(one, 1) and _has_result_shape(other, args):
             return other
-        if is_constant(one, -1) and _shaped(other, args):
+        if is_constant(one, -1) and _has_result_shape(other, args):
             return apply("neg", other)
         if one.op == "neg":
             return apply("neg", apply("mul", one.args[0], other))
@@ -125,13 +125,13 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
             return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
         if other.op == "mul" and other.is_pair and not one.is_pair and one.feature is None and one.dtype == "float":
             for pair, number in (other.args, other.args[::-1]):
-                if pair.is_pair and _joins(number, one):  # one factor per pair instead of two
+                if pair.is_pair and _can_multiply_first(number, one):  # one factor per pair instead of two
                     return apply("mul", pair, apply("mul", number, one))
     return None
 
 
 def _is_mask(e: Expr) -> bool:
-    """Whether an expression is 0 where a condition does not hold, and not nested too deep for a factor to go inside."""
+    """True for ``where(c, x, 0)`` that is not nested too deeply for a factor to be moved inside."""
     if e.op != "where" or not is_constant(e.args[2], 0):
         return False
     nested = 0
@@ -140,8 +140,8 @@ def _is_mask(e: Expr) -> bool:
     return nested <= _NESTED
 
 
-def _joins(a: Expr, b: Expr) -> bool:
-    """Whether two numbers are multiplied once, outside the pairs; a ``decay`` stays beside its exponential."""
+def _can_multiply_first(a: Expr, b: Expr) -> bool:
+    """True where two numbers can be multiplied once, outside the pairs. A ``decay`` stays beside its exponential."""
     if a.is_pair or a.feature is not None or a.dtype != "float" or "decay" in (a.op, b.op):
         return False
     return not ((a.rows and b.cols) or (a.cols and b.rows))
@@ -149,9 +149,9 @@ def _joins(a: Expr, b: Expr) -> bool:
 
 def _div(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if is_constant(a, 0) and _shaped(a, args):
+    if is_constant(a, 0) and _has_result_shape(a, args):
         return ZERO
-    return a if is_constant(b, 1) and _shaped(a, args) and a.dtype == "float" else None
+    return a if is_constant(b, 1) and _has_result_shape(a, args) and a.dtype == "float" else None
 
 
 def _neg(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
@@ -184,21 +184,21 @@ def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     if b.op == "where" and b.args[0] is c:
         return apply("where", c, a, b.args[2])
     hidden_twice = a.op == "where" and is_constant(b, -math.inf) and is_constant(a.args[2], -math.inf)
-    if hidden_twice and _joined(c) and _joined(a.args[0]):
+    if hidden_twice and _can_join_conditions(c) and _can_join_conditions(a.args[0]):
         return apply("where", apply("logical_and", c, a.args[0]), a.args[1], b)
     return None
 
 
-def _joined(c: Expr) -> bool:
-    """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
+def _can_join_conditions(c: Expr) -> bool:
+    """True where a condition can be joined with another: its range on a tile is known, and it is not a gather's."""
     gathers = c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)
-    return c.feature is None and not gathers and _is_known(c)
+    return c.feature is None and not gathers and _has_known_range(c)
 
 
-_known: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()  # answers of :func:`_is_known`
+_known: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()  # answers of :func:`_has_known_range`
 
 
-def _is_known(c: Expr) -> bool:
+def _has_known_range(c: Expr) -> bool:
     """Whether an expression is arithmetic on what lives on one side, so that its range on a tile is known."""
     for e in topological([c], stop=_known.__contains__):
         if e not in _known:
@@ -219,14 +219,14 @@ def _logical(neutral: bool) -> Any:
 
 def _truths_as(name: str) -> Any:
     """An operation that is a logical one where all its arguments are truth values."""
-    return lambda args, attrs: apply(name, *args) if _are_truths(args) else None
+    return lambda args, attrs: apply(name, *args) if _all_bool(args) else None
 
 
 _RULES = {
     "minimum": _truths_as("logical_and"),
     "maximum": _truths_as("logical_or"),
-    "sign": lambda args, attrs: args[0] if _are_truths(args) else None,
-    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _are_truths(args) else None,
+    "sign": lambda args, attrs: args[0] if _all_bool(args) else None,
+    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _all_bool(args) else None,
     "add": _add,
     "sub": _sub,
     "mul": _mul,

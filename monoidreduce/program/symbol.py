@@ -8,18 +8,37 @@ the nearest name that is. Python questions that have no answer for all pairs at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextvars
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from ..errors import ImpureError, TraceError, shown
-from . import constructors, vectors
+from . import constructors
 from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, refuse, refuse_numpy
-from .context import NeedValue, current_trace
 from .expression import Expr, const, size, topological
 from .philox import DRAWS
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
+
+
+class Trace:
+    """One run of a body on symbols; ``tensors``: the names of the tensors that it can read besides its arguments."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Mapping[int, str]):
+        self.tensors = tensors
+
+
+current_trace: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("current_trace", default=None)
+
+
+class NeedValue(BaseException):
+    """The body asked for the Python value of a number: trace again with it fixed (never seen by users)."""
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
 
 
 class Symbol:
@@ -217,11 +236,11 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any =
         raise TraceError(
             detail="norm was given two values", fix="The distance of a pair is torch.sqrt(mr.sqdist(x, y))"
         )
-    return Symbol(vectors.norm(expr_of(x), p))
+    return Symbol(constructors.vector_norm(expr_of(x), p))
 
 
 def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return Symbol(vectors.normalize(expr_of(x), p, eps))
+    return Symbol(constructors.normalize_vector(expr_of(x), p, eps))
 
 
 def _feature_extreme(largest: bool) -> Callable:
@@ -243,7 +262,7 @@ def _over_features(name: str) -> Callable:
     def f(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, _stacklevel: int = 3) -> Any:
         if isinstance(dim, Symbol) or not _is_one_sided(x):
             refuse(name, is_known, functions())
-        return Symbol(vectors.over_features(name, expr_of(x)))
+        return Symbol(constructors.apply_over_features(name, expr_of(x)))
 
     return f
 

@@ -20,10 +20,9 @@ import torch
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
 from .closure import Watched
-from .context import NeedValue, Trace, current_trace
 from .declarations import Parameter
 from .expression import Expr, const, topological
-from .symbol import Symbol, expr_of
+from .symbol import NeedValue, Symbol, Trace, current_trace, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -61,12 +60,12 @@ def trace(
                 raise TraceError(
                     detail=f"{function.__name__} looks at the value of {', '.join(unknown)}, which is a tensor",
                     fix="Give a plain number, or use torch.where",
-                ).at(place(function, need.__traceback__)) from None
+                ).at(find_place(function, need.__traceback__)) from None
             fixed |= need.names
             continue
         if outputs != again:
             raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
-                place(function)
+                find_place(function)
             )
         return Traced(outputs, pack, fixed, watched or None)
 
@@ -96,17 +95,17 @@ def _trace_once(
         try:
             pack = _unpack(returned, leaves)
             outputs = tuple(expr_of(leaf) for leaf in leaves)
-            _check(function, outputs)
+            _check_outputs(function, outputs)
         except MonoidReduceError as error:
             raise error.at(_return_place(function, arguments)) from None
         return outputs, pack
     except MonoidReduceError as error:
-        raise error.at(place(function, error.__traceback__)) from None
+        raise error.at(find_place(function, error.__traceback__)) from None
     finally:
         current_trace.reset(token)
 
 
-def _check(function: Any, outputs: tuple[Expr, ...]) -> None:
+def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
     if not any(e.op == "reduce" for e in topological(outputs)):
         raise NotReducedError(name=function.__name__)
     for e in outputs:
@@ -155,10 +154,10 @@ def _return_place(function: Any, arguments: dict[str, Any]) -> str:
         function(**arguments)
     finally:
         sys.setprofile(before)
-    return _described(function, code.co_filename, lines[-1])
+    return _describe_place(function, code.co_filename, lines[-1])
 
 
-def place(function: Any, traceback: TracebackType | None = None) -> str:
+def find_place(function: Any, traceback: TracebackType | None = None) -> str:
     """Where in the user's source something happened: the innermost frame that is neither ours nor torch's."""
     code = function.__code__
     name, line = code.co_filename, code.co_firstlineno
@@ -168,9 +167,9 @@ def place(function: Any, traceback: TracebackType | None = None) -> str:
         if frame.f_code is code or not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
             name, line = frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
-    return _described(function, name, line)
+    return _describe_place(function, name, line)
 
 
-def _described(function: Any, name: str, line: int) -> str:
+def _describe_place(function: Any, name: str, line: int) -> str:
     text = linecache.getline(name, line).strip()
     return f"in {function.__name__}, {os.path.basename(name)}:{line}" + (f": {text}" if text else "")

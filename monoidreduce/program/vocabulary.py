@@ -15,11 +15,10 @@ from ..algebra.probe import probe
 from ..errors import ArgumentError, TraceError, UnreducedError
 from ..reductions import make
 from . import constructors
-from .context import current_trace
+from .advice import check_call
 from .draws import gumbel
 from .expression import Expr, const, index, size
-from .signature import checked
-from .symbol import Everywhere, Symbol, expr_of
+from .symbol import Everywhere, Symbol, current_trace, expr_of
 
 row_index = Everywhere(index("row"))
 """The number of the pair's row, from 0; over many ranks, of the whole.
@@ -70,7 +69,7 @@ def _size(axis: str) -> Any:
     return Symbol(size(axis))
 
 
-@checked
+@check_call
 def sqdist(x: Any, y: Any) -> Symbol:
     """|x - y|² of a row's and a column's vector, careful for close points.
 
@@ -84,13 +83,13 @@ def sqdist(x: Any, y: Any) -> Symbol:
     return Symbol(constructors.sqdist(expr_of(x), expr_of(y)))
 
 
-def _is_truth(x: Any) -> bool:
+def _is_bool(x: Any) -> bool:
     return expr_of(x).dtype == "bool"
 
 
-def _ordered(x: Any) -> Any:
+def _as_ordered(x: Any) -> Any:
     """Truth values as 0 and 1, which can be compared; anything else as it is."""
-    return Symbol(constructors.apply("cast", expr_of(x), to="int")) if _is_truth(x) else x
+    return Symbol(constructors.apply("cast", expr_of(x), to="int")) if _is_bool(x) else x
 
 
 def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
@@ -119,7 +118,7 @@ def _number(x: Any) -> Expr:
     return constructors.apply("cast", expr_of(x), to="float")
 
 
-@checked
+@check_call
 def sum(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x: the sum over columns (or rows) of a number or a vector per pair.
 
@@ -133,7 +132,7 @@ def sum(x: Any, *, over: str = "cols") -> Any:
     return _reduce("sum", over, (), x, vectors=True, name="sum")[0]
 
 
-@checked
+@check_call
 def mean(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing.
 
@@ -148,7 +147,7 @@ def mean(x: Any, *, over: str = "cols") -> Any:
     return torch.where(count == 0, math.nan, sum(x, over=over) / torch.clamp(count, min=1))
 
 
-@checked
+@check_call
 def logsumexp(x: Any, *, over: str = "cols") -> Any:
     """log Σ_j exp(x); minus infinity where there is nothing to see.
 
@@ -162,7 +161,7 @@ def logsumexp(x: Any, *, over: str = "cols") -> Any:
     return _reduce("soft", over, (), Symbol(_number(x)), name="logsumexp")[0]
 
 
-@checked
+@check_call
 def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j softmax_j(logit) value, of a vector or of a number; 0 where every logit is minus infinity.
 
@@ -177,7 +176,7 @@ def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
     return _reduce("soft", over, (), *values, vectors=True, name="softmax_mean")[1]
 
 
-@checked
+@check_call
 def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j weight · value / Σ_j weight; 0 where the weights sum to 0.
 
@@ -193,7 +192,7 @@ def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
     return torch.where(seen, sum(weight * value, over=over) / torch.where(seen, total, 1.0), 0.0)
 
 
-@checked
+@check_call
 def max(x: Any, *, over: str = "cols") -> Any:
     """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing.
 
@@ -206,10 +205,10 @@ def max(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([2., 1.])
     """
-    return any(x, over=over) if _is_truth(x) else _reduce("best", over, (True,), x, name="max")[0]
+    return any(x, over=over) if _is_bool(x) else _reduce("best", over, (True,), x, name="max")[0]
 
 
-@checked
+@check_call
 def min(x: Any, *, over: str = "cols") -> Any:
     """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing.
 
@@ -222,10 +221,10 @@ def min(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0., 1.])
     """
-    return all(x, over=over) if _is_truth(x) else _reduce("best", over, (False,), x, name="min")[0]
+    return all(x, over=over) if _is_bool(x) else _reduce("best", over, (False,), x, name="min")[0]
 
 
-@checked
+@check_call
 def argmax(x: Any, *, over: str = "cols") -> Any:
     """The first column of the largest x; -1 where every x is minus infinity or there is none.
 
@@ -236,10 +235,10 @@ def argmax(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([1, 0])
     """
-    return _reduce("best", over, (True,), _ordered(x), name="argmax")[1]
+    return _reduce("best", over, (True,), _as_ordered(x), name="argmax")[1]
 
 
-@checked
+@check_call
 def argmin(x: Any, *, over: str = "cols") -> Any:
     """The first column of the smallest x; -1 where every x is infinity or there is none.
 
@@ -250,7 +249,7 @@ def argmin(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0, 0])
     """
-    return _reduce("best", over, (False,), _ordered(x), name="argmin")[1]
+    return _reduce("best", over, (False,), _as_ordered(x), name="argmin")[1]
 
 
 class TopK(NamedTuple):
@@ -260,7 +259,7 @@ class TopK(NamedTuple):
     indices: Any
 
 
-@checked
+@check_call
 def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     """The k largest x (or smallest), best first, with their columns; -1 marks places that only saw infinity.
 
@@ -274,11 +273,11 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     if isinstance(k, float) or int(k) < 1:
         raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for a whole number, at least one")
     k, largest = int(k), bool(largest)
-    values, indices = _reduce("topk", over, (k, largest), _ordered(x), name="topk")
-    return TopK(values != 0 if _is_truth(x) else values, indices)
+    values, indices = _reduce("topk", over, (k, largest), _as_ordered(x), name="topk")
+    return TopK(values != 0 if _is_bool(x) else values, indices)
 
 
-@checked
+@check_call
 def any(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for any column.
 
@@ -292,7 +291,7 @@ def any(x: Any, *, over: str = "cols") -> Any:
     return count(x, over=over) > 0
 
 
-@checked
+@check_call
 def all(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for every column (true of none).
 
@@ -306,7 +305,7 @@ def all(x: Any, *, over: str = "cols") -> Any:
     return count(x, over=over) == _size(over)
 
 
-@checked
+@check_call
 def count(x: Any = True, *, over: str = "cols") -> Any:
     """For how many columns x holds.
 
@@ -322,7 +321,7 @@ def count(x: Any = True, *, over: str = "cols") -> Any:
     return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name="count")[0]
 
 
-@checked
+@check_call
 def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     """The variance of x over columns, as torch.var: Σ (x - mean)² / (N - correction), in Welford's form.
 
@@ -337,7 +336,7 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     return moments[1] / torch.clamp(_size(over) - correction, min=0)
 
 
-@checked
+@check_call
 def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
     """One column drawn with probability softmax(logit), by the Gumbel-max trick.
 
@@ -351,7 +350,7 @@ def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
     return argmax(logit + gumbel(seed), over=over)
 
 
-@checked
+@check_call
 def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 

@@ -56,6 +56,10 @@ class Reduction:
         """The feature and the number class of each result."""
         raise NotImplementedError
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        """What the results are called where a program is printed; their numbers if the kind does not say."""
+        return tuple(map(str, range(len(self.outputs(fields, params)))))
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list[Any]:
         """The cotangent of each field of one pair (None: zero), from those of the results (None: zero)."""
         raise NotImplementedError

@@ -161,6 +161,9 @@ class Best(Reduction):
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(None, fields[0].dtype), (None, "int")]
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        return "value", "index"
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         at = Symbol(index(over.rstrip("s")))
         return [torch.where(at == results[1], g[0], 0.0)]

@@ -76,6 +76,9 @@ class Moments(Reduction):
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(None, "float")] * 2
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        return "mean", "m2"
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         total = 0.0
         if g[0] is not None:

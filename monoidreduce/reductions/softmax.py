@@ -327,6 +327,10 @@ class Softmax(Reduction):
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(None, "float"), *((v.feature, "float") for v in fields[1:]), (None, "float"), (None, "float")]
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        means = (f"mean{k}" for k in range(1, len(fields)))
+        return "logsumexp", *means, "log_total", "peak"
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         """LogWSum: one pair (s, v) has weight w = exp(s - z), and D(c, a) g = (w (g_z + ⟨g_v, v - mean⟩), w g_v).
 

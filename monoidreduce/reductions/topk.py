@@ -169,6 +169,9 @@ class TopK(Reduction):
         feature = f"#{params[0]}"  # a letter nobody can declare
         return [(feature, fields[0].dtype), (feature, "int")]
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        return "values", "indices"
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         at = Symbol(index(over.rstrip("s")))
         return [torch.where(at == results[1], g[0], 0.0).sum()]

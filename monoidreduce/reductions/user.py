@@ -34,6 +34,9 @@ class User(Reduction):
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(f.feature, f.dtype) for f in fields]
 
+    def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
+        return tuple(params[0].fields())
+
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         (monoid,) = params
         names = list(monoid.fields())

@@ -28,9 +28,9 @@ from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import own, saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
-from ..program.gradient import gradient
+from ..program.gradient import differentiate_fold
 from ..program.lower import Fold, Lowered
-from ..program.saved_row_gradients import Early, gradients
+from ..program.saved_row_gradients import SavingFold, row_gradients
 from ..reductions import KINDS
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, current_settings, need_gradient
@@ -403,7 +403,7 @@ def _save(
     context: PassContext,
     leaves: Sequence[Any],
     output: tuple[Tensor, ...],
-    form: Early | None = None,
+    form: SavingFold | None = None,
     more: tuple[Tensor, ...] = (),
 ) -> None:
     ctx.context, ctx.form = context, form
@@ -464,7 +464,7 @@ def _pass_gradients(
     results: list[Tensor],
     wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
-    form: Early | None = None,
+    form: SavingFold | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
@@ -479,11 +479,11 @@ def _pass_gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _pass_gradient_program(
-    fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, form: SavingFold | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> GradientProgram:
-    kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
+    kept = {} if form is None else {k: e for k, e in row_gradients(form, given) if wanted[k]}
     rest = tuple(want and k not in kept for k, want in enumerate(wanted))
-    results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
+    results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
     outputs = [kept.get(k, e) for k, e in enumerate(others)]
     names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
     return GradientProgram.of(fold.leaves, names, outputs, wanted, numbers, fold.exact)

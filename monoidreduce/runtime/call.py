@@ -23,10 +23,10 @@ from ..engines.common.torch_code import inputs
 from ..engines.panel.panel_program import as_program
 from ..errors import BudgetError, NoGradientError
 from ..plan import budget
+from ..program.compile import compile_program
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
-from ..program.gradient import gradient
-from ..program.lower import lower
+from ..program.gradient import FoldGradient
 from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry
@@ -134,13 +134,13 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
     maker = registry.stepper(registry.engine(), sizes.device)
     one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
     kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
-    folds = [p.fold for p in lower(traced.outputs).passes]
+    folds = [p.fold for p in compile_program(traced.outputs).passes]
     if torch.is_grad_enabled() and need_gradient(inputs):
         for fold in list(folds):
             asked = tuple(e.dtype == "float" for e in fold.leaves)
             with contextlib.suppress(NoGradientError):
-                _, _, outputs = gradient(fold.pure, fold.leaves, asked, (True,) * len(fold.outputs))
-                folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
+                source = FoldGradient(fold, asked, (True,) * len(fold.outputs))
+                folds += [p.fold for p in compile_program(source).passes]
     folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
     bytes = max([own, *(panel.least_bytes(as_program(f), one, maker, kinds) for f in folds)])
     return BudgetError(given=error.details["given"], least=budget.format_ceil(bytes), bytes=bytes)
@@ -150,7 +150,7 @@ def _walk(
     traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
-    program = lower(traced.outputs)
+    program = compile_program(traced.outputs)
     names, frozen = inputs(program), alike and can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asking = logit_rounding.asking(values)

@@ -26,9 +26,9 @@ from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout
+from ..program.compile import compile_program
 from ..program.expression import Expr, topological
-from ..program.loss_and_gradient import Total, total
-from ..program.lower import lower
+from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from . import autograd, fused_expressions, gradient_programs, logit_rounding
 from .call_context import apply_settings, current_settings
 
@@ -46,7 +46,7 @@ class _Context:
     sizes: Sizes
     engine: str
     make: panel.StepClass
-    program: Total
+    program: LossAndGradient
     waiting: dict[str, Tensor] | None = field(default=None)
 
 
@@ -107,7 +107,7 @@ class Road:
 class _Plan:
     """A program of sums and gradients in one walk, whose panels ``step`` chooses; ``asked``: whose gradients."""
 
-    program: Total
+    program: LossAndGradient
     asked: tuple[Expr, ...]
     step: panel.Step
     sizes: Sizes
@@ -125,7 +125,9 @@ class _Plan:
         return found
 
 
-def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass) -> Total | None:
+def planned(
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass
+) -> LossAndGradient | None:
     """The program of sums and gradients, where there is one and it is the better road."""
     found = _planned(outputs, inputs, sizes, make)
     return found.program if found is not None and found.pays() else None
@@ -139,7 +141,7 @@ def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes,
     if not asked or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
         return None
     try:
-        program = total(outputs, asked)
+        program = compile_loss_and_gradient(outputs, asked)
     except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
         return None
     if program is None:
@@ -217,7 +219,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
     with torch.enable_grad():
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
-        usual = lower((context.outputs[context.program.moving],))
+        usual = compile_program((context.outputs[context.program.moving],))
         usual = logit_rounding.marked(usual, logit_rounding.asking(inputs), context.sizes)
         made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..engines.common.torch_code import inputs, missing
+from ..program.compile import compile_program
 from ..program.expression import Expr
-from ..program.lower import Lowered, lower
+from ..program.lower import Lowered
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class GradientProgram:
     ) -> GradientProgram:
         """Lower the gradients ``outputs`` of ``leaves`` (those ``wanted``). ``others``: the names of the inputs besides
         the leaves; ``numbers``: which leaves are Python numbers."""
-        program = lower(tuple(e for e in outputs if e is not None)).having(exact)
+        program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
         found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]

@@ -27,9 +27,10 @@ from ..engines.triton.codegen.kernel_spec import WIDEST, Unsupported
 from ..engines.triton.panel import epilogue
 from ..engines.triton.panel.memory_plan import MemoryPlan
 from ..errors import NoGradientError
+from ..program.compile import compile_program
 from ..program.expression import Expr, topological
-from ..program.gradient import gradient
-from ..program.lower import Lowered, Pass, lower
+from ..program.gradient import FoldGradient
+from ..program.lower import Lowered, Pass
 
 
 def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
@@ -66,8 +67,7 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
         return False
     wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
     try:
-        *_, outputs = gradient(fold.pure, fold.leaves, wanted, (True,) * len(fold.outputs))
-        passes = lower(tuple(e for e in outputs if e is not None)).passes
+        passes = compile_program(FoldGradient(fold, wanted, (True,) * len(fold.outputs))).passes
         found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
         sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
         return len(found) == 1 and MemoryPlan(found[0], sizes, {torch.bfloat16}).has_epilogue()

@@ -31,8 +31,8 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import Script, script
 from ..errors import NoGradientError
-from ..program.backward import backward, numbered
 from ..program.expression import Expr, topological
+from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
 from .call_context import PLAIN, Settings, apply_settings, current_settings, launch_key
@@ -233,7 +233,7 @@ class ForwardReplays:
         wanted = tuple(k in self.tensors for k in range(len(inputs)))
         given = [tuple(k == n for k in range(count)) for n in range(count)]
         try:
-            found = [backward(self.steps.program, inputs, wanted, one) for one in given]
+            found = [differentiate_program(self.steps.program, inputs, wanted, one) for one in given]
         except NoGradientError:  # torch may have one
             return None
         return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
@@ -319,11 +319,11 @@ class BackwardReplays:
         found = self.programs.get((needs, given))
         if found is None:
             inputs, names = self.steps.inputs, self.steps.script.inputs
-            outputs = backward(self.steps.program, inputs, needs, given)
+            outputs = differentiate_program(self.steps.program, inputs, needs, given)
             others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
             numbers = tuple(name in self.steps.numbers for name in names)
             exact = self.steps.program.exact
-            found = GradientProgram.of(numbered("x", inputs), others, outputs, needs, numbers, exact)
+            found = GradientProgram.of(number_leaves("x", inputs), others, outputs, needs, numbers, exact)
             self.programs[needs, given] = found
         return found
 

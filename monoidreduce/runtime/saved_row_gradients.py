@@ -21,7 +21,7 @@ from ..engines.triton.codegen.kernel_spec import TINY, WIDEST
 from ..plan import budget
 from ..program.expression import topological
 from ..program.lower import Fold
-from ..program.saved_row_gradients import Early, early
+from ..program.saved_row_gradients import SavingFold, fold_saving_row_gradients
 
 MANY = 2**24  # pairs
 
@@ -36,7 +36,7 @@ def may_keep(fold: Fold) -> bool:
     return any(r.attrs[0] == "soft" and len(r.args) == 1 for r in fold.reductions)
 
 
-def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
+def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> SavingFold | None:
     """How a fold keeps what its rows' gradients need, where that pays; in a dry run, as the real call would."""
     real = matmul.dry_run_sizes.get()
     sizes = sizes if real is None else real
@@ -45,7 +45,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early 
         return None
     if budget.requested() is not None or not triton.runs_on(sizes.device):
         return None
-    found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
+    found = fold_saving_row_gradients(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
         return None
     widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import Form, Sizes, form, pair_form
 from ..errors import EngineError
-from ..program.digest import digest
-from ..program.lower import Fold
+from ..program.lower import Fold, digest_fold
 from ..reductions import kind_of
 from .registry import FOLDERS
 
@@ -152,7 +151,7 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
-    found = digest(fold) + "-exact" * fold.exact
+    found = digest_fold(fold) + "-exact" * fold.exact
     with _lock:
         _FOLDS[found] = fold
     return found

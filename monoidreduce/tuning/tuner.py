@@ -26,8 +26,7 @@ from ..plan import budget, candidates, cost, plan_records
 from ..plan.environment import EnvironmentVariable
 from ..plan.op_counts import Case, folded_axes
 from ..plan.schedule import Choice, follow
-from ..program.digest import lasts
-from ..program.lower import Fold, Lowered
+from ..program.lower import Fold, Lowered, is_digest_portable
 from . import trial
 from .trial import Trial
 
@@ -203,7 +202,7 @@ class Session:
         tuned = best if times[best] < GAIN * safe else self.safe
         mine = times[tuned]
         measured = {"seconds": mine, "safe": safe, "tried": len(self.trials)}
-        lasting = plan_records.remember_choice(self.key, tuned, measured, lasts(self.key.program))
+        lasting = plan_records.remember_choice(self.key, tuned, measured, is_digest_portable(self.key.program))
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in fold.reductions)
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, tuned, mine, safe, tuple(self.trials), lasting)
@@ -329,7 +328,7 @@ def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | 
     best = others[0] if tuned is dense else safe
     key = planner.call_key(call.program, own, call.sizes, asks)
     measured = {"seconds": best, "safe": safe, "tried": 1}
-    lasting = plan_records.remember_choice(key, tuned, measured, lasts(key.program))
+    lasting = plan_records.remember_choice(key, tuned, measured, is_digest_portable(key.program))
     trials = (Trial(dense, others[0] if others else None, refused),)
     shape = f"{call.sizes.rows} × {call.sizes.cols}"
     return Tuned(key, f"the call, {shape}", passes, tuned, best, safe, trials, lasting)

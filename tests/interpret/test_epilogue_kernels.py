@@ -17,7 +17,7 @@ from monoidreduce.engines.triton.panel.row_factor import RowCorrections
 from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
-from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime.gradient_in_forward import inputs_of
 from tests.support import internals
 
@@ -311,7 +311,7 @@ def test_what_is_taken_apart():
     def found(op, *args):
         outputs = op._prepare(args, {})[0].outputs
         inputs = inputs_of(outputs)
-        (loop,) = split_into_loops(total(outputs, (inputs["x"], inputs["w"])).program)
+        (loop,) = split_into_loops(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
         return row_factor.split_row_factor(fuse_stages(loop, group_stages(loop)[0], False))
 
     apart = found(head, x, w, t, b)

@@ -10,7 +10,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.panel import epilogue
 from monoidreduce.errors import BudgetError
-from monoidreduce.program.lower import lower
+from monoidreduce.program.compile import compile_program
 from monoidreduce.runtime import logit_rounding, torch_operator
 from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
@@ -72,7 +72,7 @@ def zeros(*shapes, asks=True):
 def stays(op, *args):
     """Whether the folds of a call keep their products."""
     traced, bound, sizes, _ = op._prepare(args, {})
-    program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound), sizes)
+    program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(bound), sizes)
     return [p.fold.exact for p in program.passes]
 
 
@@ -105,8 +105,9 @@ def test_gradients_inherit_and_a_compiler_tells_them_apart():
     x, w = zeros((5, 300), (9, 300))
     label = torch.zeros(5).long()
     traced, bound, sizes, _ = head._prepare((x, w, label), {})
-    (fold,) = (p.fold for p in logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound), sizes).passes)
-    (usual,) = (p.fold for p in lower(traced.outputs).passes)
+    program = compile_program(traced.outputs)
+    (fold,) = (p.fold for p in logit_rounding.marked(program, logit_rounding.asking(bound), sizes).passes)
+    (usual,) = (p.fold for p in program.passes)
     assert fold != usual and torch_operator.name(fold) != torch_operator.name(usual)
     assert (
         torch_operator._known(torch_operator.name(fold)).exact
@@ -212,8 +213,8 @@ def test_panels_in_torch_hold_float32_too(monkeypatch):
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
     for program in (
-        lower(traced.outputs),
-        logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound), sizes),
+        compile_program(traced.outputs),
+        logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(bound), sizes),
     ):
         (p,) = program.passes
         panel.run(p.fold, [bound[str(f.attrs[0])] for f in p.feeds], sizes)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.program.saved_row_gradients import early
+from monoidreduce.program.saved_row_gradients import fold_saving_row_gradients
 from monoidreduce.runtime import saved_row_gradients as road
 from tests.support import internals
 
@@ -98,7 +98,7 @@ def keep_always(patch: pytest.MonkeyPatch) -> list:
     met: list = []
 
     def form(fold, leaves, sizes, engine):
-        found = early(fold, tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves))
+        found = fold_saving_row_gradients(fold, tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves))
         met.append(found)
         return found
 

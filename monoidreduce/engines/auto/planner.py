@@ -18,9 +18,8 @@ from torch import Tensor
 from ...plan import budget, candidates, device_rates, plan_records, schedule, tiles
 from ...plan.op_counts import Case
 from ...plan.schedule import Choice
-from ...program.digest import digest
 from ...program.expression import Expr, index, size
-from ...program.lower import Fold, Lowered
+from ...program.lower import Fold, Lowered, digest_fold
 from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
@@ -131,7 +130,7 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
     gradients = "with" if backward else "without"
     types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
-    name = digest(Fold((), program.outputs))
+    name = digest_fold(Fold((), program.outputs))
     letters, device = sorted(sizes.letters.items()), device_rates.device_name(sizes.device)
     return plan_records.make_key(name, "call ", lengths, letters, types, device)
 
@@ -165,7 +164,7 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
     code = tile_walk.whole_code(fold, numbers)
     return Case(
         fold,
-        digest(fold),
+        digest_fold(fold),
         sizes.rows,
         sizes.cols,
         torch.Size(sizes.batch).numel(),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.compile import Fed, offset_fold
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ...program.offset import Fed, moved
 from ...reductions import kind_of
 from . import combine
 from .combine import State
@@ -119,7 +119,7 @@ def _block(
     fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, row: _Stretch, col: _Stretch, engine: Engine
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
-    placed, fed = moved(fold)
+    placed, fed = offset_fold(fold)
     cut = [_cut(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))

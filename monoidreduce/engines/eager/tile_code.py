@@ -15,7 +15,7 @@ from ...program.constructors import substitute
 from ...program.contract import Contraction, interval
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
-from ...program.normal_form import hot_condition
+from ...program.normal_form import split_index_match
 from ...program.primitives import PRIMITIVES
 from ...reductions import kind_of
 
@@ -145,7 +145,7 @@ def hot_sum(e: Expr) -> HotSum | None:
         return None
     for dense, hot in (e.args, e.args[::-1]) if e.op == "add" else (e.args,):
         if hot.op == "where" and dense.is_pair and hot.args[2].const == 0 and not hot.args[1].is_pair:
-            found, rest = hot_condition(hot.args[0])
+            found, rest = split_index_match(hot.args[0])
             plain = not hot.args[1].args and rest.const is True
             if plain and found is not None and found[1].feature is None and not found[1].args:
                 return HotSum(dense, found[0], found[1], hot.args[1], -1 if e.op == "sub" else 1)

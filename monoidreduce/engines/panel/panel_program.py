@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...program.compile import compile_program
 from ...program.constructors import apply, substitute
 from ...program.expression import Expr, node, result, topological
-from ...program.lower import Fold, Lowered, Pass, lower
+from ...program.lower import Fold, Lowered, Pass
 from ...reductions import kind_of, make, outputs_of
 
 
@@ -178,7 +179,7 @@ def split_softmax_means(program: Lowered) -> Lowered:
             seen = apply("where", apply("eq", log_total, -math.inf), 0.0, apply("exp", apply("neg", log_total)))
             weight = apply("mul", apply("exp", apply("sub", fields[0], peak)), seen)
             (replace[e],) = make("sum", over, (), (apply("mul", weight, fields[e.attrs[0]]),))
-    return lower(substitute(program.outputs, replace)).having(program.exact) if replace else program
+    return compile_program(substitute(program.outputs, replace)).having(program.exact) if replace else program
 
 
 def list_feeds(stage: Stage) -> list[tuple[Expr, Expr]]:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.compile import compile_program
 from ...program.expression import Expr
-from ...program.gradient import gradient
-from ...program.lower import Fold, Lowered, lower
+from ...program.gradient import FoldGradient
+from ...program.lower import Fold, Lowered
 from ...reductions import KINDS
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.saved_tensors import own, saved
@@ -106,14 +107,9 @@ class _Names:
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Lowered, _Names]:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
-    names = _Names(
-        tuple(e.attrs[0] for e in fold.leaves),
-        tuple(e.attrs[0] for e in results),
-        tuple(e.attrs[0] for e in cotangents),
-        tuple(e is not None for e in outputs),
-    )
-    return lower(tuple(e for e in outputs if e is not None)).having(fold.exact), names
+    source = FoldGradient(fold, asked, given)
+    leaves = tuple(e.attrs[0] for e in fold.leaves)
+    return compile_program(source), _Names(leaves, source.results, source.cotangents, source.present)
 
 
 def _zero(leaf: Tensor) -> Tensor:

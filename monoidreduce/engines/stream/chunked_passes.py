@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import StreamError
+from ...program.compile import compile_program
 from ...program.expression import Expr, size, topological
-from ...program.gradient import gradient
-from ...program.lower import Fold, Lowered, Pass, lower
+from ...program.gradient import FoldGradient
+from ...program.lower import Fold, Lowered, Pass
 from ...program.normal_form import is_pass
 from ..common import combine, subproblem
 from ..common.combine import State
@@ -293,8 +294,7 @@ class _Program:
 
 @functools.lru_cache(maxsize=1024)
 def _gradient(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> _Program:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
-    live = {k: e for k, e in enumerate(outputs) if e is not None}
-    program = lower(tuple(live.values())).having(fold.exact)
-    names = [tuple(e.attrs[0] for e in es) for es in (fold.leaves, results, cotangents)]
-    return _Program(program.passes, dict(zip(live, program.outputs, strict=True)), *names)
+    source = FoldGradient(fold, asked, given)
+    program, leaves = compile_program(source), tuple(e.attrs[0] for e in fold.leaves)
+    outputs = dict(zip([k for k, there in enumerate(source.present) if there], program.outputs, strict=True))
+    return _Program(program.passes, outputs, leaves, source.results, source.cotangents)

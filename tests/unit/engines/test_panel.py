@@ -15,7 +15,7 @@ from monoidreduce.engines import panel
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.panel import panel_program
 from monoidreduce.plan import budget, panel_layout, tiles
-from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime import gradient_in_forward
 from tests.support import internals
 from tests.support.allocations import usage
@@ -47,7 +47,11 @@ def summable(layer):
     try:
         outputs = layer.op._prepare(args, {})[0].outputs
         inputs = tuple(e for n, e in gradient_in_forward.inputs_of(outputs).items() if e.dtype == "float")
-        return len(outputs) == 1 and not known_batch(layer, args) and total(outputs, inputs) is not None
+        return (
+            len(outputs) == 1
+            and not known_batch(layer, args)
+            and compile_loss_and_gradient(outputs, inputs) is not None
+        )
     except mr.NoGradientError:
         return False
 

@@ -9,8 +9,8 @@ from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
 from monoidreduce.engines.triton.panel.memory_plan import MemoryPlan
 from monoidreduce.plan import budget
-from monoidreduce.program.gradient import gradient
-from monoidreduce.program.lower import lower
+from monoidreduce.program.compile import compile_program
+from monoidreduce.program.gradient import FoldGradient
 
 
 def make_ops():
@@ -78,8 +78,7 @@ def test_what_a_step_on_panels_takes_at_least_is_enough_for_it(rows, cols, dtype
 
 def backward_of(fold):
     asked = tuple(e.dtype == "float" for e in fold.leaves)
-    _, _, outputs = gradient(fold.pure, fold.leaves, asked, (True,) * len(fold.outputs))
-    return lower(tuple(e for e in outputs if e is not None)).passes
+    return compile_program(FoldGradient(fold, asked, (True,) * len(fold.outputs))).passes
 
 
 def test_too_little_never_looks_like_enough():

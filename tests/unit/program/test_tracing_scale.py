@@ -11,7 +11,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.program.digest import digest
+from monoidreduce.program.lower import digest_fold
 
 STEPS = 80
 
@@ -198,7 +198,7 @@ def test_what_is_said_of_a_long_body_is_short():
 
     x, y = torch.rand(3, 2), torch.rand(4, 2)
     program = layer.program(x, y)
-    assert digest(program.passes[0].fold)
+    assert digest_fold(program.passes[0].fold)
     assert len(repr(program.outputs[0])) < 300
     assert "1 pass over the pairs" in layer.explain(x, y)
     assert layer.cost(x, y).chosen is not None

@@ -24,7 +24,7 @@ def drawn(*shapes, seed=0):
 
 def fresh(layer):
     """A layer without what others in this process remember of it, and its outlines."""
-    made = checks.together(layer.__wrapped__)
+    made = checks.public_layer(layer.__wrapped__)
     (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.LayerReplay)]
     return made, found
 

@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.program.saved_row_gradients import early
+from monoidreduce.program.saved_row_gradients import fold_saving_row_gradients
 from monoidreduce.runtime import saved_row_gradients as road
 from tests.support import saved_row_gradient_cases as cases
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
@@ -106,11 +106,13 @@ def test_what_has_no_such_form():
         return mr.logsumexp(x @ y, over="rows")
 
     for fold in (_fold(softmax, x, y, v), _fold(curved, x, y), _fold(other_way, x, y)):
-        assert early(fold, (True,) * len(fold.leaves)) is None
+        assert fold_saving_row_gradients(fold, (True,) * len(fold.leaves)) is None
     fold = _fold(cases.contrastive, x, y)
-    assert early(fold, tuple(e.cols for e in fold.leaves)) is None  # no row's gradient is asked
-    assert early(fold, tuple(e.rows or e.cols for e in fold.leaves)) is not None
-    assert early(fold, (True,) * len(fold.leaves)) is None  # the scale's gradient walks over the columns anyway
+    assert fold_saving_row_gradients(fold, tuple(e.cols for e in fold.leaves)) is None  # no row's gradient is asked
+    assert fold_saving_row_gradients(fold, tuple(e.rows or e.cols for e in fold.leaves)) is not None
+    assert (
+        fold_saving_row_gradients(fold, (True,) * len(fold.leaves)) is None
+    )  # the scale's gradient walks over the columns anyway
 
 
 def test_when_it_pays(monkeypatch):

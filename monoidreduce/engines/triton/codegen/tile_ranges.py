@@ -22,7 +22,7 @@ from ....program.constructors import substitute
 from ....program.contract import interval
 from ....program.expression import Expr, const, topological
 from ....program.lower import Fold
-from ....program.normal_form import hot_condition
+from ....program.normal_form import split_index_match
 from ....reductions import kind_of
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
@@ -48,7 +48,7 @@ def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
     for c in conditions(fold):
         if len(chosen) == _MOST_CONDITIONS:
             break
-        hot, _ = hot_condition(c)
+        hot, _ = split_index_match(c)
         if hot is None:
             chosen[c] = True
         elif not any(e.op == "leaf" for e in topological([hot[1]])):

@@ -84,11 +84,11 @@ class Number(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """``count`` consecutive arguments of a kernel, which ``function`` computes at every launch."""
+    """``places`` consecutive arguments of a kernel, which ``function`` computes at every launch."""
 
     function: Callable[..., tuple]
     arguments: tuple[Any, ...]
-    count: int
+    places: int
 
 
 # Steps
@@ -414,6 +414,7 @@ class _Writer(FunctionWriter):
         self.whole |= {p.store: p for p in step.made if p}
         place = step.made[0] if step.made else None
         if step.function in _ALLOCATES and place is not None and place.stride == _contiguous(place.shape):
+            assert place.dtype is not None
             form = (place.shape, place.dtype)
             self._line(f"{made[0]} = empty({self.hold(Room(form, self.device).model, ('room', form))})", made)
             return
@@ -517,7 +518,7 @@ class _Writer(FunctionWriter):
 
 def _width(value: Any) -> int:
     """How many arguments of a kernel a value is."""
-    return value.count if isinstance(value, Computed) else 1
+    return value.places if isinstance(value, Computed) else 1
 
 
 def _form(template: Any) -> tuple:

@@ -1,4 +1,4 @@
-"""Compose: composition of functions, in order."""
+"""Monoids that are not commutative and are folded in order: Cat, MMul and Compose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,47 @@ from typing import Any
 import torch
 
 from monoidreduce.algebra.approx import all_close
-from monoidreduce.algebra.monoid import Function, Monoid
+from monoidreduce.algebra.monoid import Function, List, Matrix, Monoid
+
+
+class Cat(Monoid):
+    """``T = [ℝ], a ⊙ b`` = a followed by b, ``id = []``; not commutative, no local gradient; needs tensors.
+
+    >>> from monoidreduce.algebra import fold
+    >>> fold(Cat, [torch.tensor([1, 2]), torch.tensor([3])]).items
+    tensor([1, 2, 3])
+    """
+
+    commutative = False
+    tensor_only = True
+    items: List = ()
+
+    def combine(a: Cat, b: Cat) -> Cat:
+        return Cat(items=torch.cat([a.items, b.items], -1))
+
+    def fold_tile(x: Cat, dim: int) -> Cat:
+        return Cat(items=x.items.movedim(dim, -2).flatten(-2))
+
+
+class MMul(Monoid):
+    """``T = ℝⁿˣⁿ, a ⊙ b = a b, id = 1``; not commutative; needs tensors.
+
+    It has no local gradient (Theorem 2.1 asks for commutativity); autograd through ``fold`` works.
+
+    >>> import torch
+    >>> from monoidreduce.algebra import fold
+    >>> x = torch.tensor([[[1.0, 1.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, 1.0]]])
+    >>> fold(MMul, x, dim=0).m
+    tensor([[2., 1.],
+            [0., 1.]])
+    """
+
+    commutative = False
+    tensor_only = True
+    m: Matrix = 1.0
+
+    def combine(a: MMul, b: MMul) -> MMul:
+        return MMul(m=a.m @ b.m)
 
 
 class Chain:
