@@ -57,7 +57,7 @@ def h200(again: bool = False) -> Iterator[None]:
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (descriptors, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
+        (descriptors, dict(are_supported=yes, make_shift_descriptor=lambda *given: line(*given[:3], _CPU))),
         (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
@@ -69,7 +69,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (panel_replay, dict(repeated=repeated)),
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
-        (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
+        (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
         (hopper, dict(runs_warp_specialized=yes)),
         (float32_split, dict(is_supported=yes)),
     )
