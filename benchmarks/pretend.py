@@ -57,13 +57,13 @@ def h200(again: bool = False) -> Iterator[None]:
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (descriptors, dict(are_supported=yes, make_shift_descriptor=lambda *given: line(*given[:3], _CPU))),
+        (descriptors, dict(are_supported=yes, make_shift_descriptor=lambda length, count, block, device: line(length, count, block, _CPU))),
         (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),
-        (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard)),
+        (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
