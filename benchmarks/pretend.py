@@ -55,9 +55,10 @@ def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
     bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
+    on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (descriptors, dict(are_supported=yes, make_shift_descriptor=lambda length, count, block, device: line(length, count, block, _CPU))),
+        (descriptors, dict(are_supported=yes, make_shift_descriptor=on_cpu)),
         (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
