@@ -152,7 +152,7 @@ class Products:
 
     def __enter__(self):
         self.count, self.patch = 0, pytest.MonkeyPatch()
-        for name in ("dot_into", "narrow_dot", "accumulate"):
+        for name in ("dot_into", "multiply_16bit", "accumulate"):
             self.patch.setattr(matmul, name, self._counted(getattr(matmul, name)))
         return self
 
