@@ -10,20 +10,21 @@ LEVELS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("errors.py", "one class per mistake"), ("algebra/", "monoids and their laws")),
     (("program/", "trace, gradient, lower; the table of primitives"),),
     (("reductions/", "one file per kind of reduction"),),
-    (("plan/", "cost, memory estimate, schedule"),),
+    (("plan/", "cost, budget, schedule, plan records"),),
     (("engines/", "run folds forward"),),
-    (("runtime/", "one call: bind, cache, autograd, replay"),),
-    (("tuning/", "trials, tuner"), ("blockwise.py", "the papers' factories")),
+    (("tuning/", "trials and the tuner: which plan is fastest here"),),
+    (("runtime/", "one call: bind, key, cache, autograd, replay"),),
+    (("op.py", "the decorator"), ("stream.py", "chunks of columns"), ("blockwise.py", "the papers' factories")),
     (("ops/", "layers in the pair language"), ("nn/", "modules")),
     (("integrations/", "transformers, trainers"), ("cli/", "command line")),
 )
-ENGINES = ("common", "reference", "dense", "eager", "panel", "triton", "ranks", "stream")
-TRITON = ("codegen", "schedules", "epilogue", "launch")
+ENGINES = ("common", "reference", "dense", "eager", "panel", "triton", "ranks", "stream", "auto")
+TRITON = ("codegen", "launch", "schedules", "kernels", "panel")
 
 
 def packages() -> Drawing:
-    """The packages in levels; imports point down, and inside engines/ every engine uses common/ alone."""
-    d = Drawing(760, 702, "The packages: imports point down")
+    """The packages in levels; imports point down."""
+    d = Drawing(760, 764, "The packages: imports point down")
     y = 24.0
     for level in reversed(LEVELS):
         if level[0][0] == "engines/":
@@ -36,7 +37,7 @@ def packages() -> Drawing:
         if level is not LEVELS[0]:
             d.arrow(360, y - 14, 360, y - 2, PALE)
     d.arrow(720, 40, 720, y - 24, INK)
-    d.text(732, 350, "imports", 13, INK, transform="rotate(90 732 350)")
+    d.text(732, 380, "imports", 13, INK, transform="rotate(90 732 380)")
     return d
 
 
@@ -62,7 +63,7 @@ def _engines(d: Drawing, y: float) -> float:
     d.line(middle, y + 74, middle, y + 84, COL)
     inner = 68
     for k, name in enumerate(TRITON):
-        x = middle - 2 * (inner + 4) + k * (inner + 4)
+        x = middle - len(TRITON) / 2 * (inner + 4) + k * (inner + 4)
         d.box(x, y + 84, inner, 22, "white", COL, rx=6)
         d.text(x + inner / 2, y + 99, name, 11, COL)
     d.box(52, y + 118, 616, 28, "white", COL, rx=6)
