@@ -21,34 +21,7 @@ from ..program.primitives import PRIMITIVES
 from ..reductions import kind_of, outputs_of
 from .device_rates import DeviceRates
 
-# The approximate cost of a primitive in exponentials; every primitive not listed is plain arithmetic.
-SPECIAL = {
-    "atan": 2.0,
-    "cos": 1.5,
-    "decay": 1.0,
-    "erf": 1.0,
-    "erfc": 2.0,
-    "exp": 1.0,
-    "exp2": 1.0,
-    "expm1": 1.5,
-    "gate": 1.0,
-    "gelu": 2.0,
-    "gumbel": 6.0,  # a hash and two logarithms
-    "log": 1.0,
-    "log1p": 1.5,
-    "log2": 1.0,
-    "logaddexp": 2.5,
-    "logsigmoid": 2.5,
-    "normal_gate": 1.0,
-    "pow": 3.0,
-    "sigmoid": 1.0,
-    "silu": 1.0,
-    "sin": 1.5,
-    "sinh": 2.0,
-    "softplus": 2.5,
-    "tanh": 1.5,
-    "uniform": 12.0,  # ten rounds of Philox
-}
+SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
 FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
 
 

@@ -35,6 +35,10 @@ class Primitive:
     names: tuple[str, ...] = ()  # other torch names that mean the same
     attributes: dict[str, Any] = field(default_factory=dict)  # static arguments and their defaults
     triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
+    fast: bool = (
+        False  # kernels have approximate forms of that function, ``quick_`` and ``native_``, for 16-bit programs
+    )
+    cost: float = 0.0  # in exponentials, about; 0: plain arithmetic
 
 
 def _no_gradient(count: int) -> Callable[..., tuple]:
@@ -131,7 +135,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})"),
+    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -159,16 +163,47 @@ _ROWS = [
         lambda x: iv.div(iv.TRUE, x),
         triton="1.0 / {0}",
     ),
-    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})"),
-    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})"),
-    _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0), triton="tl.exp2({0})"),
-    _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})"),
-    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log, domain=0.0), triton="log({0})"),
-    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2, domain=0.0), triton="tl.log2({0})"),
-    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p, domain=-1.0), triton="log1p({0})"),
-    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})"),
-    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})"),
-    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh), triton="sinh({0})"),
+    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0),
+    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})", cost=1.0),
+    _P(
+        "exp2",
+        torch.exp2,
+        lambda g, y, x: (g * y * _LN2,),
+        _monotone(lambda x: 2.0**x, 0.0),
+        triton="tl.exp2({0})",
+        cost=1.0,
+    ),
+    _P(
+        "expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})", cost=1.5
+    ),
+    _P(
+        "log",
+        torch.log,
+        lambda g, y, x: (g / x,),
+        _monotone(math.log, domain=0.0),
+        triton="log({0})",
+        cost=1.0,
+        fast=True,
+    ),
+    _P(
+        "log2",
+        torch.log2,
+        lambda g, y, x: (g / (x * _LN2),),
+        _monotone(math.log2, domain=0.0),
+        triton="tl.log2({0})",
+        cost=1.0,
+    ),
+    _P(
+        "log1p",
+        torch.log1p,
+        lambda g, y, x: (g / (1 + x),),
+        _monotone(math.log1p, domain=-1.0),
+        triton="log1p({0})",
+        cost=1.5,
+    ),
+    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})", cost=1.5),
+    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})", cost=1.5),
+    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh), triton="sinh({0})", cost=2.0),
     _P(
         "cosh",
         torch.cosh,
@@ -190,6 +225,7 @@ _ROWS = [
         lambda g, y, x: (-(g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),),
         lambda x: iv.neg(_monotone(lambda v: -math.erfc(v), -2.0, 0.0)(x)),
         triton="erfc({0})",
+        cost=2.0,
     ),
     _P(
         "atan",
@@ -198,6 +234,7 @@ _ROWS = [
         _monotone(math.atan),
         names=("arctan",),
         triton="arctan({0})",
+        cost=2.0,
     ),
     _P(
         "erf",
@@ -205,9 +242,18 @@ _ROWS = [
         lambda g, y, x: (g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),),
         _monotone(math.erf, -1.0, 1.0),
         triton="tl.erf({0})",
+        cost=1.0,
     ),
     # activations that torch fuses
-    _P("tanh", torch.tanh, lambda g, y, x: (g * (1 - y * y),), _monotone(math.tanh, -1.0, 1.0), triton="tanh({0})"),
+    _P(
+        "tanh",
+        torch.tanh,
+        lambda g, y, x: (g * (1 - y * y),),
+        _monotone(math.tanh, -1.0, 1.0),
+        triton="tanh({0})",
+        cost=1.5,
+        fast=True,
+    ),
     _P(
         "sigmoid",
         torch.sigmoid,
@@ -215,11 +261,20 @@ _ROWS = [
         iv.bounded(0.0, 1.0),
         names=("expit",),
         triton="sigmoid({0})",
+        cost=1.0,
+        fast=True,
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
-    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})"),
-    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * _normal_density(x),), triton="normal_gate({0})"),
-    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})"),
+    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=True),
+    _P(
+        "normal_gate",
+        torch.special.ndtr,
+        lambda g, y, x: (g * _normal_density(x),),
+        triton="normal_gate({0})",
+        cost=1.0,
+        fast=True,
+    ),
+    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})", cost=1.0),
     _P(
         "relu",
         aten.relu,
@@ -242,6 +297,8 @@ _ROWS = [
         lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
+        cost=2.0,
+        fast=True,
     ),
     _P(
         "softplus",
@@ -249,6 +306,7 @@ _ROWS = [
         lambda g, y, x, beta, threshold: (g * torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta)),),
         attributes={"beta": 1.0, "threshold": 20.0},
         triton="softplus({0}, {beta}, {threshold})",
+        cost=2.5,
     ),
     _P(
         "logsigmoid",
@@ -256,6 +314,7 @@ _ROWS = [
         lambda g, y, x: (g * torch.sigmoid(-x),),
         names=("log_sigmoid",),
         triton="logsigmoid({0})",
+        cost=2.5,
     ),
     # choice
     _P(
@@ -289,6 +348,7 @@ _ROWS = [
         torch.logaddexp,
         lambda g, y, a, b: (g * _logaddexp_share(a, b, y), g * _logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
+        cost=2.5,
     ),
     # rounding
     _P(
@@ -366,8 +426,23 @@ _ROWS = [
     _P("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
     _P("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
     _P("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
-    _P("gumbel", philox.gumbel, _no_gradient(4), lambda *_: (-3, 23), triton="gumbel({0}, {1}, {2}, {3}, {4})"),
-    _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
+    _P(
+        "gumbel",
+        philox.gumbel,
+        _no_gradient(4),
+        lambda *_: (-3, 23),
+        triton="gumbel({0}, {1}, {2}, {3}, {4})",
+        cost=6.0,
+        fast=True,
+    ),
+    _P(
+        "uniform",
+        philox.uniform,
+        _no_gradient(4),
+        lambda *_: (0.0, 1.0),
+        triton="uniform({0}, {1}, {2}, {3})",
+        cost=12.0,
+    ),
 ]
 
 
