@@ -26,7 +26,7 @@ _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 befor
 _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
-# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs; an attribute in a name matches any word
+# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs; an attribute in a name is any word
 _FAST = (re.sub(r"\{\w+\}", r"\\w+", p.triton.partition("(")[0]) for p in PRIMITIVES.values() if p.fast)
 _QUICK = re.compile(rf"(?<![\w.])({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
