@@ -51,7 +51,7 @@ def _where(c: Any, x: Any, y: Any, out: Any = None) -> Any:
 
 def _cast(x: Any, *, to: str, out: Any = None) -> Any:
     if out is None:
-        raise TypeError("a cast needs a target type: engines give it through out=, see engine.evaluate.cast")
+        raise TypeError("a cast needs a target type: engines give it through out=, see engines.common.evaluate.cast")
     return out.copy_(x)
 
 
