@@ -21,7 +21,7 @@ SHOWN = contextvars.ContextVar("shown", default="nothing")
 
 @functools.cache
 def heard(*asked):
-    """What each of these did in a process without a GPU (``tests/support/fake_cuda_driver.py``): of both calls, or of a failed one and why."""
+    """What each did in a process without a GPU (``fake_cuda_driver.py``): of both calls, or of a failed one and why."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.support.fake_cuda_driver", *asked]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
