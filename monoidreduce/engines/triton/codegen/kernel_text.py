@@ -221,11 +221,19 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py``, by name, in their order."""
+    """The functions of ``device_functions.py``, by name, in their order; a quick form without a native one is followed
+    by the same function with native forms inside."""
     source = inspect.getsource(device_functions)
     lines = source.split("\n")
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    return {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
+    functions = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    found = {}
+    for name, f in functions.items():
+        text = "\n".join(lines[f.lineno - 1 : f.end_lineno])
+        found[name] = text
+        native = name.replace("quick_", "native_")
+        if native not in functions:
+            found[native] = text.replace("quick_", "native_")
+    return found
 
 
 def copy_device_functions(text: str) -> list[str]:

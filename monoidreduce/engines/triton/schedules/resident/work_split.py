@@ -20,6 +20,7 @@ from .....plan.op_counts import SPECIAL
 from .....program.constructors import ONE, ZERO, apply
 from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
+from .....program.primitives import PRIMITIVES
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
@@ -72,6 +73,17 @@ class GroupWork:
         return held <= _REGISTERS and len(self.sends) <= _MOST_SENT
 
 
+import os
+
+_MODE = os.environ.get("MR_WS", "all")
+
+
+def _slow(under):
+    if _MODE == "old":
+        return any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
+    return any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
+
+
 @functools.lru_cache(maxsize=1024)
 def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     """The work of the consumer groups: one that both do on kept indices of their own, or two on the same kept indices.
@@ -86,7 +98,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
     ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
-    slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
+    slow = _slow(under)
     if (
         not products
         or (numbers and not ringed)
