@@ -18,7 +18,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import device_functions, k_loop
+from . import device_functions, k_loop, random_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 
@@ -27,7 +27,8 @@ _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow",
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_FAST = (name.removeprefix("quick_") for name in vars(device_functions) if name.startswith("quick_"))
+_NAMED = (*vars(device_functions), *vars(random_functions))
+_FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
