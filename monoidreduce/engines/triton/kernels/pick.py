@@ -95,45 +95,33 @@ def gather_sum(
 
 
 @triton.jit
-def add_in_run(a_first, a, b_first, b):
-    return a_first | b_first, tl.where(b_first != 0, b, a + b)
-
-
-@triton.jit
 def run_sums(
     out, rest, key, order, weight, near, far, side, other, matches, entries, beyond, n_b, n_s, n_f, f_b, f_s, f_f,
     WHICH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     piece = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)[None, :]
-    step = tl.arange(0, ENTRIES)
-    at = piece * ENTRIES + step
-    k = tl.load(key + at, mask=at < entries, other=beyond)
-    before = tl.load(key + at - 1, mask=(at > 0) & (at <= entries), other=-1)
-    after = tl.load(key + at + 1, mask=at + 1 < entries, other=beyond)
-    hit = k < beyond
-    e = tl.load(order + at, mask=hit, other=0).to(tl.int64)
-    w = tl.load(weight + e, mask=hit, other=0)
-    batch = (e // matches // side)[:, None]
-    row = (e // matches % side)[:, None]
-    t = (k.to(tl.int64) % other)[:, None]
-    inside = hit[:, None] & (lane < WIDTH)
-    x = vectors_at(near + batch * n_b, far + batch * f_b, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH)
-    x = w[:, None] * x
-    first = ((k != before) | (step == 0)).to(tl.int32)
-    flags = tl.broadcast_to(first[:, None], [ENTRIES, LANES])
-    _, total = tl.associative_scan((flags, x), 0, add_in_run)
-    leading = tl.sum(tl.where(step == 0, k, 0), 0)
-    continued = tl.sum(tl.where((step == 0) & (k == before), 1, 0), 0)
-    old = tl.where(k == leading, continued, 0) != 0  # of a run that began in an earlier piece
-    last = (k != after) | (step == ENTRIES - 1)
-    goes_on = k == after
-    store = hit[:, None] & (lane < WIDTH)
-    whole = last & (old == 0) & (goes_on == 0)
-    tl.store(out + k.to(tl.int64)[:, None] * WIDTH + lane, total, mask=store & whole[:, None])
-    slot = piece * 2 + tl.where(old, 0, 1)
-    part = last & (old | goes_on)
-    tl.store(rest + slot[:, None] * WIDTH + lane, total, mask=store & part[:, None])
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    leading = tl.load(key + piece * ENTRIES)
+    before = tl.load(key + piece * ENTRIES - 1, mask=piece > 0, other=-1)
+    total = tl.zeros([LANES], tl.float32)
+    for step in tl.static_range(ENTRIES):
+        at = piece * ENTRIES + step
+        k = tl.load(key + at, mask=at < entries, other=beyond)
+        after = tl.load(key + at + 1, mask=at + 1 < entries, other=beyond)
+        keys = lane * 0 + k
+        inside = (lane < WIDTH) & (keys < beyond)
+        e = tl.load(order + at, mask=k < beyond, other=0).to(tl.int64)
+        w = tl.load(weight + e, mask=k < beyond, other=0)
+        batch = e // matches // side
+        row = e // matches % side
+        t = k.to(tl.int64) % other
+        total += w * vectors_at(near + batch * n_b, far + batch * f_b, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH)
+        ends = keys != after
+        old = (keys == leading) & (keys == before)  # of a run that began in an earlier piece
+        part = (old | (keys == after)) if step == ENTRIES - 1 else (old & ends)
+        tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=inside & ends & (part == 0))
+        tl.store(rest + (piece * 2 + tl.where(old, 0, 1)) * WIDTH + lane, total, mask=inside & part)
+        total = tl.where(ends, 0.0, total)
 
 
 @triton.jit
@@ -163,7 +151,7 @@ def join_runs(
         tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=lane < WIDTH)
 '''
 _kernels = Kernels(_TEXT)
-_PIECE = 64  # pairs that one program instance of the scatter adds
+_PIECE = 16  # pairs that one program instance of the scatter adds, one after the other
 _WIDE = 128  # features of a program instance
 _PRODUCTS = ("dot", "sqdist")
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
@@ -305,8 +293,8 @@ def _scatter(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tenso
     constants = dict(WIDTH=width, LANES=lanes, ENTRIES=_PIECE)
     grid, sizes = (pieces, -(-width // lanes)), (side, other, matches, entries, beyond)
     arguments = (out, rest, key, order, weight, near, far, *sizes, *near.stride(), *far.stride())
-    _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants)
-    _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=16))
+    _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants, dict(num_warps=1))
+    _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=64))
     return out
 
 
