@@ -65,7 +65,6 @@ class Fold:
         counts = [len(outputs_of(r)) for r in self.reductions]
         return tuple((r, k) for r, count in zip(self.reductions, counts, strict=True) for k in range(count))
 
-
     @functools.cached_property
     def gradient_of(self) -> Mapping[Expr, Expr]:
         """By reduction, the leaf that it is the gradient of."""
@@ -104,7 +103,9 @@ def name_gradients(program: Lowered, leaves: tuple[Expr | None, ...]) -> Lowered
     """The same program; its folds are told which of their sums are gradients, and of which leaf.
 
     ``leaves``: per output, the input that it is the gradient of. Only what is an output and nothing else is named."""
-    passes = tuple(replace(p, fold=replace(p.fold, gradients=_find_gradients(p, program, leaves))) for p in program.passes)
+    passes = tuple(
+        replace(p, fold=replace(p.fold, gradients=_find_gradients(p, program, leaves))) for p in program.passes
+    )
     return replace(program, passes=passes)
 
 

@@ -281,7 +281,12 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
 
 
 def _join_group_loops(
-    spec: Spec, whole: tuple[str, str, str], others: tuple[str, str], plain: list[str], waiting: list[str], general: list[str]
+    spec: Spec,
+    whole: tuple[str, str, str],
+    others: tuple[str, str],
+    plain: list[str],
+    waiting: list[str],
+    general: list[str],
 ) -> list[str]:
     """Both loops where a batch dimension is folded too: the tiles of its first element, of the next, and so on, in one
     loop, so that the next element's first blocks are on their way while the last tile of this one is computed.

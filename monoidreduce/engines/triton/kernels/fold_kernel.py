@@ -37,6 +37,7 @@ from . import exponent_shift, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 
+
 class ResultLayout(NamedTuple):
     """How a result lies in memory."""
 
