@@ -47,6 +47,17 @@ def summed_batch(fold: Fold, r: Expr, leaves: Sequence[Any], sizes: Sizes) -> tu
     return tuple(1 if own == 1 else n for n, own in zip(sizes.batch, value.shape, strict=False))
 
 
+def sum_gradients(fold: Fold, results: Sequence[Tensor], leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """The results of a fold, gradients summed over the batch dimensions in which their leaf has size 1, where the
+    engine has not done so."""
+    found = []
+    for (r, _), t in zip(fold.outputs, results, strict=True):
+        batch = summed_batch(fold, r, leaves, sizes) if r in fold.gradient_of else ()
+        dims = [d for d, n in enumerate(batch) if n != t.shape[d]]
+        found.append(t.sum(dims, keepdim=True) if dims else t)
+    return found
+
+
 def find_strides(shape: tuple[int, ...], model: Tensor | None) -> tuple[int, ...] | None:
     """The strides of a dense result ``[*batch, length, features]`` in the memory order of ``model``; None where that is
     contiguous."""

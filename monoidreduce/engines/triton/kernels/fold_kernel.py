@@ -50,9 +50,9 @@ class ResultLayout(NamedTuple):
 Layouts = Mapping[tuple[Expr, int], ResultLayout]  # by reduction and result: those that are not plainly contiguous
 
 _EDGED = 4  # arguments that say which tiles are visited
-# How many instances a multiprocessor must have if a batch dimension is folded too, by whether the kernel is hand-scheduled
-# (two of these run at a time, and up to four others): at least three rounds of them.
-_LEAST_INSTANCES = {False: 9, True: 6}
+# How many instances a multiprocessor must have if a batch dimension is folded too, by whether the kernel is
+# hand-scheduled (two of these run at a time, and up to four others): at least three rounds of them.
+LEAST_INSTANCES = {False: 9, True: 6}
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -152,14 +152,14 @@ class FoldLaunch:
             self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
-            least = _LEAST_INSTANCES[self.plan.boxes == 2] * spec_from_tensors.processors(self.sizes.device)
+            least = LEAST_INSTANCES[self.plan.boxes == 2] * spec_from_tensors.processors(self.sizes.device)
             if group is not None and self.parts == 1 and self.grid >= least:
                 break
         return copied
 
     def _find_group(self, leaves: Leaves) -> int | None:
-        """The batch dimension that all results of this kernel are to be summed over, if there is one and what the kernel
-        computes once, before it walks the folded axis, does not vary along it."""
+        """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
+        kernel computes once, before it walks the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
         if self.spec.deep or not all(one is not None and one.summed for one in found):
             return None

@@ -263,7 +263,7 @@ class TileOrder:
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
         if not self.spec.bounds:
-            return step if self.spec.group is None else f"folded_size // FOLDED"
+            return step if self.spec.group is None else "folded_size // FOLDED"
         at = f"({step} - whole_steps)" if self.spec.group is None else f"(({step} - whole_steps) % each_cut)"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
