@@ -53,6 +53,7 @@ _EDGED = 4  # arguments that say which tiles are visited
 # How many instances a multiprocessor must have if a batch dimension is folded too, by whether the kernel is
 # hand-scheduled (two of these run at a time, and up to four others): at least three rounds of them.
 LEAST_INSTANCES = {False: 9, True: 6}
+_GROUP_SIZES = (2, 4, 8, 16)  # parts of the text: divisions are shifts (as a run-time number: 2.5 % of a kernel's time)
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -148,7 +149,9 @@ class FoldLaunch:
         A sum over query heads that share keys then takes place in registers. Instances do as much more work and are as
         much fewer: where these are too few to keep all multiprocessors equally busy, results are summed afterwards."""
         for group in (self._find_group(leaves), None):
-            self.spec = replace(self.spec, group=group)
+            size = 0 if group is None else self.batch[group]
+            size = size if size in _GROUP_SIZES else 0
+            self.spec = replace(self.spec, group=group, group_size=size)
             self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
@@ -274,7 +277,8 @@ class FoldLaunch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [] if self.spec.group is None else [self.batch[self.spec.group]]
+        given = self.spec.group is not None and not self.spec.group_size
+        self.template += [self.batch[self.spec.group or 0]] if given else []
         self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
