@@ -97,7 +97,8 @@ def test_hand_scheduled_kernels(causal, monkeypatch):
 
 def test_nothing_is_copied_on_a_gpu():
     """A call on an H200 that is not there: no copy and no sum, and no memory for column gradients of every head."""
-    said = subprocess.run([sys.executable, "-m", "tests.support.model_layout_pretended"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.model_layout_pretended"]
+    said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-3000:]
     for case in map(json.loads, said.stdout.splitlines()):
         assert case["strides"] == case["wanted"], case
