@@ -35,7 +35,7 @@ from ..engines.common.saved_tensors import private_graphs
 from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
-from ..reductions import KINDS, kind_of
+from ..reductions import KINDS
 from . import registry, torch_operator
 from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
 
@@ -373,14 +373,8 @@ class _CallCounter(ScaledMemory):
 
 def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
     """Shape and type of a fold's results: on a GPU, sums of 16-bit vectors are stored in 16 bits."""
-    made = torch_operator.shapes(fold, list(leaves), sizes)
-    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
-    narrow = next((d for d in vectors if d in matmul.SIXTEEN), None)
-    if device.type != "cuda" or narrow is None or fold.raised:
-        return made
-    tail = len(sizes.batch) + 1
-    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
-    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
+    forms = torch_operator.narrow_shapes if device.type == "cuda" else torch_operator.shapes
+    return forms(fold, list(leaves), sizes)
 
 
 def _count_exponentials(name: str, args: tuple) -> float:
