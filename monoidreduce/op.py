@@ -111,7 +111,7 @@ class Op(dynamo.Compiled):
         True
         """
         if torch.compiler.is_dynamo_compiling():
-            return _summed(self(*args, **kwargs))
+            return self._compiled(args, kwargs, total=True)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -164,7 +164,7 @@ class Op(dynamo.Compiled):
         if form is None or key is None:
             return None
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
+        if not _are_row_numbers(traced):
             return None
         plan = Plan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
@@ -291,11 +291,12 @@ class Op(dynamo.Compiled):
     # Plans
 
     def _planned(
-        self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None
+        self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None, total: bool = False
     ) -> tuple[Plan, Sequence[Any]]:
-        """A plan by the long way, through every check, and the values in its order."""
+        """A plan by the long way, through every check, and the values in its order; ``total``: of the sums of the
+        outputs, where these are numbers per row."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order, total and _are_row_numbers(traced))
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
     # An op is its function: a copy is itself, and it is pickled by name, as functions are
@@ -355,6 +356,11 @@ class Op(dynamo.Compiled):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _are_row_numbers(traced: Traced) -> bool:
+    """Whether all outputs are numbers per row."""
+    return all(e.rows and not e.cols and e.feature is None for e in traced.outputs)
 
 
 def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:

@@ -251,7 +251,7 @@ _LOCAL = "own-"
 @functools.lru_cache(maxsize=4096)
 def digest_fold(fold: Fold) -> str:
     """A name for a fold, equal for equal folds: the hash of its nodes, written out one by one."""
-    return _digest((fold.leaves, fold.reductions, fold.scales))
+    return digest_nodes((fold.leaves, fold.reductions, fold.scales))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,10 +259,10 @@ def digest_program(program: Lowered) -> str:
     """A name for a lowered program, equal for equal ones: the hash of its passes and of the nodes around them."""
     passes = [(*p.feeds, *(e for users in p.results for e in users)) for p in program.passes]
     folds = [f"{digest_fold(p.fold)} {p.fold.raised} {p.fold.exact}" for p in program.passes]
-    return _digest((*passes, program.outputs), *folds)
+    return digest_nodes((*passes, program.outputs), *folds)
 
 
-def _digest(parts: Sequence[tuple[Expr, ...]], *others: str) -> str:
+def digest_nodes(parts: Sequence[tuple[Expr, ...]], *others: str) -> str:
     """The hash of groups of nodes, written out one by one, and of other text."""
     order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}

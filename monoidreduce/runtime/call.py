@@ -173,7 +173,7 @@ def _walk(
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(ProgramSteps(engine, program, numbers, total), sums, sizes) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
-    if not alike or not given or not known.is_wide(traced.outputs, sizes):
+    if not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
     make = registry.stepper(engine, sizes.device)
     return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm

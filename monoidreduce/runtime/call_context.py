@@ -39,6 +39,11 @@ def is_untraced() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether one of torch's function transforms, or forward mode, is active: these differentiate what they see."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def are_plain(values: Sequence[Any]) -> bool:
     """Whether all tensors among these values hold numbers (no subclass), and nothing traces the call."""
     return is_untraced() and all([type(v) in PLAIN for v in values if isinstance(v, Tensor)])

@@ -32,12 +32,21 @@ from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
 from .replay import ProgramSteps, can_record, compile_gradients
 from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
-from .torch_operator import SIZES, TAGS, join_values, library, narrow_shapes, read_sizes, split_values, write_sizes
+from .torch_operator import (
+    SIZES,
+    TAGS,
+    VALUES,
+    join_values,
+    library,
+    narrow_shapes,
+    read_sizes,
+    split_values,
+    write_sizes,
+)
 
-_VALUES = "Tensor[] tensors, Scalar[] numbers, int[] places"
-_FORWARD = f"program(str program, str engine, bool keep, {_VALUES}, {SIZES}) -> Tensor[]"
+_FORWARD = f"program(str program, str engine, bool keep, {VALUES}, {SIZES}) -> Tensor[]"
 _BACKWARD = (
-    f"program_gradient(str program, str engine, bool[] needs, bool[] given, {_VALUES}, Tensor[] results, "
+    f"program_gradient(str program, str engine, bool[] needs, bool[] given, {VALUES}, Tensor[] results, "
     f"Tensor[] cotangents, {SIZES}) -> Tensor[]"
 )
 _MOST = 1024  # kinds of calls of all programs
@@ -161,7 +170,7 @@ _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner]] = BoundedCache(_MO
 
 def _forward(program: str, engine: str, keep: bool, tensors: list[Tensor], numbers: list, places: list, *rest: Any):
     values = join_values(tensors, numbers, places)
-    key = (program, engine, keep, *triton.describe_leaves(values), *_sizes_key(*rest))
+    key = (program, engine, keep, *triton.describe_leaves(values), *sizes_key(*rest))
     known = _forwards.find(key)
     if known is None:
         made, sizes = _known(program), read_sizes(*rest)
@@ -195,7 +204,7 @@ def _backward(
     *rest: Any,
 ) -> list[Tensor]:
     values, there = join_values(tensors, numbers, places), iter(cotangents)
-    key = (program, engine, *needs, *given, *_sizes_key(*rest))
+    key = (program, engine, *needs, *given, *sizes_key(*rest))
     known = _backwards.find(key)
     if known is None:
         made, sizes = _known(program), read_sizes(*rest)
@@ -227,7 +236,10 @@ def _fake_backward(
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
 
 
-def _sizes_key(rows: int, cols: int, batch: list[int], letters: str, lengths: list[int], compute: Any, device: Any):
+def sizes_key(
+    rows: int, cols: int, batch: list[int], letters: str, lengths: list[int], compute: Any, device: Any
+) -> tuple:
+    """Sizes as an operator is given them, as a key."""
     return rows, cols, *batch, None, letters, *lengths, compute, device
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .registry import FOLDERS
 
 # The sizes of a call as an operator's arguments
 SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"
+VALUES = "Tensor[] tensors, Scalar[] numbers, int[] places"  # and its values (:func:`split_values`)
 _SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
 # before torch 2.8 or so, with strides of the same order.
@@ -70,6 +72,19 @@ def read_sizes(
     """The inverse of :func:`write_sizes`."""
     named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
     return Sizes(rows, cols, tuple(batch), named, device, compute)
+
+
+def fix_lengths(sizes: Sizes) -> Sizes:
+    """Sizes whose lengths are numbers: where a compiler leaves one open, the number that it was traced with, without a
+    guard."""
+    letters = {name: _hint(length) for name, length in sizes.letters.items()}
+    batch = tuple(map(_hint, sizes.batch))
+    return replace(sizes, rows=_hint(sizes.rows), cols=_hint(sizes.cols), batch=batch, letters=letters)
+
+
+def _hint(length: Any) -> int:
+    hint = getattr(getattr(length, "node", None), "hint", None)
+    return int(length) if hint is None else int(hint)
 
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:

@@ -14,22 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..engines.common.evaluate import Sizes
 from ..engines.common.gradient_program import zero_gradient
 from ..engines.common.saved_tensors import load_saved
 from ..errors import NoGradientError
+from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program
 from . import call_context, program_operator, saved_row_gradients
 from .call_context import apply_settings, current_settings, need_gradient
 from .program_operator import Program
 from .replay import ProgramSteps, can_record, compile_gradients
-
-
-def is_transformed() -> bool:
-    """Whether one of torch's function transforms, or forward mode, is active: these differentiate what they see."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+from .torch_operator import fix_lengths
 
 
 class TracedProgram:
@@ -41,7 +37,7 @@ class TracedProgram:
         self.program = Program(steps.program, steps.numbers, out)
 
     def __call__(self, *values: Any) -> list[Any]:
-        if call_context.are_plain(values) or is_transformed() or not self._has_operators(values):
+        if call_context.are_plain(values) or call_context.is_transformed() or not self._has_operators(values):
             return self.walk(*values)
         if torch.is_grad_enabled() and need_gradient(values):
             return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
@@ -54,7 +50,8 @@ class TracedProgram:
         if not torch.is_grad_enabled() or not need_gradient(values):
             return True
         fold = steps.program.passes[0].fold
-        if saved_row_gradients.may_keep(fold) and saved_row_gradients.many(sizes):
+        asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
+        if saved_row_gradients.form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
@@ -62,6 +59,14 @@ class TracedProgram:
         except NoGradientError:  # torch may have one
             return False
         return True
+
+    def _asks(self, feed: Expr, values: Sequence[Any]) -> Any:
+        """An input that asks for a gradient and that this is computed of; None where there is none."""
+        named = dict(zip(self.program.inputs, values, strict=True))
+        found = (
+            [named[str(e.attrs[0])] for e in topological([feed]) if e.op == "input"] if feed.dtype == "float" else []
+        )
+        return next((v for v in found if isinstance(v, Tensor) and v.requires_grad), None)
 
     def moves(self, output: int, needs: tuple[bool, ...]) -> bool:
         """Whether an output has a part in the gradients asked for; what is kept behind the outputs has none."""
