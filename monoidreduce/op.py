@@ -33,8 +33,7 @@ from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
 from .runtime import call_context, dynamo, layer_replay, logit_rounding, registry
-from .runtime import gradient_in_forward as known
-from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
+from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .stream import Prepared, Stream
@@ -121,19 +120,14 @@ class Op(dynamo.Compiled):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
-        plain = (
-            call_context.autocast_device(given) is None
-            and agreement.current_layout() is None
-            and not dtensors.any_dtensor(given)
-        )
-        engine = registry.engine()
-        if plain and call_context.is_untraced() and engine != "reference":
-            traced, bound, sizes, _ = self._prepare(args, kwargs)
-            inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
-            found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
-            if found is not None:
-                return traced.pack(found)
-        return _summed(self(*args, **kwargs))
+        device = call_context.autocast_device(given)
+        if device is not None:
+            return call_context.call_in_autocast(self.total, self.parameters, device, args, kwargs)
+        engine, divided = registry.engine(), agreement.current_layout() is not None or dtensors.any_dtensor(given)
+        if divided or engine == "reference":
+            return _summed(self(*args, **kwargs))
+        plan, bound = self._planned(args, kwargs, engine, total=True)
+        return plan.traced.pack(plan.sums(bound))
 
     def within(self, limit: int | str) -> Callable[..., Any]:
         """The same layer with a memory budget of its own, which its gradients keep.

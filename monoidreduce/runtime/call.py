@@ -112,6 +112,10 @@ class Plan:
         """The results in order, before the body's own form is put on them."""
         return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
 
+    def sums(self, values: Sequence[Any]) -> list[Tensor]:
+        """Each result added up, where the program does not do it."""
+        return [result.sum() if result.dim() else result for result in self.results(values)]
+
     def of(self, *inputs: Any) -> list[Tensor]:
         """The same, of the values as the program is given them."""
         try:

@@ -175,8 +175,7 @@ class Compiled:
             plan, bound = self._planned(*opened(given, named), registry.engine(), total=total)
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
             plan, bound = self._planned(*closed(given, named), registry.engine(), total=total)
-        results = plan.results(bound)
-        results = [r.sum() if total and r.dim() else r for r in results]
+        results = plan.sums(bound) if total else plan.results(bound)
         return results, plan.traced.pack(list(range(len(results))))
 
     def _fix_widths(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:

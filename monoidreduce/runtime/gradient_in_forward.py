@@ -37,7 +37,7 @@ from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
-from .call_context import apply_settings, are_plain, current_settings, is_transformed
+from .call_context import apply_settings, are_plain, current_settings, is_traced, is_transformed
 from .program_operator import own_tensors, sizes_key
 from .result_form import contiguous_strides, output_form
 from .torch_operator import (
@@ -70,15 +70,6 @@ class _Context:
     waiting: dict[str, Tensor] | None = field(default=None)
 
 
-def summed(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.StepClass
-) -> list[Tensor] | None:
-    """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
-    names = tuple(inputs_of(outputs))
-    found = Road(outputs, names, sizes, engine, make, lambda *_: None)(*(inputs[n] for n in names))
-    return None if found is None else list(found)
-
-
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
     """Whether a program can have products that are wide enough to be worth keeping."""
     vectors = [e for e in inputs_of(outputs).values() if e.feature is not None]
@@ -105,8 +96,9 @@ class Road:
 
     def __call__(self, *given: Any) -> Any:
         traced = not are_plain(given)
-        asks = torch.is_grad_enabled() and not (traced and is_transformed())
-        plan = self._plan(given) if asks else None
+        # under a mode that only watches, gradients would wait in memory until they are copied
+        steps = traced and (is_transformed() or not is_traced())
+        plan = self._plan(given) if torch.is_grad_enabled() and not steps else None
         if plan is None or not plan.pays():
             return self.otherwise(*given)
         if traced:
