@@ -93,11 +93,10 @@ class Program:
 
     def forms(self, keep: bool, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
         """Shape, type and strides of all that the forward operator returns."""
-        given = [v for v in values if isinstance(v, Tensor)]
-        found = []
-        for e in self.lowered.outputs:
+        named, found = dict(zip(self.inputs, values, strict=True)), []
+        for k, e in enumerate(self.lowered.outputs):
             shape, dtype = output_form(e, sizes, self.out)
-            found.append(((shape, dtype), output_strides(e, shape, given)))
+            found.append(((shape, dtype), output_strides(self.lowered, k, shape, named)))
         if keep:
             fold = self.lowered.passes[0].fold
             like = [_vector_like(self.out) if e.feature is not None else 0 for e in fold.leaves]

@@ -5,13 +5,17 @@ Whoever allocates a result and whoever only says what it will be (a compiler's f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engines.common.evaluate import Form, Sizes
+from ..engines.common.result_layout import find_model, find_strides
 from ..program.expression import Expr
+from ..program.lower import Lowered
+from ..reductions import outputs_of
 
 
 def output_form(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) -> Form:
@@ -38,11 +42,23 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def output_strides(e: Expr, shape: Sequence[int], inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """The strides of an output of this shape, given the tensors that the program reads."""
-    return contiguous_strides(shape)
+def output_strides(program: Lowered, output: int, shape: tuple[int, ...], inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The strides of an output of a program of one pass, as its engine allocates it: in the memory order of an input,
+    where it belongs to that input (``engines/common/result_layout.py``)."""
+    (one,) = program.passes
+    e = program.outputs[output]
+    leaves = [inputs[str(x.attrs[0])] if x.op == "input" else None for x in one.feeds]
+    at = next((k for k, users in enumerate(one.results) if e in users), None)
+    if at is None:  # arithmetic of one side, laid out as the vectors that it reads: results of the fold, if any
+        own = [
+            (r, k) for r, k in one.fold.outputs if outputs_of(r)[k][0] == e.feature and (r.rows, r.cols) == e.axes[:2]
+        ]
+    else:
+        own = [one.fold.outputs[at]]
+    model = find_model(one.fold, *own[0], leaves) if own and e.feature is not None else None
+    return find_strides(shape, model) or contiguous_strides(shape)
 
 
 def gradient_strides(leaf: Tensor) -> tuple[int, ...]:
-    """The strides of the gradient of an input."""
-    return contiguous_strides(leaf.shape)
+    """The strides of the gradient of an input: in its memory order."""
+    return find_strides(tuple(leaf.shape), leaf) or contiguous_strides(leaf.shape)

@@ -91,8 +91,10 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
-    # kernels hand vectors back in 16 bits, others do not: a graph is told one type for all engines
-    return [t.to(dtype) for t, (_, dtype) in zip(found, _forms(known, engine, leaves, sizes), strict=True)]
+    # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
+    # type and one layout for all engines
+    forms = _forms(known, engine, leaves, sizes)
+    return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
 def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
@@ -195,5 +197,5 @@ def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
     found = digest_fold(fold) + "-exact" * fold.exact
     with _lock:
-        _FOLDS[found] = fold
+        _FOLDS[found] = replace(fold, gradients=())  # a graph is told one shape for all engines
     return found
