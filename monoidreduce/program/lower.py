@@ -285,14 +285,26 @@ _LOCAL = "own-"
 @functools.lru_cache(maxsize=4096)
 def digest_fold(fold: Fold) -> str:
     """A name for a fold, equal for equal folds: the hash of its nodes, written out one by one."""
-    parts = (fold.leaves, fold.reductions, fold.scales)
+    return digest_nodes((fold.leaves, fold.reductions, fold.scales))
+
+
+@functools.lru_cache(maxsize=4096)
+def digest_program(program: Lowered) -> str:
+    """A name for a lowered program, equal for equal ones: the hash of its passes and of the nodes around them."""
+    passes = [(*p.feeds, *(e for users in p.results for e in users)) for p in program.passes]
+    folds = [f"{digest_fold(p.fold)} {p.fold.raised} {p.fold.exact}" for p in program.passes]
+    return digest_nodes((*passes, program.outputs), *folds)
+
+
+def digest_nodes(parts: Sequence[tuple[Expr, ...]], *others: str) -> str:
+    """The hash of groups of nodes, written out one by one, and of other text."""
     order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}
     lines = [_node_line(e, number) for e in order]
     lines += [str([number[e] for e in part]) for part in parts]
-    text = "\n".join(lines)
+    text = "\n".join([*lines, *others])
     found = hashlib.sha256(text.encode()).hexdigest()[:24]
-    return _LOCAL + found if _PROCESS in text else found
+    return _LOCAL + found if _PROCESS in text or any(one.startswith(_LOCAL) for one in others) else found
 
 
 def is_digest_portable(name: str) -> bool:

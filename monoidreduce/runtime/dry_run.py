@@ -35,7 +35,7 @@ from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
 from ..program.expression import Expr
 from ..program.lower import Fold
-from ..reductions import KINDS, kind_of
+from ..reductions import KINDS
 from . import registry, torch_operator
 from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
 
@@ -374,17 +374,13 @@ class _CallCounter(ScaledMemory):
 def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
     """Shape and type of a fold's results. On a GPU, sums of 16-bit vectors are stored in 16 bits, and gradients are
     summed over the batch by their kernels where that leaves enough to do at the same time."""
-    made = torch_operator.shapes(fold, list(leaves), sizes)
-    if device.type == "cuda" and fold.gradients:
-        pairs = zip(made, fold.outputs, strict=True)
-        made = [(_summed_shape(fold, r, shape, leaves, sizes), dtype) for (shape, dtype), (r, _) in pairs]
-    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
-    narrow = next((d for d in vectors if d in matmul.SIXTEEN), None)
-    if device.type != "cuda" or narrow is None or fold.raised:
+    if device.type != "cuda":
+        return torch_operator.shapes(fold, list(leaves), sizes)
+    made = torch_operator.narrow_shapes(fold, leaves, sizes)
+    if not fold.gradients:
         return made
-    tail = len(sizes.batch) + 1
-    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
-    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
+    pairs = zip(made, fold.outputs, strict=True)
+    return [(_summed_shape(fold, r, shape, leaves, sizes), dtype) for (shape, dtype), (r, _) in pairs]
 
 
 def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
