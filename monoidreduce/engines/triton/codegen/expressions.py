@@ -18,7 +18,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import k_loop
+from . import device_functions, k_loop, random_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 
@@ -26,9 +26,10 @@ _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 befor
 _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
-# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs; an attribute in a name is any word
-_FAST = (re.sub(r"\{\w+\}", r"\\w+", p.triton.partition("(")[0]) for p in PRIMITIVES.values() if p.fast)
-_QUICK = re.compile(rf"(?<![\w.])({'|'.join(_FAST)})\(")
+# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
+_NAMED = (*vars(device_functions), *vars(random_functions))
+_FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
+_QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer

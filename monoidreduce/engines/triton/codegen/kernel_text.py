@@ -16,7 +16,7 @@ from typing import Any
 from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
-from . import device_functions, k_loop, tile_ranges
+from . import device_functions, k_loop, random_functions, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
 from .reductions import known
@@ -237,11 +237,21 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py``, by name, in their order."""
-    source = inspect.getsource(device_functions)
-    lines = source.split("\n")
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    return {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
+    """The functions of ``device_functions.py`` and ``random_functions.py``, by name, in their order; a quick form
+    without a native one is followed by the same function with native forms inside."""
+    written: dict[str, str] = {}
+    for module in (device_functions, random_functions):
+        source = inspect.getsource(module)
+        lines = source.split("\n")
+        functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        written |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
+    found = {}
+    for name, text in written.items():
+        found[name] = text
+        native = name.replace("quick_", "native_")
+        if native not in written:
+            found[native] = text.replace("quick_", "native_")
+    return found
 
 
 def copy_device_functions(text: str) -> list[str]:

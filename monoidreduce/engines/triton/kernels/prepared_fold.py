@@ -28,6 +28,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
 from ..schedules import hopper
 from ..schedules.kernel_plan import overriding_plans, use_plan
+from . import pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .record_launches import Made
 
@@ -247,11 +248,18 @@ def gather_labels(
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
+    if pick.takes(r, sizes):
+        found = [pick.run(r, _chunk(values, where), sizes, batch[-1]) for where in batching.iterate_outer(batch)]
+        return found[0] if len(batch) == 1 else torch.stack(found).view(*batch, *found[0].shape[1:])
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     feature = r.args[2].feature
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
     for where in batching.iterate_outer(batch):
-        part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
-        run_pick(r, part, sizes, batch[-1], out[where], elements)
+        run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
+
+
+def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
+    """The leaves of one index into the looped batch dimensions."""
+    return {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
