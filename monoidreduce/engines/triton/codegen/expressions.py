@@ -163,7 +163,7 @@ class ExpressionWriter:
     def base(self, e: Expr) -> str:
         """Pointer to the first element of a leaf's batch element."""
         name = str(e.attrs[0])
-        batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
+        batch = "".join(f" + b{k} * {name}_b{k}" for k in self.spec.kept_batch)
         return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
 
     def pointer(self, e: Expr) -> str:
@@ -174,7 +174,8 @@ class ExpressionWriter:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+            group = "" if self.spec.group is None else f" + b{self.spec.group} * {name}_b{self.spec.group}"
+            return self.bind((e, "at"), f"{base}{group} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
@@ -346,10 +347,11 @@ class ExpressionWriter:
             self.shifts.append((number, total))
         name = f"shift{self.shifts.index((number, total))}"
         if self.spec.line:
-            text = f"tl.reshape({name}_box.load([tl.cast(batch, tl.int32), start]), [FOLDED])[None, :]"
+            batch = self.spec.batch_number()
+            text = f"tl.reshape({name}_box.load([tl.cast({batch}, tl.int32), start]), [FOLDED])[None, :]"
             return self.bind(name, text, True, name)
-        base = f"{name}_ptr + tl.cast(batch, tl.int64) * folded_size"
-        base = self.bind((name, "base"), base, False, f"{name}_base")
+        base = f"{name}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
+        base = self.bind((name, "base"), base, self.spec.group is not None, f"{name}_base")
         mask = ", mask=folded_in, other=0" if self.masked else ""
         return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
@@ -573,7 +575,8 @@ class ExpressionWriter:
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
         dims = self.spec.box_of[e]
-        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        group = "gone_group" if start == "gone" else f"b{self.spec.group}"
+        at = "".join(f"tl.cast({group if k == self.spec.group else f'b{k}'}, tl.int32), " for k in dims)
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text
