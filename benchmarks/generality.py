@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from monoidreduce import Col, Row
 from .cpu import commit, environment
 
 ROUNDS = 15  # of the contenders in turns; the median counts
+PREPARATION = 150.0  # seconds after which a process begins to compile no other layer
 TINY = 64  # sizes are divided by this where everything is only shown to run
 RULE = 2.0  # our error against float64, over plain torch's
 FLOOR = 1e-3  # relative errors below are the rounding of results
@@ -354,7 +356,11 @@ def work(layers: list[Layer], which: list[int], lock: Path) -> None:
     torch._dynamo.config.cache_size_limit = 256
     made: dict[int, Steps] = {}
     wrong: dict[int, list[str]] = {}
+    begin = time.monotonic()
     for k in which:
+        if time.monotonic() - begin > PREPARATION:
+            wrong[k] = ["not reached"]
+            continue
         try:
             made[k] = make_steps(layers[k])
             with lock.open("w") as file:  # one at a time: float64 takes much memory
