@@ -142,9 +142,9 @@ def draw_layers(seed: int, count: int) -> list[Layer]:
     rng = random.Random(seed)
     found: list[Layer] = []
     while len(found) < count:
-        (score,) = rng.choices(list(SCORES), SCORES.values())
+        (score,) = rng.choices(list(SCORES), list(SCORES.values()))
         functions = tuple(rng.sample(sorted(FUNCTIONS), rng.choice((1, 1, 2))))
-        (reduction,) = rng.choices(list(REDUCTIONS), REDUCTIONS.values())
+        (reduction,) = rng.choices(list(REDUCTIONS), list(REDUCTIONS.values()))
         causal = rng.random() < 0.25 and (reduction in NEUTRAL or reduction in ("sum", "sum of vectors"))
         layer = Layer(score, functions, causal, reduction, *rng.choice(SIZES))
         if layer not in found:
@@ -170,6 +170,7 @@ def make_ours(layer: Layer) -> Callable[..., Tensor]:
     """The layer in the pair language."""
     has_z, has_b = layer.score.endswith("z)"), layer.score.endswith("b")
 
+    @no_type_check
     def fold(x: Any, y: Any, z: Any, b: Any, v: Any) -> Any:
         s = -mr.sqdist(x, y) if layer.score.startswith("-") else x @ y
         s = s + b if has_b else s * torch.sigmoid(x @ z) if has_z else s
@@ -385,7 +386,7 @@ def run(layers: list[Layer], options: argparse.Namespace) -> Iterator[dict[str, 
         command += ["--seed", str(options.seed), "--count", str(options.count), "--work"]
         shares = [range(k, len(layers), options.workers) for k in range(min(options.workers, len(layers)))]
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        running = [subprocess.Popen([*command, *map(str, share)], **pipes) for share in shares]
+        running: list[Any] = [subprocess.Popen([*command, *map(str, share)], **pipes) for share in shares]
         for process in running:
             while (line := process.stdout.readline()) and line.strip() != "ready":
                 pass
