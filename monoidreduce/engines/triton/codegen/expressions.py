@@ -281,6 +281,10 @@ class ExpressionWriter:
             return f"{args[0]} & {args[1]}"
         if e.op in ("div", "reciprocal") and self._divides_exactly(e):
             return f"tl.div_rn({', '.join(args if e.op == 'div' else ('1.0', *args))})"
+        if e.op in ("div", "reciprocal") and self.spec.narrow and e.dtype == "float" and e.args[-1].is_pair:
+            form = "native" if self.spec.native else "quick"  # once for all that is divided by it
+            over = self.bind((args[-1], "reciprocal"), f"{form}_reciprocal({args[-1]})", True)
+            return over if e.op == "reciprocal" else f"{args[0]} * {over}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
         if e.op == "gumbel":
