@@ -111,9 +111,8 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    try:
-        ready = PreparedFold(fold, leaves, sizes)
-    except Unsupported:
+    ready = prepare(fold, leaves, sizes)
+    if ready is None:
         return {}
     found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
     return {
