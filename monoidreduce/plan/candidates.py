@@ -106,9 +106,7 @@ def least_memory_choice(case: Case) -> Choice:
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernel_candidates(
-    case: Case, over: str | None, others: Sequence[tuple[int, ...]] | None = None
-) -> list[Choice]:
+def _kernel_candidates(case: Case, over: str | None, others: Sequence[tuple[int, ...]] | None = None) -> list[Choice]:
     """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
     base = default_choice(case)
     found = [base, least_memory_choice(case)] if over is None else [base]

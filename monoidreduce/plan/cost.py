@@ -303,9 +303,7 @@ def estimate_panels(case: Case, work: Work, room: int = 0) -> Estimate:
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _count_input_bytes(case, work)
-    pair = work.flops / (
-        rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest)
-    )
+    pair = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest))
     pair += work.special / rates.special + work.plain / rates.plain + 4 * item / rates.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
     seconds = pairs * pair + again / rates.bandwidth + case.batch * number * steps * rates.launch

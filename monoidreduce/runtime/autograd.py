@@ -34,10 +34,11 @@ from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
-from .call_context import apply_settings, are_plain, current_settings, need_gradient
+from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
 from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
 
@@ -194,8 +195,8 @@ class _Replayed(torch.autograd.Function):
         def walk(*_: Any) -> tuple:
             """Otherwise, with the settings of the forward."""
             run = program.backward if plain else program.backward_again
-            settings = (*replay.backwards.settings[:3], skipped)
-            with apply_settings(settings), call_context.without_autocast(tensors):
+            then = replace(replay.backwards.settings, skip_below=skipped)
+            with apply_settings(then), call_context.without_autocast(tensors):
                 return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
 
         if launches is None:
@@ -321,7 +322,7 @@ class _ReplayedPass(torch.autograd.Function):
         assert context.replay is not None
         found, rest = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
         shown = detach_views(found)
-        ctx.context, ctx.form, ctx.settings = context, None, current_settings()
+        ctx.context, ctx.form, ctx.settings = context, None, settings.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
             ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
@@ -412,7 +413,7 @@ def _save(
     more: tuple[Tensor, ...] = (),
 ) -> None:
     ctx.context, ctx.form = context, form
-    ctx.settings = current_settings()
+    ctx.settings = settings.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -446,7 +447,7 @@ def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequen
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     given = (context, leaves, results, wanted, cotangents, ctx.form)
-    if call_context.autocast_device(results) is None and ctx.settings == current_settings():
+    if call_context.autocast_device(results) is None and ctx.settings == settings.now():
         return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
     with apply_settings(ctx.settings), call_context.without_autocast(results):
         return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)

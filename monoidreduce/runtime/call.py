@@ -22,7 +22,7 @@ from ..engines.common.evaluate import Sizes, from_layout
 from ..engines.common.torch_code import inputs
 from ..engines.panel.panel_program import as_program
 from ..errors import BudgetError, NoGradientError
-from ..plan import budget
+from ..plan import budget, settings
 from ..program.compile import compile_program
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
@@ -181,7 +181,7 @@ def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, li
 
     def run(*given: Any) -> list[Any]:
         known = dict(zip(names, given, strict=True))
-        found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
+        found = reference.run(traced.outputs, known, sizes, settings.now().limit)
         return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
 
     return names, run, []

@@ -26,12 +26,12 @@ from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
-from ..plan import budget, panel_layout
+from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from . import autograd, fused_expressions, logit_rounding
-from .call_context import apply_settings, current_settings
+from .call_context import apply_settings
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -178,7 +178,7 @@ class _Sum(torch.autograd.Function):
             made = as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
-        ctx.context, ctx.settings = context, current_settings()
+        ctx.context, ctx.settings = context, settings.now()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
         return sums

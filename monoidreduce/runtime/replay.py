@@ -32,11 +32,12 @@ from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import Script, script
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
-from .call_context import PLAIN, Settings, apply_settings, current_settings, launch_key
+from .call_context import PLAIN, apply_settings, launch_key
 from .registry import ENGINES
 
 MOST = 64  # recordings of one pass, program or backward
@@ -300,7 +301,7 @@ class BackwardReplays:
 
     def __init__(self, steps: ProgramSteps, sizes: Sizes, results: Sequence[str], kept: triton.Buffer):
         self.steps, self.sizes, self.results, self.kept = steps, sizes, results, kept
-        self.settings: Settings = current_settings()
+        self.settings = settings.now()
         self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
         self.programs: dict[tuple, GradientProgram] = {}
         self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}

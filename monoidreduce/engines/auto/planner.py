@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import budget, candidates, device_rates, plan_records, schedule, tiles
+from ...plan import candidates, device_rates, plan_records, settings, tiles
 from ...plan.op_counts import Case, round_length
 from ...plan.schedule import Choice
 from ...program.expression import Expr, index, size
@@ -45,8 +45,9 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     """A choice, and the same without its tiles if they are the kernels' defaults: overriding tiles costs time."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
-    key += (budget.requested(), tuple(sizes.letters.values()), matmul.asked.get(), plan_records.generation())
-    if schedule.followed.get() is not None or budget.shrink_factor() > 1:  # a followed choice, or an OOM retry
+    asked = settings.now()
+    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, plan_records.generation())
+    if asked.followed is not None or asked.shrink > 1:  # a followed choice, or an OOM retry
         forced = candidates.choose(make_case(fold, leaves, sizes))
         return forced, forced
     found = _CHOICES.get(key)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
-from ...plan import budget
+from ...plan import budget, settings
 from ...program.lower import Fold
 from ..common import matmul
 from ..common.evaluate import Sizes
@@ -128,7 +128,7 @@ def list_sources(fold: Fold) -> list[Path]:
 
 def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
     """Warn once that another engine runs a fold; raise EngineError if there is none, or with ``strict``."""
-    if instead is None or matmul.asked.get()[1]:
+    if instead is None or settings.current.get().strict:
         raise EngineError(
             detail=f"the Triton engine cannot run this fold: {reason}",
             fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
