@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from . import budget, cost, plan_records, tiles
@@ -37,8 +37,9 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
 
     With ``over`` ("cols" or "rows"), only those that differ from the default in the tile of that axis's kernel.
     """
-    found = _kernel_candidates(case, over) if case.kernels else _torch_candidates(case)
-    return _rank(case, found, panels=over is None)
+    seconds = _estimate_once(case)
+    found = _kernel_candidates(case, over, seconds) if case.kernels else _torch_candidates(case)
+    return _rank(case, found, seconds, panels=over is None)
 
 
 def rank_untuned(case: Case) -> list[Choice]:
@@ -49,17 +50,30 @@ def rank_untuned(case: Case) -> list[Choice]:
     if not case.kernels:
         return rank_candidates(case)
     case, own = case.rounded(), dict(case.defaults)
-    found = _kernel_candidates(case, None, others=())  # the cost of other tiles is not asked for
-    return _rank(case, [c for c in found if all(cost.same_tile(t, own[way]) for way, t in c.tiles)])
+    seconds = _estimate_once(case)
+    found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
+    return _rank(case, [c for c in found if all(cost.same_tile(t, own[way]) for way, t in c.tiles)], seconds)
 
 
-def _rank(case: Case, found: list[Choice], panels: bool = True) -> list[Choice]:
+def _estimate_once(case: Case) -> Callable[[Choice], float]:
+    """The predicted seconds of choices, each computed once: of kernels only the tiles count."""
+    known: dict[tuple, float] = {}
+
+    def estimate(choice: Choice) -> float:
+        key = (choice.schedule == "panel", *sorted(choice.tiles))
+        if key not in known:
+            known[key] = cost.estimate(case, choice).seconds
+        return known[key]
+
+    return estimate
+
+
+def _rank(case: Case, found: list[Choice], seconds: Callable[[Choice], float], panels: bool = True) -> list[Choice]:
     """These choices, and panels where the fold can use them, by their predicted time."""
     if case.panels and panels:
         found = [] if case.gpu and not case.kernels else found
         found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
-    estimated = {c: cost.estimate(case, c).seconds for c in dict.fromkeys(found)}
-    return sorted(estimated, key=lambda c: estimated[c])
+    return sorted(dict.fromkeys(found), key=seconds)
 
 
 def choose(case: Case, key: Key | None = None) -> Choice:
@@ -106,7 +120,12 @@ def least_memory_choice(case: Case) -> Choice:
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernel_candidates(case: Case, over: str | None, others: Sequence[tuple[int, ...]] | None = None) -> list[Choice]:
+def _kernel_candidates(
+    case: Case,
+    over: str | None,
+    seconds: Callable[[Choice], float],
+    others: Sequence[tuple[int, ...]] | None = None,
+) -> list[Choice]:
     """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
     base = default_choice(case)
     found = [base, least_memory_choice(case)] if over is None else [base]
@@ -117,21 +136,16 @@ def _kernel_candidates(case: Case, over: str | None, others: Sequence[tuple[int,
         if own is not None:
             found += [base.with_tile(way, t) for t in _vary_tile(case, way, own, sizes)]
     if over is None:
-        found.append(_combine_best_splits(case, base, found))
+        found.append(_combine_best_splits(base, found, seconds))
     return [name_schedule(case, c) for c in found]
 
 
-def _combine_best_splits(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
+def _combine_best_splits(base: Choice, found: Sequence[Choice], seconds: Callable[[Choice], float]) -> Choice:
     """The default tiles, each in its best number of splits: costs of kernels add up, so each is chosen alone."""
     best = base
     for way, own in base.tiles:
         parts = {t for c in found if (t := c.tile(way)) is not None and cost.same_tile(t, own)}
-        cheapest = (
-            min(sorted(parts), key=lambda t: cost.estimate(case, base.with_tile(way, t)).seconds)
-            if len(parts) > 1
-            else own
-        )
-        best = best.with_tile(way, cheapest)
+        best = best.with_tile(way, min(sorted(parts), key=lambda t: seconds(base.with_tile(way, t))))
     return best
 
 

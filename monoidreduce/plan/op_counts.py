@@ -26,13 +26,13 @@ FEW_FEATURES = 16  # up to here squared distances are computed feature by featur
 _STEPS = 16  # classes of lengths between two powers of two
 
 
-def round_length(length: int) -> int:
+def round_length(length: int, classes: int = _STEPS) -> int:
     """The longest length of a length's class: between two powers of two there are 16 classes, up to 32 every length.
 
     >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
     (31, 1024, 1024, 1088, 4096)
     """
-    step = 1 << max(0, (length - 1).bit_length() - _STEPS.bit_length())
+    step = 1 << max(0, (length - 1).bit_length() - classes.bit_length())
     return -(-length // step) * step
 
 

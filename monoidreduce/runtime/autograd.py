@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from ..engines import triton
 from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
-from ..engines.common.evaluate import Sizes
+from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
@@ -40,11 +40,11 @@ from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
-from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
+from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
-Runner = Callable[..., list[Any]]  # (sizes, *inputs) -> outputs
+Runner = Callable[..., Sequence[Any]]  # (sizes, *inputs) -> outputs
 
 
 # Programs
@@ -54,7 +54,7 @@ def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: b
     """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
     calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
     walk = make_walk(engine, program, numbers, alike)
-    return with_replay(ProgramSteps(engine, program, numbers), walk) if alike else walk
+    return with_replay(make_steps(engine, program, numbers), walk) if alike else walk
 
 
 def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
@@ -64,9 +64,10 @@ def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: boo
     return lambda sizes, *values: run(sizes, folder, *values)
 
 
-def with_replay(steps: ProgramSteps, walk: Runner) -> Runner:
-    """``walk``, replaced by recorded launches where the program is nothing else."""
-    return ReplayedProgram(steps, walk) if steps.are_launches else walk
+def with_replay(steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()) -> Runner:
+    """``walk``, replaced by recorded launches where the program is nothing else. ``forms``: the shapes and types in
+    which the outputs are expected; those of launches that have them come as a tuple, all others as a list."""
+    return ReplayedProgram(steps, walk, forms) if steps.are_launches else walk
 
 
 class Walk:
@@ -105,27 +106,33 @@ class Walk:
 class ReplayedProgram:
     """A program of one pass on inputs of one kind: its recorded launches, or ``walk`` where there are none."""
 
-    def __init__(self, steps: ProgramSteps, walk: Runner):
-        self.replays, self.walk = ForwardReplays(steps), walk
+    def __init__(self, steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()):
+        self.replays, self.walk = ForwardReplays(steps, forms), walk
         self.gradients: dict[tuple, GradientRunner] = {}
 
-    def __call__(self, sizes: Sizes, *values: Any) -> list[Any]:
+    def __call__(self, sizes: Sizes, *values: Any) -> Sequence[Any]:
         replay = self.replays.find(sizes, values)
         if replay is None:
             return self.walk(sizes, *values)
         if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.replays.tensors]:
-            recorded = self.replays.moving is not None and not replay.is_wide
-            return list(_replay_program((replay, self), *values)) if recorded else self.walk(sizes, *values)
-        return list(self.forward(replay, values)[0])
+            if self.replays.steps.moving is None or replay.is_wide:
+                return self.walk(sizes, *values)
+            found = _replay_program((replay, self), *values)
+        else:
+            found = self.forward(replay, values)[0]
+        return found if replay.formed else list(found)
 
     def forward(
         self, replay: ForwardReplay, values: Sequence[Any]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
         numbers."""
-        return oom_retry.run_or_fall_back(
-            replay.launches.run, functools.partial(self._walk, replay), values, replay.sizes
-        )
+        try:
+            return replay.launches.run(*values)
+        except Exception as error:
+            oom_retry.find_reason(error)
+        oom_retry.release_memory(replay.sizes.device)
+        return self._walk(replay, *values)
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
@@ -175,9 +182,9 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[ForwardReplay, ReplayedProgram], *values: Any) -> tuple[Tensor, ...]:
         replay, program = call
         output, kept, numbers = program.forward(replay, values)
-        ctx.kept = replay, program, numbers, len(kept) == replay.saved, skip_small_tiles.requested()
+        ctx.kept = replay, program, numbers, len(kept) == replay.saved, settings.current.get().skip_below
         ctx.set_materialize_grads(False)
-        if not program.replays.all_move:
+        if not program.replays.steps.all_move:
             ctx.mark_non_differentiable(*[output[k] for k in program.replays.fixed(values)])
         ctx.save_for_backward(*kept)
         return output
@@ -201,7 +208,12 @@ class _Replayed(torch.autograd.Function):
 
         if launches is None:
             return walk()
-        return oom_retry.run_or_fall_back(launches.run, walk, (*tensors, *cotangents, *numbers), replay.sizes)
+        try:
+            return launches.run(*tensors, *cotangents, *numbers)
+        except Exception as error:
+            oom_retry.find_reason(error)
+        oom_retry.release_memory(replay.sizes.device)
+        return walk()
 
 
 # ``apply`` without its check for transforms, for what is known to have none

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..engines import panel, reference
 from ..engines.common import oom_retry
-from ..engines.common.evaluate import Sizes, from_layout
+from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.torch_code import inputs
 from ..engines.panel.panel_program import as_program
 from ..errors import BudgetError, NoGradientError
@@ -34,7 +34,7 @@ from .autograd import make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
 from .dense_or_tiled import DenseOrTiled
-from .replay import ProgramSteps, can_record
+from .replay import ProgramSteps, can_record, make_steps
 
 
 class CallForm(NamedTuple):
@@ -51,10 +51,10 @@ class Plan:
 
     traced: Traced
     sizes: Sizes
-    run: Callable[..., list[Any]]
+    run: Callable[..., Sequence[Any]]
     given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[Form, ...]
     calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
 
     @staticmethod
@@ -73,7 +73,10 @@ class Plan:
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
         oracle = engine == "reference"
-        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        forms = tuple(_shape(e, sizes, out, total) for e in traced.outputs)
+        names, run, calm = (
+            _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total)
+        )
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
@@ -83,7 +86,7 @@ class Plan:
             run,
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
-            tuple(_shape(e, sizes, out, total) for e in traced.outputs),
+            forms,
             tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
         )
 
@@ -106,16 +109,25 @@ class Plan:
         recorder = layer_replay.recording.get()
         return self.traced.pack(self.results(values)) if recorder is None else recorder.run_plan(self, values)
 
-    def results(self, values: Sequence[Any]) -> list[Tensor]:
+    def results(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results in order, before the body's own form is put on them."""
         return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
 
-    def of(self, *inputs: Any) -> list[Tensor]:
+    def of(self, *inputs: Any) -> Sequence[Tensor]:
         """The same, of the values as the program is given them."""
         try:
-            found = oom_retry.run_with_typed_error(self.run, inputs, self.sizes)
+            found = self.run(*inputs)
         except BudgetError as error:
             raise _enough(error, self.traced, inputs, self.sizes) from None
+        except Exception as error:
+            reason = oom_retry.find_reason(error)
+        else:
+            return found if type(found) is tuple else self._formed(found)
+        oom_retry.raise_typed(reason, self.sizes)
+
+    def _formed(self, found: list[Any]) -> list[Tensor]:
+        """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was
+        compared when they were recorded."""
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
@@ -147,7 +159,13 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
 
 
 def _walk(
-    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
+    traced: Traced,
+    values: dict[str, Any],
+    sizes: Sizes,
+    engine: str,
+    alike: bool,
+    forms: tuple[Form, ...],
+    total: bool,
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = compile_program(traced.outputs)
@@ -158,11 +176,12 @@ def _walk(
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
     rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-    run = _with_replay(ProgramSteps(engine, program, numbers), rows, sizes) if frozen else rows
+    own = () if total else forms
+    run = _with_replay(make_steps(engine, program, numbers), rows, sizes, own) if frozen else rows
     if not total:
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
-    sums = _with_replay(ProgramSteps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
     if not alike or not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
@@ -170,9 +189,11 @@ def _walk(
     return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
-def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes) -> Callable:
-    """``run``, replaced by recorded launches where the program is nothing else."""
-    return functools.partial(with_replay(steps, lambda _, *given: run(*given)), sizes) if steps.are_launches else run
+def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:
+    """``run``, replaced by recorded launches where the program is nothing else; ``forms``: of its outputs."""
+    if not steps.are_launches:
+        return run
+    return functools.partial(with_replay(steps, lambda _, *given: run(*given), forms), sizes)
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:

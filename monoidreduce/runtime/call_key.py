@@ -18,7 +18,8 @@ from ..engines import triton
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import define
 from ..engines.ranks import agreement
-from . import call_context, registry
+from ..plan import settings
+from . import call_context
 
 STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: it is not
 _LARGEST = 2**63
@@ -53,9 +54,9 @@ class CallKeys:
         if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
-        read = elsewhere if first is None or not triton.runs_on(values[first].device) else on_kernels
+        there = first is not None and (values[first].is_cuda or triton.runs_on(values[first].device))
         try:
-            return read(registry.engine(), asked, *values)
+            return (on_kernels if there else elsewhere)(settings.now().engine, asked, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 

@@ -25,7 +25,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import FunctionWriter, define, tuple_text
 from .call_key import CHOICE, CallKeys
 
-_MOST = 256  # kinds of calls of a layer
+_MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _LONGEST = 32  # steps of a recording: what takes more is no plain layer
 _got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
 _methods = lambda *names: {getattr(Tensor, name) for name in names}
@@ -176,6 +176,8 @@ class LayerReplay:
         self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        if recording.get() is not None:
+            return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         values = (*args, *kwargs.values()) if kwargs else args
         key = self.keys.key(len(args), kwargs, values)
         if key is None:

@@ -161,7 +161,7 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     narrow = next((d for d in vectors if d in matmul.SIXTEEN), sizes.compute)
     base = case_without_leaves(fold, narrow, sizes, frozenset(_numbers(fold, leaves)))
     defaults = _default_tiles(fold, leaves, sizes)
-    lengths = map(round_length, (sizes.rows, sizes.cols)) if defaults else (sizes.rows, sizes.cols)
+    lengths = [round_length(n, _COARSE) if defaults else n for n in (sizes.rows, sizes.cols)]
     return replace(
         base,
         kernels=bool(defaults),
@@ -204,6 +204,7 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
 
 
 _BLOCKS = 12  # per axis, of the grid on which conditions are evaluated
+_COARSE = 4  # classes of lengths between two powers of two that have the same share of visible pairs, with kernels
 
 
 @functools.lru_cache(maxsize=4096)
