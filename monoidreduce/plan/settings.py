@@ -77,13 +77,31 @@ _encode = getattr(os.environ, "encodekey", str)
 _engine, _budget, _tune = map(_encode, (ENGINE, BUDGET, TUNE))
 
 
+class EnvironmentVariable:
+    """One environment variable, read without the microsecond that ``os.environ.get`` takes when it is unset.
+
+    >>> EnvironmentVariable("MONOIDREDUCE_NO_SUCH").read() is None
+    True
+    """
+
+    def __init__(self, name: str):
+        self.name, self._key = name, _encode(name)
+
+    def read(self) -> str | None:
+        """The variable's current value; None if it is not set."""
+        return os.environ.get(self.name) if self._key in _known_variables() else None
+
+
+def _known_variables() -> Any:
+    """The dict of ``os.environ``, by encoded names."""
+    return getattr(os.environ, "_data", os.environ)
+
+
 def now() -> Settings:
     """The settings in force: the innermost block's, else the environment's, else the defaults.
 
-    ``engine`` is always set. Variables are looked up in the dict of ``os.environ``: its ``get`` takes a microsecond
-    for each that is unset."""
-    found = current.get()
-    known: Any = getattr(os.environ, "_data", os.environ)
+    ``engine`` is always set."""
+    found, known = current.get(), _known_variables()
     if _engine in known or _budget in known or _tune in known:
         return _with_environment(found, *map(os.environ.get, (ENGINE, BUDGET, TUNE)))
     return found if found.engine is not None else _complete(found)

@@ -196,10 +196,10 @@ class ProgramSteps:
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
 
     def record(self, values: Sequence[Any], sizes: Sizes) -> triton.RecordedLaunches | None:
-        """The launches on these inputs, if nothing else is done; they are run on the way."""
+        """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run."""
         if not self.are_launches:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), triton.compile_only():
             known = dict(zip(self.script.names, values, strict=True))
             folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
             return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total)

@@ -29,6 +29,7 @@ from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import skip_launches
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
+from .launch.parallel_compile import compile_only
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
@@ -46,6 +47,7 @@ __all__ = [
     "Unsupported",
     "as_for",
     "available",
+    "compile_only",
     "describe_leaves",
     "describe_numbers",
     "gather_labels",
@@ -70,6 +72,7 @@ __all__ = [
 
 _warned: set[tuple[Fold, str]] = set()
 _PREPARED: dict[tuple, PreparedFold] = {}
+_MOST = 4096
 
 
 def run(
@@ -163,7 +166,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     found = _PREPARED.get(key)
     if found is None:
         found = _PREPARED[key] = PreparedFold(fold, leaves, sizes)
-        while len(_PREPARED) > 4096:
+        while len(_PREPARED) > _MOST:
             del _PREPARED[next(iter(_PREPARED))]
     return found
 

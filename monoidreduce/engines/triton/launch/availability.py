@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from ....plan.environment import EnvironmentVariable
+from ....plan.settings import EnvironmentVariable
 
 _interpreted = EnvironmentVariable("TRITON_INTERPRET")
 

@@ -468,7 +468,7 @@ class _Writer(FunctionWriter):
             self.known[key] = f"{store}_at"
             self._line(f"{store}_at = {self._used(store)}.data_ptr()")
         self._used(store)
-        return f"{store}_at + {place.offset}" if place.offset else f"{store}_at"
+        return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
 
     def _view(self, place: Place) -> str:
         if place == self.whole[place.store]:
