@@ -114,8 +114,16 @@ class _Plan:
     sizes: Sizes
     known: dict[int, bool] = field(default_factory=dict, compare=False)  # by the room that there is
 
+    @functools.cached_property
+    def is_small(self) -> bool:
+        """True if panels have enough rows in the least memory that is used without a budget, however little is free."""
+        held = self.step.choose_layout(budget.LEAST)
+        return held is not None and held.is_worthwhile(self.sizes.rows)
+
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
+        if self.is_small and budget.requested() is None and budget.shrink_factor() == 1:
+            return True
         room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device))
         found = self.known.get(room)
         if found is None:
