@@ -45,7 +45,13 @@ class Settings:
         plan is followed or tuned, or this is a second attempt with less memory."""
         if self.followed is not None or self.shrink > 1 or self.tune:
             return None
-        return self.precision, self.strict, self.budget, () if self.tiles is None else tuple(self.tiles.items())
+        return (
+            self.engine,
+            self.precision,
+            self.strict,
+            self.budget,
+            () if self.tiles is None else tuple(self.tiles.items()),
+        )
 
 
 _DEFAULT = Settings()
@@ -89,19 +95,15 @@ class EnvironmentVariable:
 
     def read(self) -> str | None:
         """The variable's current value; None if it is not set."""
-        return os.environ.get(self.name) if self._key in _known_variables() else None
-
-
-def _known_variables() -> Any:
-    """The dict of ``os.environ``, by encoded names."""
-    return getattr(os.environ, "_data", os.environ)
+        known: Any = getattr(os.environ, "_data", os.environ)  # the mapping's own dict, by encoded names
+        return os.environ.get(self.name) if self._key in known else None
 
 
 def now() -> Settings:
     """The settings in force: the innermost block's, else the environment's, else the defaults.
 
     ``engine`` is always set."""
-    found, known = current.get(), _known_variables()
+    found, known = current.get(), getattr(os.environ, "_data", os.environ)
     if _engine in known or _budget in known or _tune in known:
         return _with_environment(found, *map(os.environ.get, (ENGINE, BUDGET, TUNE)))
     return found if found.engine is not None else _complete(found)

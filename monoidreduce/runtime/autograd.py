@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from ..engines import triton
 from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
+from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
@@ -122,6 +123,25 @@ class ReplayedProgram:
             found = self.forward(replay, values)[0]
         return found if replay.formed else list(found)
 
+    def fix(self, sizes: Sizes, values: Sequence[Any]) -> Callable[..., Sequence[Any]] | None:
+        """This program for inputs like these with the same numbers, while ``launch_key`` is what it is now: a function
+        without look-ups. None where there is no recording, or its outputs are not in the form that is expected."""
+        replay, count = self.replays.find(sizes, values), len(values)
+        if replay is None or not replay.formed or self.replays.steps.moving is None or replay.is_wide:
+            return None
+        names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
+        asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
+        lines = [
+            "if folds() is not store:",
+            f"    return again(sizes, {', '.join(names)})",
+            f"if graded() and ({asks}):",
+            f"    return apply(call, {', '.join(names)})",
+            f"return forward(replay, {tuple_text(names)})[0]",
+        ]
+        scope = dict(folds=triton.prepared_folds, store=store, again=self, sizes=sizes, graded=torch.is_grad_enabled)
+        scope |= dict(apply=_replay_program, call=(replay, self), forward=self.forward, replay=replay)
+        return define("fixed", names, lines, scope)
+
     def forward(
         self, replay: ForwardReplay, values: Sequence[Any]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
@@ -181,7 +201,10 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[ForwardReplay, ReplayedProgram], *values: Any) -> tuple[Tensor, ...]:
         replay, program = call
-        output, kept, numbers = program.forward(replay, values)
+        try:
+            output, kept, numbers = replay.launches.run(*values)
+        except Exception:
+            output, kept, numbers = program.forward(replay, values)
         ctx.kept = replay, program, numbers, len(kept) == replay.saved, settings.current.get().skip_below
         ctx.set_materialize_grads(False)
         if not program.replays.steps.all_move:

@@ -30,7 +30,7 @@ from ..program.gradient import FoldGradient
 from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry
-from .autograd import make_walk, sum_rows, with_replay
+from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
 from .dense_or_tiled import DenseOrTiled
@@ -122,8 +122,14 @@ class Plan:
         except Exception as error:
             reason = oom_retry.find_reason(error)
         else:
-            return found if type(found) is tuple else self._formed(found)
+            return found if type(found) is tuple else self._formed(list(found))
         oom_retry.raise_typed(reason, self.sizes)
+
+    def fix(self, inputs: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None:
+        """:meth:`of` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now: the
+        recording itself, without a look-up. None where there is none."""
+        found = getattr(self.run, "func", None)
+        return found.fix(self.sizes, inputs) if isinstance(found, ReplayedProgram) else None
 
     def _formed(self, found: list[Any]) -> list[Tensor]:
         """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was

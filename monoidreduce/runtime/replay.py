@@ -309,17 +309,13 @@ class Saved(NamedTuple):
         """Which cotangents there are."""
         return tuple([g is not None for g in self.cotangents])
 
-    def kind(self) -> tuple | None:
-        """All that kernels look at in them; None where one is not a plain tensor. Saved tensors may come back otherwise
-        than they were given, and cotangents have any strides: this is looked at in every backward."""
-        given = (*self.tensors, *self.cotangents)
-        read = _make_reader(tuple(map(type, given)))
-        return None if read is None else read(*given)
-
 
 @functools.lru_cache(maxsize=1024)
 def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
-    """A function that reads all that kernels look at in values of these types; None where one is no plain tensor."""
+    """A function that reads all that kernels look at in values of these types; None where one is no plain tensor.
+
+    Saved tensors may come back otherwise than they were given, and cotangents have any strides: this is read in every
+    backward."""
     if not PLAIN.issuperset(t for t in types if t is not type(None)):
         return None
     names = [f"v{k}" for k in range(len(types))]
@@ -339,14 +335,21 @@ class BackwardReplays:
         self.settings = settings.now()
         self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
         self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
-        self.last: dict[tuple, tuple[tuple, tuple]] = {}  # the numbers of the last backward, and what is read of them
+        # of the last backward: the types of its tensors, what reads them, its needs and numbers, what is read of these
+        self.last: tuple[list[type], Any, tuple | None, tuple] = ([], None, None, ())
 
     def find(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         """The recording for tensors like these, made now if there is none; None where there can be none."""
-        kind = saved.kind()
-        if kind is None:
+        given = (*saved.tensors, *saved.cotangents)
+        types, read, state, signs = self.last
+        now, asked = [*map(type, given)], (needs, saved.numbers)
+        if now != types or asked != state:
+            read = _make_reader(tuple(now))
+            signs = () if read is None else self._signs(needs, saved)
+            self.last = (now, read, asked if all(saved.numbers) else None, signs)  # 0.0 equals -0.0, 1 / 0.0 does not
+        if read is None:
             return None
-        key = (needs, *kind, *self._signs(needs, saved)) if saved.numbers else (needs, *kind)
+        key = (needs, signs, read(*given))
         found = self.known.get(key, _MISSING)
         if found is not _MISSING:
             return found
@@ -376,10 +379,9 @@ class BackwardReplays:
     def _signs(self, needs: Needs, saved: Saved) -> tuple:
         """What kernels look at in the numbers that a backward computes from those it is given, whose own signs are
         fixed."""
+        if not saved.numbers:
+            return ()
         key = (needs, saved.given)
-        last = self.last.get(key)
-        if last is not None and last[0] == saved.numbers:
-            return last[1]
         if key not in self.arithmetic:
             made, names = self.program(*key), self.steps.script.inputs
             numbers = [k for k, name in enumerate(names) if name in self.steps.numbers]
@@ -387,11 +389,7 @@ class BackwardReplays:
             places = [numbers.index(k) for k in made.sources if k in numbers]
             self.arithmetic[key] = steps.number_arithmetic(self.sizes), places
         arithmetic, places = self.arithmetic[key]
-        numbers = () if arithmetic is None else arithmetic(*[saved.numbers[k] for k in places])
-        found = triton.describe_numbers(numbers)
-        if all(saved.numbers):  # 0.0 equals -0.0, and 1 / 0.0 does not
-            self.last[key] = (saved.numbers, found)
-        return found
+        return () if arithmetic is None else triton.describe_numbers(arithmetic(*[saved.numbers[k] for k in places]))
 
     def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)
