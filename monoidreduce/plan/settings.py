@@ -83,22 +83,6 @@ _encode = getattr(os.environ, "encodekey", str)
 _engine, _budget, _tune = map(_encode, (ENGINE, BUDGET, TUNE))
 
 
-class EnvironmentVariable:
-    """One environment variable, read without the microsecond that ``os.environ.get`` takes when it is unset.
-
-    >>> EnvironmentVariable("MONOIDREDUCE_NO_SUCH").read() is None
-    True
-    """
-
-    def __init__(self, name: str):
-        self.name, self._key = name, _encode(name)
-
-    def read(self) -> str | None:
-        """The variable's current value; None if it is not set."""
-        known: Any = getattr(os.environ, "_data", os.environ)  # the mapping's own dict, by encoded names
-        return os.environ.get(self.name) if self._key in known else None
-
-
 def now() -> Settings:
     """The settings in force: the innermost block's, else the environment's, else the defaults.
 

@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from ....plan.settings import EnvironmentVariable
+from ....plan.environment import EnvironmentVariable
 
 _interpreted = EnvironmentVariable("TRITON_INTERPRET")
 
