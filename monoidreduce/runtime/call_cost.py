@@ -87,7 +87,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     names = torch_code.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
+        return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
 
     return dry_run(
         call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward

@@ -18,7 +18,8 @@ from ..engines import triton
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import define
 from ..engines.ranks import agreement
-from . import call_context, registry
+from ..plan import settings
+from . import call_context
 
 STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: it is not
 _LARGEST = 2**63
@@ -44,18 +45,19 @@ class CallKeys:
         self.declared = declared
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
-    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = "") -> tuple | None:
+    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: Any = "") -> tuple | None:
         """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``asked``: what else it
-        depends on."""
+        depends on, a tuple being a launch key (``call_context.py``)."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
             return None
         if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
-        read = elsewhere if first is None or not triton.runs_on(values[first].device) else on_kernels
+        there = first is not None and (values[first].is_cuda or triton.runs_on(values[first].device))
+        engine = "" if type(asked) is tuple else settings.now().engine  # it is a part of a launch key
         try:
-            return read(registry.engine(), asked, *values)
+            return (on_kernels if there else elsewhere)(engine, asked, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 

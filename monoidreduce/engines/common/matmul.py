@@ -2,7 +2,7 @@
 
 :func:`needs_float32` decides whether 16-bit operands are cast to float32 before they are multiplied (a CPU without
 16-bit matrix units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512
-bf16). Also holds the settings of ``mr.use`` that decide how products are computed, and the free memory of a device.
+bf16). Also says how precise products of float32 are to be, and how much memory of a device is free.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan import settings
+
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-# (precision, strict, tune) as set by mr.use; a backward uses those of its forward.
-asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:
     """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = asked.get()[0]
+    chosen = settings.current.get().precision
     if chosen is not None:
         return chosen
     if _PRECISION is None:

@@ -6,10 +6,10 @@ memory. Equal tiles combine in equal order: only a plan's tile sizes can change 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ....plan import settings
 from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW_ROWS, Family, Tile
 from ..codegen.kernel_text import Kernel
 
@@ -28,22 +28,14 @@ class KernelPlan:
     boxes: int = 0  # 1: tensor descriptors (TMA) copy blocks where they can; 2: and the kernel is hand-scheduled
 
 
-_override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
-
-
-@contextlib.contextmanager
-def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
+def use_plan(plans: Mapping[str, KernelPlan]) -> contextlib.AbstractContextManager[None]:
     """Fix the plan of kernels over ``"cols"`` or ``"rows"`` inside the block: for tests and tuning."""
-    token = _override.set(plans)
-    try:
-        yield
-    finally:
-        _override.reset(token)
+    return settings.change(tiles=plans)
 
 
 def overriding_plans() -> tuple:
     """The plans that ``use_plan`` fixes, as a key of caches."""
-    found = _override.get()
+    found = settings.current.get().tiles
     return () if found is None else tuple(found.items())
 
 
@@ -60,7 +52,7 @@ def choose_plan(
 
     ``boxes``: whether tensor descriptors can copy; ``length``: of the kept axis; ``tile``: that of a hand-scheduled
     kernel, where there is one."""
-    asked = (_override.get() or {}).get(over)
+    asked = (settings.current.get().tiles or {}).get(over)
     if asked:
         return asked
     if tile is not None:
