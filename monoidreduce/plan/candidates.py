@@ -46,13 +46,16 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
 
 
 def rank_untuned(case: Case) -> list[Choice]:
-    """The candidates that may run unmeasured: the default tiles, in any number of splits.
+    """The candidates that may run unmeasured: the default tiles, in any number of splits unless the engine names it.
 
     The cost model does not know about register spills: with a tile that it predicted 1 % faster, the gradient of a
     gated MLP took seven times as long."""
     own = dict(case.defaults)
-    known = lambda c: c.schedule == "panel" or all(cost.same_tile(t, own[way]) for way, t in c.tiles)
-    return [c for c in rank_candidates(case) if not case.kernels or known(c)]
+    known = lambda c: c.schedule == "panel" or all(
+        cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles
+    )
+    found = [c for c in rank_candidates(case) if not case.kernels or known(c)]
+    return [*found, least_memory_choice(case)] if any(t[4] > 1 for t in own.values()) else found
 
 
 def choose(case: Case, key: Key | None = None) -> Choice:

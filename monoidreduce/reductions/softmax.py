@@ -31,6 +31,7 @@ _ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one t
 _MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 _LEAST = 2.0**-80  # totals above this lost nothing that counts
 _FAR = 60  # in powers of two: up to here above what was guessed, the sums of lanes neither overflow nor lose digits
+_INSTANCES = 512  # program instances that combine splits, at least, where there are so many rows
 _WIDEST_MEAN = 1024  # features of a mean, up to which a kernel combines splits
 
 
@@ -443,26 +444,33 @@ def part(log, peak, place, here):
 @triton.jit(do_not_specialize=["parts"])
 def unite_softmax(
     z_out, mean_out, log_out, peak_out, mean, log, peak, parts, rows,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, PARTS: tl.constexpr,
 ):
+    # several parts at once, so that their loads run side by side
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
+    each = tl.arange(0, PARTS)[None, :]
     here = at < rows
     inside = here[:, None] & (lane < WIDTH)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    for k in range(0, parts):
-        of_total, own = part(log, peak, at + tl.cast(k, tl.int64) * rows, here)
-        top = tl.maximum(top, own, propagate_nan=tl.PropagateNan.ALL)
+    for first in range(0, parts, PARTS):
+        place = at[:, None] + (first + each).to(tl.int64) * rows
+        of_total, own = part(log, peak, place, here[:, None] & (first + each < parts))
+        top = tl.maximum(top, tl.max(own, 1))  # where one is NaN, so is its weight
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, LANES], tl.float32)
-    for k in range(0, parts):
-        place = at + tl.cast(k, tl.int64) * rows
-        of_total, own = part(log, peak, place, here)
-        below = tl.where(own == top, 0.0, own) - tl.where(own == top, 0.0, top)  # infinities too
+    for first in range(0, parts, PARTS):
+        place = at[:, None] + (first + each).to(tl.int64) * rows
+        known = here[:, None] & (first + each < parts)
+        of_total, own = part(log, peak, place, known)
+        equal = own == top[:, None]
+        below = tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])  # infinities too
         weight = tl.exp(below) * tl.exp(of_total)
-        total += weight
+        total += tl.sum(weight, 1)
         if WIDTH:
-            sums += weight[:, None] * tl.load(mean + place[:, None] * WIDTH + lane[None, :], mask=inside, other=0.0)
+            block = mean + place[:, :, None] * WIDTH + lane[None, None, :]
+            block = tl.load(block, mask=known[:, :, None] & (lane < WIDTH)[None, None, :], other=0.0)
+            sums += tl.sum(weight[:, :, None] * block, 1)
     seen = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing has mean 0
     if WIDTH:
         tl.store(mean_out + at[:, None] * WIDTH + lane[None, :], sums / seen[:, None], mask=inside)
@@ -483,10 +491,13 @@ def unite_softmax(
         found = []
         for k, width in enumerate(widths or [0]):
             lanes, mean = 1 << max(width - 1, 0).bit_length(), 1 + k if widths else 0
-            rows = max(1, min(32, NUMBERS_PER_INSTANCE // lanes))
-            constants = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows), ("NUMBERS", k == 0))
+            every = math.prod(numbers[1:])
+            rows = max(1, min(32, NUMBERS_PER_INSTANCE // lanes, every // _INSTANCES))
+            rows = 1 << (rows.bit_length() - 1)
+            parts = max(1, min(1 << (splits - 1).bit_length(), 2 * NUMBERS_PER_INSTANCE // (rows * lanes)))
+            constants = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows), ("NUMBERS", k == 0), ("PARTS", parts))
             written, read = (0, mean, count - 2, count - 1), (mean, count - 2, count - 1)
-            found.append(CombineLaunch("unite_softmax", written, read, splits, math.prod(numbers[1:]), constants))
+            found.append(CombineLaunch("unite_softmax", written, read, splits, every, constants))
         return found
 
     def count_pair(self, counter: Any, r: Expr) -> None:

@@ -45,6 +45,8 @@ class Spec:
     line: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
+    few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

@@ -109,9 +109,11 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
             continue
         names.append(f"{x}_ptr")
         names += [f"{x}_b{k}" for k in range(spec.rank)]
+        names += [f"{x}_g"] if spec.grouped and spec.keeps(e) else []
         names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
+    sizes += ["period"] if spec.grouped else []
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
@@ -138,6 +140,7 @@ def write_prologue(spec: Spec) -> list[str]:
         "kept_in = kept_at < kept_size",
         "kept_lane = tl.arange(0, KEPT).to(INT)",
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
+        *(["kept_row = kept_at % period", "kept_group = kept_at // period"] if spec.grouped else []),
     ]
 
 

@@ -28,8 +28,8 @@ from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import hopper, spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, shrink
+from ..schedules import few_rows, hopper, spec_from_tensors
+from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_few_splits, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
@@ -104,12 +104,16 @@ class FoldLaunch:
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
-        self.count = torch.Size(batch).numel()  # batch elements
+        self.few = None if any(self.before) else few_rows.find(self.spec, values, batch, self.lengths)
+        if self.few is not None:
+            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
+        self.count = torch.Size(self.batch).numel()  # batch elements
         self.prepare(values)
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
+        leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_plan(leaves, plan)
         self._split_folded_axis()
         self._write_kernel(copied)
@@ -134,9 +138,11 @@ class FoldLaunch:
             else ()
         )
         many = self.spec.deep or self.count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
-        many &= any(dims is not None for dims in copied)
+        many &= any(dims is not None for dims in copied) and self.few is None
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
+        if self.few is not None and plan is None:
+            plan = choose_few_plan(plainly, self.over, family, self.lengths[0])
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 
@@ -145,6 +151,9 @@ class FoldLaunch:
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
         processors = spec_from_tensors.processors(self.sizes.device)
+        if self.few is not None and not self.plan.parts:
+            splits = count_few_splits(self.tiles * self.count, folded, processors)
+            self.plan = replace(self.plan, parts=splits)
         self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.parts
 
@@ -207,6 +216,7 @@ class FoldLaunch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
+        self.template += [self.few.period] if self.few is not None and self.few.period else []
         self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index

@@ -27,7 +27,7 @@ import triton.language as tl
 '''
 _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
-_SMALL = 2**20  # bytes of parts that are held until a call is done
+_SMALL = 2**24  # bytes of parts that are held until a call is done
 _kernels = Kernels(_TEXT)
 
 

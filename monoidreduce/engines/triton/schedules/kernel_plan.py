@@ -10,10 +10,13 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW_ROWS, Family, Tile
+from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
 from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
+FILL = 3  # program instances of few kept indices that read at the same time, per multiprocessor
+LEAST_TILES = 2  # of a split of few kept indices
+MOST_SPLITS = 128
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,26 @@ def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, 
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
+
+
+def choose_few_plan(kernel: Kernel, over: str, family: Family | None, kept: int) -> KernelPlan:
+    """The plan of a kernel of few kept indices, ``kept`` of them in all."""
+    asked = (_override.get() or {}).get(over)
+    if asked:
+        return asked
+    family = family or FAMILY
+    widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
+    block = min(MOST_FEW, max(16, 1 << (kept - 1).bit_length()))
+    plan = KernelPlan(block, *FEW[widest])
+    room, least = family.shared * family.spare, 1 + family.ahead
+    while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
+        plan = smaller
+    return plan
+
+
+def count_few_splits(instances: int, tiles: int, processors: int) -> int:
+    """How many splits few kept indices have: as many as fill the device, each of some tiles."""
+    return max(1, min(-(-FILL * processors // max(instances, 1)), tiles // LEAST_TILES, MOST_SPLITS))
 
 
 def _count_even_splits(instances: int, tiles: int, processors: int, least: int) -> int:
