@@ -51,8 +51,8 @@ def rank_untuned(case: Case) -> list[Choice]:
     The cost model does not know about register spills: with a tile that it predicted 1 % faster, the gradient of a
     gated MLP took seven times as long."""
     own = dict(case.defaults)
-    known = lambda c: c.schedule == "panel" or all(
-        cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles
+    known = lambda c: (
+        c.schedule == "panel" or all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles)
     )
     found = [c for c in rank_candidates(case) if not case.kernels or known(c)]
     return [*found, least_memory_choice(case)] if any(t[4] > 1 for t in own.values()) else found

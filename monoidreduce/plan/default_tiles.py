@@ -89,7 +89,7 @@ DEEP: dict[tuple[str, bool], Tile] = {
 # Few kept indices against many folded ones (decoding): by the widest features, folded indices per step, warps, stages.
 # Kept indices per program instance: as many as there are, from 16 to ``MOST_FEW``
 MOST_FEW = 64
-FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)}
+FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 4), 128: (64, 4, 4), 256: (32, 4, 4)}
 
 
 @dataclass(frozen=True)

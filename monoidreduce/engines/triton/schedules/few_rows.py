@@ -20,6 +20,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Spec
 
 LEAST = 256  # folded indices from which on it counts
 _KINDS = ("soft", "sum")
+_MOST_ROWS = 32  # of a batch element, from which on tiles of them are full enough
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,16 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     """A fold as few kept indices; None where they are many, or where it has no such kernel.
 
     ``values``: tensors ``[*batch, length(, features)]``; ``lengths``: of the kept and the folded axis."""
-    if lengths[0] > FEW_ROWS or lengths[1] < LEAST or not lengths[0] or not _has_kernel(spec):
+    kept, folded = lengths
+    if not 0 < kept <= FEW_ROWS or folded < LEAST or not batch[-1] or not _has_kernel(spec):
         return None
-    spec = replace(spec, few=True, guess=False, bounds=False, join=False)
     groups = batch[-1]
     shared = groups > 1 and all(_is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
+    if kept > _MOST_ROWS and (not shared or kept * groups > FEW_ROWS):
+        return None
+    spec = replace(spec, few=True, guess=False, bounds=False, join=False)
     if not shared:
-        return FewRows(spec, batch, 0, lengths[0])
+        return FewRows(spec, batch, 0, kept)
     own = [
         e
         for e, v in values.items()
@@ -67,7 +71,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     fold = few_rows.vary_by_row(spec.fold, spec.over, own)
     rest = batch[:-1] or (1,)
     spec = replace(spec, fold=fold, grouped=True, rank=len(rest))
-    return FewRows(spec, rest, lengths[0], groups * lengths[0], alone=len(batch) == 1)
+    return FewRows(spec, rest, kept, groups * kept, alone=len(batch) == 1)
 
 
 def _is_shared(v: Any, at: int) -> bool:

@@ -14,7 +14,7 @@ from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_F
 from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
-FILL = 3  # program instances of few kept indices that read at the same time, per multiprocessor
+WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits
 LEAST_TILES = 2  # of a split of few kept indices
 MOST_SPLITS = 128
 
@@ -116,8 +116,16 @@ def choose_few_plan(kernel: Kernel, over: str, family: Family | None, kept: int)
 
 
 def count_few_splits(instances: int, tiles: int, processors: int) -> int:
-    """How many splits few kept indices have: as many as fill the device, each of some tiles."""
-    return max(1, min(-(-FILL * processors // max(instances, 1)), tiles // LEAST_TILES, MOST_SPLITS))
+    """How many splits few kept indices have: the fewest that leave hardly a multiprocessor without work.
+
+    One program instance per multiprocessor keeps enough reads in flight: with two or three, more partial results are
+    combined and nothing is read faster."""
+    found, best = 1, 0.0
+    for count in range(1, max(1, min(WAVES * processors // max(instances, 1), tiles // LEAST_TILES, MOST_SPLITS)) + 1):
+        busy = instances * count / (-(-instances * count // processors) * processors)
+        if busy > best * 1.05:
+            found, best = count, busy
+    return found
 
 
 def _count_even_splits(instances: int, tiles: int, processors: int, least: int) -> int:
