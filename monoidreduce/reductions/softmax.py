@@ -445,7 +445,10 @@ def part(log, peak, place, here):
 def unite_softmax(
     z_out, mean_out, log_out, peak_out, mean, log, peak, parts, rows,
     WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, PARTS: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # for the kernel that writes the parts
     # several parts at once, so that their loads run side by side
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)

@@ -24,7 +24,7 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 class Limit(NamedTuple):
-    """A condition on a folded index j that hides all pairs beyond it: j < bound, j <= bound, j > bound or j >= bound."""
+    """A condition on a folded index that hides all pairs beyond it: it is less (or more) than ``bound``, or equal."""
 
     op: str
     bound: Expr

@@ -46,6 +46,7 @@ class Spec:
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
     few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    chained: bool = False  # the kernel that combines its splits is on its way before this one ends
     grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
 
     @cached_property

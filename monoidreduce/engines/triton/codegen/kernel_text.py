@@ -201,7 +201,8 @@ def describe_reduction(r: Expr) -> str:
 def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
-    lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
+    lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
+    lines.append(f"out_at = ({place}) * kept_size + tile * KEPT")
     at = 0
     for r in reductions:
         for texts, feature in r.finish():

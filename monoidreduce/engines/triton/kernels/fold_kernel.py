@@ -164,6 +164,8 @@ class FoldLaunch:
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line)
+        if self.few is not None and self.spec.split:
+            self.spec = replace(self.spec, chained=split_combine.can_chain(self.sizes.device))
         self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:

@@ -17,7 +17,8 @@ from ....program.expression import Expr
 from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
-from ..launch.launch_cache import Kernels
+from ..launch import descriptors
+from ..launch.launch_cache import Again, Kernels
 from ..launch.launch_recipes import Leaf, Recipe
 
 _HEADER = '''"""The results of a whole from those of its parts."""
@@ -50,8 +51,21 @@ def whole(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     if made is None:
         return None
     for task in _tasks(r, stacked) or ():
-        _kernels(task.name, task.grid, task.given(made, stacked), dict(task.constants))
+        _launch(task, task.given(made, stacked))
     return made
+
+
+def can_chain(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it runs, and wait for it on the device: from Hopper on
+    (programmatic dependent launch). What a launch takes is then not seen."""
+    return device.type == "cuda" and descriptors.are_supported(device)
+
+
+def _launch(task: CombineLaunch, given: tuple) -> Again | None:
+    chained = can_chain(given[0].device) and task.name == "unite_softmax"
+    options = {"launch_pdl": True} if chained else {}
+    constants = dict(task.constants) | ({"WAIT": chained} if task.name == "unite_softmax" else {})
+    return _kernels(task.name, task.grid, given, constants, options)
 
 
 def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
@@ -72,7 +86,7 @@ def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], devic
         return None
     made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
     for task in todo:
-        again = _kernels(task.name, task.grid, task.given(made, parts), dict(task.constants))
+        again = _launch(task, task.given(made, parts))
         if again is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)

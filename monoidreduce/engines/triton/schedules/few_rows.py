@@ -85,5 +85,5 @@ def _has_kernel(spec: Spec) -> bool:
     under = topological([*spec.fold.reductions, *spec.fold.scales])
     widths = [spec.width(e.feature) for e in under if e.op == "leaf" and e.feature is not None]
     plain = all(r.attrs[0] in _KINDS for r in spec.fold.reductions) and not any(e.op in DRAWS for e in under)
-    fits = bool(widths) and TINY < min(widths) and max(widths) <= WIDEST
+    fits = bool(widths) and min(widths) > TINY and max(widths) <= WIDEST
     return plain and fits and few_rows.find_limits(spec.fold, spec.over) is not None
