@@ -54,8 +54,7 @@ def rank_untuned(case: Case) -> list[Choice]:
     known = lambda c: (
         c.schedule == "panel" or all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles)
     )
-    found = [c for c in rank_candidates(case) if not case.kernels or known(c)]
-    return [*found, least_memory_choice(case)] if any(t[4] > 1 for t in own.values()) else found
+    return [c for c in rank_candidates(case) if not case.kernels or known(c)]
 
 
 def choose(case: Case, key: Key | None = None) -> Choice:
@@ -69,6 +68,7 @@ def choose(case: Case, key: Key | None = None) -> Choice:
     ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
+    ranked += [least_memory_choice(case)] if any(t[4] > 1 for _, t in case.defaults) else []
     return next((c for c in ranked if cost.estimate(case, c).held <= limit), default_choice(case))
 
 

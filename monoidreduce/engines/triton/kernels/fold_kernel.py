@@ -312,7 +312,8 @@ class FoldLaunch:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):
             forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
-            made = split_combine.recipes(r, forms, types, self.sizes.device)
+            most = 0 if self.few is None else split_combine.FEW_ROWS
+            made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
             found += [one.moved(places[0]) for one in made]

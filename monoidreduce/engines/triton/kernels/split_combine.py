@@ -28,7 +28,8 @@ import triton.language as tl
 '''
 _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
-_SMALL = 2**24  # bytes of parts that are held until a call is done
+_SMALL = 2**20  # bytes of parts that are held until a call is done
+FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
 _kernels = Kernels(_TEXT)
 
 
@@ -75,10 +76,12 @@ def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     return [torch.empty_like(t[0]) for t in stacked]
 
 
-def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device) -> list[Joined] | None:
+def recipes(
+    r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device, most: int = 0
+) -> list[Joined] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
-    parts are so large that they should be let go as soon as they were read."""
-    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > _SMALL:
+    parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
+    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
     todo, found = _tasks(r, parts), []
