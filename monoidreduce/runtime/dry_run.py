@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from ..engines import triton
 from ..engines.common import matmul, tile_counter
@@ -356,8 +355,8 @@ class _CallCounter(ScaledMemory):
         found.bytes += moved
         found.launches += 1
         time = moved / (rates.bandwidth if moved > rates.near else max(rates.bandwidth, rates.plain * 4))
-        if packet in flop_registry:
-            flops = up(flop_registry[packet](*args, **kwargs, out_val=result))
+        if (count := _flop_counts().get(packet)) is not None:
+            flops = up(count(*args, **kwargs, out_val=result))
             found.flops += flops
             sides = [up(n) for t in tensors[-3:] for n in t.shape[-2:]]  # two operands and the result: each side twice
             share = rates.efficiency(*sorted(sides)[::2])
@@ -396,6 +395,14 @@ def _count_plain(name: str, tensors: Sequence[Tensor]) -> float:
         return KINDS["best"].plain_ops
     short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
     return 5.0 if short else 1.0
+
+
+@functools.cache
+def _flop_counts() -> dict[Any, Callable[..., int]]:
+    """Torch's own counts of operations, by operator. Not imported above: that module imports all of Triton."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 def _numbers_read(t: Tensor) -> int:
