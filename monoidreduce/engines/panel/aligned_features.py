@@ -71,4 +71,4 @@ def _keeps_zeros(e: Expr) -> bool:
         return len(vectors) in (0, 2)
     if e.op == "div":
         return not vectors or vectors == [e.args[0]]
-    return not vectors and e.feature is None or e.op in (*_KEEPS_ZEROS, "mul")
+    return (not vectors and e.feature is None) or e.op in (*_KEEPS_ZEROS, "mul")
