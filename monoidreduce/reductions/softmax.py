@@ -441,39 +441,38 @@ def part(log, peak, place, here):
     return of_total, tl.where(tl.abs(of_total) == float("inf"), of_total, top)
 
 
+@triton.jit
+def share(of_total, own, top):
+    # what a part's sums count in the whole; infinities too
+    equal = own == top[:, None]
+    return tl.exp(tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])) * tl.exp(of_total)
+
+
 @triton.jit(do_not_specialize=["parts"])
 def unite_softmax(
     z_out, mean_out, log_out, peak_out, mean, log, peak, parts, rows,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, PARTS: tl.constexpr,
-    WAIT: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, ALL: tl.constexpr,
+    SOME: tl.constexpr, WAIT: tl.constexpr,
 ):
     if WAIT:
         tl.extra.cuda.gdc_wait()  # for the kernel that writes the parts
-    # several parts at once, so that their loads run side by side
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
-    each = tl.arange(0, PARTS)[None, :]
     here = at < rows
     inside = here[:, None] & (lane < WIDTH)[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for first in range(0, parts, PARTS):
-        place = at[:, None] + (first + each).to(tl.int64) * rows
-        of_total, own = part(log, peak, place, here[:, None] & (first + each < parts))
-        top = tl.maximum(top, tl.max(own, 1))  # where one is NaN, so is its weight
-    total = tl.zeros([ROWS], tl.float32)
+    each = tl.arange(0, ALL)[None, :]
+    of_total, own = part(log, peak, at[:, None] + each.to(tl.int64) * rows, here[:, None] & (each < parts))
+    top = tl.max(own, 1)  # where one is NaN, so is its weight
+    total = tl.sum(share(of_total, own, top), 1)
     sums = tl.zeros([ROWS, LANES], tl.float32)
-    for first in range(0, parts, PARTS):
-        place = at[:, None] + (first + each).to(tl.int64) * rows
-        known = here[:, None] & (first + each < parts)
-        of_total, own = part(log, peak, place, known)
-        equal = own == top[:, None]
-        below = tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])  # infinities too
-        weight = tl.exp(below) * tl.exp(of_total)
-        total += tl.sum(weight, 1)
-        if WIDTH:
+    if WIDTH:
+        for first in range(0, parts, SOME):  # several at once, so that their loads run side by side
+            some = first + tl.arange(0, SOME)[None, :]
+            place, known = at[:, None] + some.to(tl.int64) * rows, here[:, None] & (some < parts)
+            of_total, own = part(log, peak, place, known)
             block = mean + place[:, :, None] * WIDTH + lane[None, None, :]
             block = tl.load(block, mask=known[:, :, None] & (lane < WIDTH)[None, None, :], other=0.0)
-            sums += tl.sum(weight[:, :, None] * block, 1)
+            sums += tl.sum(share(of_total, own, top)[:, :, None] * block, 1)
     seen = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing has mean 0
     if WIDTH:
         tl.store(mean_out + at[:, None] * WIDTH + lane[None, :], sums / seen[:, None], mask=inside)
@@ -495,10 +494,12 @@ def unite_softmax(
         for k, width in enumerate(widths or [0]):
             lanes, mean = 1 << max(width - 1, 0).bit_length(), 1 + k if widths else 0
             every = math.prod(numbers[1:])
-            rows = max(1, min(32, NUMBERS_PER_INSTANCE // lanes, every // _INSTANCES))
+            whole = max(2, 1 << (splits - 1).bit_length())
+            rows = max(1, min(32, NUMBERS_PER_INSTANCE // max(lanes, whole), every // _INSTANCES))
             rows = 1 << (rows.bit_length() - 1)
-            parts = max(1, min(1 << (splits - 1).bit_length(), 2 * NUMBERS_PER_INSTANCE // (rows * lanes)))
-            constants = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows), ("NUMBERS", k == 0), ("PARTS", parts))
+            some = max(1, min(whole, 4 * NUMBERS_PER_INSTANCE // (rows * lanes)))
+            lengths = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows))
+            constants = (*lengths, ("NUMBERS", k == 0), ("ALL", whole), ("SOME", some))
             written, read = (0, mean, count - 2, count - 1), (mean, count - 2, count - 1)
             found.append(CombineLaunch("unite_softmax", written, read, splits, every, constants))
         return found

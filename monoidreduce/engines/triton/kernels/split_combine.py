@@ -30,6 +30,7 @@ _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
 _SMALL = 2**20  # bytes of parts that are held until a call is done
 FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
+_WIDE = 4096  # numbers at a time from which on an instance has eight warps
 _kernels = Kernels(_TEXT)
 
 
@@ -63,10 +64,13 @@ def can_chain(device: torch.device) -> bool:
 
 
 def _launch(task: CombineLaunch, given: tuple) -> Again | None:
-    chained = can_chain(given[0].device) and task.name == "unite_softmax"
-    options = {"launch_pdl": True} if chained else {}
-    constants = dict(task.constants) | ({"WAIT": chained} if task.name == "unite_softmax" else {})
-    return _kernels(task.name, task.grid, given, constants, options)
+    constants = dict(task.constants)
+    if "SOME" not in constants:
+        return _kernels(task.name, task.grid, given, constants)
+    chained = can_chain(given[0].device)
+    options = {"num_warps": 8 if constants["ROWS"] * constants["SOME"] * constants["LANES"] > _WIDE else 4}
+    options |= {"launch_pdl": True} if chained else {}
+    return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)
 
 
 def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
