@@ -262,6 +262,8 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
+    if spec.group is not None:
+        return _join_group_loops(spec, (begin, stop, at), (count, turn), plain, waiting, general)
     second = [
         f"for t in range(0, {count}):",
         f"    start = ({turn}) * FOLDED",
@@ -279,6 +281,54 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         *_after_whole_tiles(begin, stop, at, waiting),
         *judged,
         *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
+    ]
+
+
+def _join_group_loops(
+    spec: Spec,
+    whole: tuple[str, str, str],
+    others: tuple[str, str],
+    plain: list[str],
+    waiting: list[str],
+    general: list[str],
+) -> list[str]:
+    """Both loops where a batch dimension is folded too: the tiles of its first element, of the next, and so on, in one
+    loop, so that the next element's first blocks are on their way while the last tile of this one is computed.
+
+    ``whole``: the first whole tile, the one after the last, and where one lies; ``others``: how many other tiles there
+    are, and where one lies."""
+    (begin, stop, at), (count, turn), group = whole, others, f"b{spec.group}"
+    last = at.format(f"({stop} - 1)")
+
+    def enter(each: str) -> list[str]:
+        return [f"    {group} = tl.cast(turn // {each}, tl.int64)", f"    t = turn % {each}"]
+
+    second = [
+        f"other_turns = {count}",
+        "for turn in range(0, group * other_turns):",
+        *enter("other_turns"),
+        f"    start = ({turn}) * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        "    folded_in = within(folded_at, folded_size, RAGGED)",
+        *(f"    {line}" for line in general),
+    ]
+    before = [
+        f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')}, {last}) * FOLDED",
+        "    gone = tl.where(turn > 0, gone, folded_size)",
+        "    gone_group = tl.maximum(turn - 1, 0) // whole_turns",
+    ]
+    after = [f"gone = {last} * FOLDED", "gone_group = group - 1", *waiting]
+    return [
+        f"whole_turns = {stop}" + (f" - {begin}" if begin != "0" else ""),
+        "for turn in range(0, group * whole_turns):",
+        *enter("whole_turns"),
+        *([f"    t += {begin}"] if begin != "0" else []),
+        f"    start = {at.format('t')} * FOLDED",
+        *(before if waiting else []),
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in plain),
+        *(["if whole_turns > 0:", *(f"    {line}" for line in after)] if waiting else []),
+        *(second if spec.bounds else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
 
 

@@ -48,6 +48,8 @@ class Spec:
     few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
     chained: bool = False  # the kernel that combines its splits is on its way before this one ends
     grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
+    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    group: int | None = None  # the batch dimension that is folded too: results are summed over it
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -82,6 +84,20 @@ class Spec:
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
+
+    @property
+    def kept_batch(self) -> list[int]:
+        """The batch dimensions of the results."""
+        return [k for k in range(self.rank) if k != self.group]
+
+    def batch_number(self) -> str:
+        """The number of a batch element among all, in a loop over folded ones too."""
+        if self.group is None:
+            return "batch"
+        text = "b0"
+        for k in range(1, self.rank):
+            text = f"({text} * n{k} + b{k})"
+        return text
 
     def keeps(self, e: Expr) -> bool:
         """Whether an expression varies along the kept axis."""
