@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ....plan import settings
-from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW_ROWS, Family, Tile
+from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
 from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
+WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits
+LEAST_TILES = 2  # of a split of few kept indices
+MOST_SPLITS = 128
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,34 @@ def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, 
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
+
+
+def choose_few_plan(kernel: Kernel, over: str, family: Family | None, kept: int) -> KernelPlan:
+    """The plan of a kernel of few kept indices, ``kept`` of them in all."""
+    asked = (_override.get() or {}).get(over)
+    if asked:
+        return asked
+    family = family or FAMILY
+    widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
+    block = min(MOST_FEW, max(16, 1 << (kept - 1).bit_length()))
+    plan = KernelPlan(block, *FEW[widest])
+    room, least = family.shared * family.spare, 1 + family.ahead
+    while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
+        plan = smaller
+    return plan
+
+
+def count_few_splits(instances: int, tiles: int, processors: int) -> int:
+    """How many splits few kept indices have: the fewest that leave hardly a multiprocessor without work.
+
+    One program instance per multiprocessor keeps enough reads in flight: with two or three, more partial results are
+    combined and nothing is read faster."""
+    found, best = 1, 0.0
+    for count in range(1, max(1, min(WAVES * processors // max(instances, 1), tiles // LEAST_TILES, MOST_SPLITS)) + 1):
+        busy = instances * count / (-(-instances * count // processors) * processors)
+        if busy > best * 1.05:
+            found, best = count, busy
+    return found
 
 
 def _count_even_splits(instances: int, tiles: int, processors: int, least: int) -> int:
