@@ -94,7 +94,7 @@ def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, 
 
 def choose_few_plan(kernel: Kernel, over: str, family: Family | None, kept: int) -> KernelPlan:
     """The plan of a kernel of few kept indices, ``kept`` of them in all."""
-    asked = (_override.get() or {}).get(over)
+    asked = (settings.current.get().tiles or {}).get(over)
     if asked:
         return asked
     family = family or FAMILY
