@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from monoidreduce import Col, Row
 from .cpu import commit, environment
 
 ROUNDS = 15  # of the contenders in turns; the median counts
+PREPARATION = 150.0  # seconds after which a process begins to compile no other layer
 TINY = 64  # sizes are divided by this where everything is only shown to run
 RULE = 2.0  # our error against float64, over plain torch's
 FLOOR = 1e-3  # relative errors below are the rounding of results
@@ -140,9 +142,9 @@ def draw_layers(seed: int, count: int) -> list[Layer]:
     rng = random.Random(seed)
     found: list[Layer] = []
     while len(found) < count:
-        (score,) = rng.choices(list(SCORES), SCORES.values())
+        (score,) = rng.choices(list(SCORES), list(SCORES.values()))
         functions = tuple(rng.sample(sorted(FUNCTIONS), rng.choice((1, 1, 2))))
-        (reduction,) = rng.choices(list(REDUCTIONS), REDUCTIONS.values())
+        (reduction,) = rng.choices(list(REDUCTIONS), list(REDUCTIONS.values()))
         causal = rng.random() < 0.25 and (reduction in NEUTRAL or reduction in ("sum", "sum of vectors"))
         layer = Layer(score, functions, causal, reduction, *rng.choice(SIZES))
         if layer not in found:
@@ -168,6 +170,7 @@ def make_ours(layer: Layer) -> Callable[..., Tensor]:
     """The layer in the pair language."""
     has_z, has_b = layer.score.endswith("z)"), layer.score.endswith("b")
 
+    @no_type_check
     def fold(x: Any, y: Any, z: Any, b: Any, v: Any) -> Any:
         s = -mr.sqdist(x, y) if layer.score.startswith("-") else x @ y
         s = s + b if has_b else s * torch.sigmoid(x @ z) if has_z else s
@@ -354,7 +357,11 @@ def work(layers: list[Layer], which: list[int], lock: Path) -> None:
     torch._dynamo.config.cache_size_limit = 256
     made: dict[int, Steps] = {}
     wrong: dict[int, list[str]] = {}
+    begin = time.monotonic()
     for k in which:
+        if time.monotonic() - begin > PREPARATION:
+            wrong[k] = ["not reached"]
+            continue
         try:
             made[k] = make_steps(layers[k])
             with lock.open("w") as file:  # one at a time: float64 takes much memory
@@ -379,7 +386,7 @@ def run(layers: list[Layer], options: argparse.Namespace) -> Iterator[dict[str, 
         command += ["--seed", str(options.seed), "--count", str(options.count), "--work"]
         shares = [range(k, len(layers), options.workers) for k in range(min(options.workers, len(layers)))]
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        running = [subprocess.Popen([*command, *map(str, share)], **pipes) for share in shares]
+        running: list[Any] = [subprocess.Popen([*command, *map(str, share)], **pipes) for share in shares]
         for process in running:
             while (line := process.stdout.readline()) and line.strip() != "ready":
                 pass

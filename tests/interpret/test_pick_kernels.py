@@ -44,7 +44,8 @@ OPS = {
     "nearest": nearest,
     "three best": three_best,
 }
-SIZES = {"ragged": ((), 45, 30, 20), "batch": ((2, 2), 10, 14, 9), "few columns": ((), 50, 3, 17)}
+RAGGED, BATCH, FEW = ((), 35, 30, 20), ((2, 2), 6, 14, 9), ((), 30, 3, 17)  # batch, rows, columns, features
+CASES = {"largest": BATCH, "over rows": RAGGED, "bent": BATCH, "nearest": RAGGED, "three best": FEW}
 
 
 def gradients(op, args, engine, weights=None):
@@ -74,10 +75,9 @@ def picked(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", OPS)
-def test_gradients_of_chosen_pairs(name, size, picked):
-    batch, rows, cols, width = size
+def test_gradients_of_chosen_pairs(name, picked):
+    batch, rows, cols, width = CASES[name]
     torch.manual_seed(rows)
     args = [torch.randn(*batch, rows, width), torch.randn(*batch[1:], cols, width)]
     args += [torch.randn(cols)] if name == "bent" else []
@@ -89,15 +89,15 @@ def test_gradients_of_chosen_pairs(name, size, picked):
 
 def test_all_rows_choose_one_column_and_infinite_cotangents_stay_with_theirs():
     torch.manual_seed(0)
-    x = torch.rand(80, 16) + 0.1
-    y = torch.rand(40, 16) - 2.0
+    x = torch.rand(40, 16) + 0.1
+    y = torch.rand(20, 16) - 2.0
     y[7] = 3.0  # of all rows but the last ones
     x[-5:] = -x[-5:]
-    g = torch.ones(80)
+    g = torch.ones(40)
     g[-1] = math.inf
     ours, exact = gradients(largest, (x, y), "triton", g), gradients(largest, (x, y), "reference", g)
     _, at = (x[-1] @ y.mT).max(-1)
-    kept = torch.arange(40) != at
+    kept = torch.arange(20) != at
     torch.testing.assert_close(ours[2][kept], exact[2][kept], rtol=1e-5, atol=1e-4)
     assert ours[2][at].isinf().all() and ours[2][kept].isfinite().all()
 
@@ -116,7 +116,7 @@ def test_gradients_of_a_maximum_walk_no_pairs(monkeypatch):
 
 def test_values_in_16_bits_follow_the_rule(picked):
     torch.manual_seed(1)
-    args = [torch.randn(40, 32).half(), torch.randn(30, 32).half()]
+    args = [torch.randn(30, 32).half(), torch.randn(20, 32).half()]
     ours = gradients(largest, args, "triton")
     exact = gradients(largest, [t.double() for t in args], "reference")
     for a, b in zip(ours[1:], exact[1:], strict=True):

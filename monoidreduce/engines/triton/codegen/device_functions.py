@@ -426,7 +426,7 @@ def power(x, n):
 
 
 def quick_power(x, n):
-    # exact to 3e-5 of itself for exponents up to 64, in float32
+    # exact to 3e-5 of itself for exponents up to 32
     if x.dtype.is_floating():
         size = tl.abs(x)
         y = tl.where(size == 1.0, 1.0, tl.exp2(n * quick_lg2(size)))

@@ -217,11 +217,12 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
     target, value, vector = r.args
     by_rows = _by_rows(r)
     place, weight = pairs.place(target, by_rows), pairs.weight(value, target, by_rows)
+    operands = _operands(r)
+    assert operands is not None  # see takes
+    which, *leaves = operands
     if vector is ONE:
-        which, near = 0, torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
-        far = near
+        near = far = torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
     else:
-        which, *leaves = _operands(r) or ()
         near, far = (pairs.values[e].expand(pairs.batch, *pairs.values[e].shape[1:]) for e in leaves)
     other = pairs.sizes.cols if by_rows else pairs.sizes.rows
     held = torch.float32 if raised or near.dtype != far.dtype else near.dtype
@@ -325,8 +326,8 @@ def _scatter(
     width, entries, beyond = near.shape[-1], place.numel(), batch * other
     out = torch.zeros(batch, other, width, dtype=held, device=place.device)
     key = torch.empty(entries, dtype=torch.int32 if beyond < 2**31 else torch.int64, device=place.device)
-    arguments = (key, place, side * matches, other, beyond, entries)
-    _kernels("keys_of", (-(-entries // 1024),), arguments, dict(LANES=1024))
+    given = (key, place, side * matches, other, beyond, entries)
+    _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
     key, order = key.sort(stable=True)
     pieces = -(-entries // _PIECE)
     rest = torch.empty(pieces, 2, width, dtype=torch.float32, device=place.device)
