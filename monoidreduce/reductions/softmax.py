@@ -469,10 +469,10 @@ def unite_softmax(
         for first in range(0, parts, SOME):  # several at once, so that their loads run side by side
             some = first + tl.arange(0, SOME)[None, :]
             place, known = at[:, None] + some.to(tl.int64) * rows, here[:, None] & (some < parts)
-            of_total, own = part(log, peak, place, known)
+            their_total, theirs = part(log, peak, place, known)
             block = mean + place[:, :, None] * WIDTH + lane[None, None, :]
             block = tl.load(block, mask=known[:, :, None] & (lane < WIDTH)[None, None, :], other=0.0)
-            sums += tl.sum(share(of_total, own, top)[:, :, None] * block, 1)
+            sums += tl.sum(share(their_total, theirs, top)[:, :, None] * block, 1)
     seen = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing has mean 0
     if WIDTH:
         tl.store(mean_out + at[:, None] * WIDTH + lane[None, :], sums / seen[:, None], mask=inside)

@@ -122,7 +122,7 @@ def test_gradients_of_few_rows():
 
 @pytest.mark.parametrize(
     "instances, tiles, splits",
-    [(8, 64, 16), (8, 4, 2), (64, 512, 2), (96, 512, 4), (128, 512, 1), (512, 512, 1), (1, 4096, 125)],
+    [(8, 64, 16), (8, 4, 2), (64, 512, 2), (96, 512, 1), (80, 512, 3), (128, 512, 1), (512, 512, 1), (1, 4096, 128)],
 )
 def test_splits_leave_hardly_a_multiprocessor_idle(instances, tiles, splits):
     assert kernel_plan.count_few_splits(instances, tiles, 132) == splits

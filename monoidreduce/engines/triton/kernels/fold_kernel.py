@@ -202,7 +202,8 @@ class FoldLaunch:
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
-            plan = choose_few_plan(plainly, self.over, family, self.lengths[0])
+            processors = spec_from_tensors.processors(device)
+            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors)
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 
