@@ -38,19 +38,9 @@ from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradie
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
 from .call_context import apply_settings, are_plain, is_traced, is_transformed
-from .program_operator import own_tensors, sizes_key
+from .program_operator import own_tensors
 from .result_form import contiguous_strides, output_form
-from .torch_operator import (
-    SIZES,
-    TAGS,
-    VALUES,
-    fix_lengths,
-    join_values,
-    library,
-    read_sizes,
-    split_values,
-    write_sizes,
-)
+from .torch_operator import TAGS, VALUES, Frame, fix_lengths, join_values, library, split_values, write_lengths
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -113,9 +103,8 @@ class Road:
     def _run_traced(self, given: Sequence[Any], plan: _Plan) -> list[Tensor]:
         numbers = frozenset(n for n, v in zip(self.names, given, strict=True) if not isinstance(v, Tensor))
         asked = tuple(str(e.attrs[0]) for e in plan.asked)
-        context = _TracedContext(
-            Sums(self.outputs, self.names, numbers, asked), self.sizes, self.engine, self.make, plan
-        )
+        sums = Sums(self.outputs, self.names, numbers, asked, self.engine, Frame.of(self.sizes))
+        context = _TracedContext(sums, self.sizes, self.make, plan)
         return list(_TracedSum.apply(context, *given))[: len(self.outputs)]
 
     def _plan(self, given: Sequence[Any]) -> _Plan | None:
@@ -294,12 +283,17 @@ class Sums:
     names: tuple[str, ...]  # of the inputs
     numbers: frozenset[str]  # those of them that are Python numbers
     asked: tuple[str, ...]
+    engine: str
+    frame: Frame
+
+    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """The inputs in their order."""
+        return join_values(tensors, numbers, [k for k, n in enumerate(self.names) if n in self.numbers])
 
 
 class _TracedContext(NamedTuple):
     sums: Sums
     sizes: Sizes
-    engine: str
     make: panel.StepClass
     plan: _Plan
 
@@ -311,7 +305,8 @@ _PLANS: BoundedCache[tuple, tuple[Sizes, panel.StepClass, _Plan | None, list]] =
 
 @functools.lru_cache(maxsize=1024)
 def _name(sums: Sums) -> str:
-    found = digest_nodes((sums.outputs,), *sums.names, "numbers", *sorted(sums.numbers), "asked", *sums.asked)
+    others = (*sums.names, "numbers", *sorted(sums.numbers), "asked", *sums.asked, sums.engine, str(sums.frame))
+    found = digest_nodes((sums.outputs,), *others)
     with _lock:
         _SUMS[found] = sums
     return found
@@ -337,16 +332,14 @@ def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, 
     return found
 
 
-def _run(
-    program: str, engine: str, tensors: list[Tensor], numbers: list, places: list[int], *rest: Any
-) -> list[Tensor]:
-    values, sums = join_values(tensors, numbers, places), _known(program)
+def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    sums, device = _known(name), tensors[0].device
+    values, engine = sums.join_values(tensors, numbers), sums.engine
     inputs = dict(zip(sums.names, values, strict=True))
-    key = (program, engine, *triton.describe_leaves(values), *sizes_key(*rest))
+    key = (name, *triton.describe_leaves(values), *lengths, device)
     known = _PLANS.find(key)
     if known is None:
-        sizes = read_sizes(*rest)
-        make = registry.stepper(engine, sizes.device)
+        sizes, make = sums.frame.read_lengths(lengths, device), registry.stepper(engine, device)
         plan = _planned(sums.outputs, inputs, sizes, make, sums.asked)
         known = _PLANS.keep(key, (sizes, make, plan, _forms(sums, values, sizes)))
     sizes, make, plan, forms = known
@@ -380,13 +373,14 @@ def _take_by_steps(
     return [*(t.detach() for t in totals), *found]
 
 
-def _fake(program: str, _: str, tensors: list[Tensor], numbers: list, places: list[int], *rest: Any) -> list[Tensor]:
-    sizes = read_sizes(*rest)
-    forms = _forms(_known(program), join_values(tensors, numbers, places), sizes)
+def _fake(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    sums = _known(name)
+    sizes = sums.frame.read_lengths(lengths, tensors[0].device)
+    forms = _forms(sums, sums.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
-library.define(f"loss_and_gradient(str program, str engine, {VALUES}, {SIZES}) -> Tensor[]", tags=TAGS)
+library.define(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", tags=TAGS)
 library.impl("loss_and_gradient", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("monoidreduce::loss_and_gradient", _fake, lib=library)
 
@@ -396,8 +390,9 @@ class _TracedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(context: _TracedContext, *values: Any) -> tuple[Tensor, ...]:
-        given = (*split_values(values), *write_sizes(context.sizes))
-        return tuple(torch.ops.monoidreduce.loss_and_gradient(_name(context.sums), context.engine, *given))
+        tensors, numbers, _ = split_values(values)
+        lengths = write_lengths(context.sizes)
+        return tuple(torch.ops.monoidreduce.loss_and_gradient(_name(context.sums), tensors, numbers, lengths))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -426,7 +421,7 @@ class _TracedSum(torch.autograd.Function):
                 names,
                 numbers,
                 context.sizes,
-                context.engine,
+                sums.engine,
                 context.make,
                 plan.program,
             )

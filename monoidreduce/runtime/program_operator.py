@@ -30,29 +30,15 @@ from ..program.expression import Expr
 from ..program.loss_and_gradient import list_pass_results
 from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
-from .replay import can_record, make_steps
+from .replay import ProgramSteps, can_record, make_steps
 from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
-from .torch_operator import (
-    SIZES,
-    TAGS,
-    VALUES,
-    join_values,
-    library,
-    narrow_shapes,
-    read_sizes,
-    split_values,
-    write_sizes,
-)
+from .torch_operator import TAGS, VALUES, Frame, join_values, library, narrow_shapes, split_values, write_lengths
 
-_FORWARD = f"program(str program, str engine, bool keep, {VALUES}, {SIZES}) -> Tensor[]"
-_BACKWARD = (
-    f"program_gradient(str program, str engine, bool[] needs, bool[] given, {VALUES}, Tensor[] results, "
-    f"Tensor[] cotangents, {SIZES}) -> Tensor[]"
-)
+_FORWARD = f"program(str call, {VALUES}) -> Tensor[]"
+_BACKWARD = f"program_gradient(str call, {VALUES}, Tensor[] results, Tensor[] cotangents) -> Tensor[]"
 _MOST = 1024  # kinds of calls of all programs
-_TYPES = {None: "", torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
 _lock = threading.Lock()
-_PROGRAMS: dict[str, Program] = {}  # kept: a compiled graph may hold the name for as long as the process lives
+_CALLS: dict[str, Call] = {}  # kept: a compiled graph may hold the name for as long as the process lives
 
 
 @dataclass(frozen=True)
@@ -67,6 +53,11 @@ class Program:
     def inputs(self) -> tuple[str, ...]:
         """The names of its inputs in their order."""
         return inputs(self.lowered)
+
+    @functools.cached_property
+    def number_places(self) -> tuple[int, ...]:
+        """Which of its inputs are Python numbers."""
+        return tuple(k for k, n in enumerate(self.inputs) if n in self.numbers)
 
     @functools.cached_property
     def results(self) -> tuple[Expr, ...]:
@@ -110,22 +101,50 @@ def _vector_like(dtype: torch.dtype | None) -> Tensor:
     return torch.empty(0, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Call:
+    """All that is fixed of calls of an operator, and that its name stands for: few arguments take the dispatcher little
+    time.
+
+    ``keep``: the forward returns all of its pass's results; ``needs`` and ``given``: of a backward, the inputs whose
+    gradients are asked for and the outputs that have a cotangent."""
+
+    program: Program
+    engine: str
+    frame: Frame
+    keep: bool = False
+    needs: tuple[bool, ...] = ()
+    given: tuple[bool, ...] = ()
+
+    @functools.cached_property
+    def steps(self) -> ProgramSteps:
+        return make_steps(self.engine, self.program.lowered, self.program.numbers)
+
+    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """The program's inputs in their order."""
+        return join_values(tensors, numbers, self.program.number_places) if numbers else list(tensors)
+
+
 @functools.lru_cache(maxsize=4096)
-def name(program: Program) -> str:
-    """The name of a program: a digest of its text and of what else it holds."""
-    found = "-".join([digest_program(program.lowered), *sorted(program.numbers), _TYPES[program.out]])
+def name(call: Call) -> str:
+    """The name of a call: a digest of its program's text, and what else it holds."""
+    program = call.program
+    flags = ["".join("01"[one] for one in part) for part in ((call.keep,), call.needs, call.given)]
+    numbers = ".".join(sorted(program.numbers))
+    parts = [digest_program(program.lowered), numbers, str(program.out), call.engine, str(call.frame), *flags]
+    found = " ".join(parts)
     with _lock:
-        _PROGRAMS[found] = program
+        _CALLS[found] = call
     return found
 
 
-def _known(name: str) -> Program:
-    if name not in _PROGRAMS:
+def _known(name: str) -> Call:
+    if name not in _CALLS:
         raise EngineError(
             detail="a graph from another process names a program that this process has not met",
             fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
         )
-    return _PROGRAMS[name]
+    return _CALLS[name]
 
 
 # Calls of the operators
@@ -133,7 +152,8 @@ def _known(name: str) -> Program:
 
 def run_forward(program: Program, engine: str, keep: bool, values: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The outputs, and where ``keep`` the pass's other results, by the operator."""
-    return torch.ops.monoidreduce.program(name(program), engine, keep, *split_values(values), *write_sizes(sizes))
+    call = Call(program, engine, Frame.of(sizes), keep)
+    return torch.ops.monoidreduce.program(name(call), *split_values(values)[:2], write_lengths(sizes))
 
 
 def run_gradient(
@@ -146,16 +166,12 @@ def run_gradient(
     sizes: Sizes,
 ) -> list[Tensor | None]:
     """A gradient for each input that ``needs`` one, by the operator; ``cotangents``: one for each output, or None."""
+    given = tuple(g is not None for g in cotangents)
+    call = Call(program, engine, Frame.of(sizes), needs=tuple(needs), given=given)
+    there = [g for g in cotangents if g is not None]
     found = iter(
         torch.ops.monoidreduce.program_gradient(
-            name(program),
-            engine,
-            list(needs),
-            [g is not None for g in cotangents],
-            *split_values(values),
-            list(results),
-            [g for g in cotangents if g is not None],
-            *write_sizes(sizes),
+            name(call), *split_values(values)[:2], write_lengths(sizes), list(results), there
         )
     )
     return [next(found) if need else None for need in needs]
@@ -167,79 +183,58 @@ _forwards: BoundedCache[tuple, tuple[Sizes, Runner, list]] = BoundedCache(_MOST)
 _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner]] = BoundedCache(_MOST)
 
 
-def _forward(program: str, engine: str, keep: bool, tensors: list[Tensor], numbers: list, places: list, *rest: Any):
-    values = join_values(tensors, numbers, places)
-    key = (program, engine, keep, *triton.describe_leaves(values), *sizes_key(*rest))
+def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    call = _known(name)
+    values = call.join_values(tensors, numbers)
+    key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     known = _forwards.find(key)
     if known is None:
-        made, sizes = _known(program), read_sizes(*rest)
-        lowered = made.keeping if keep else made.lowered
-        run = make_runner(engine, lowered, made.numbers, can_record(engine, sizes))
-        known = _forwards.keep(key, (sizes, run, made.forms(keep, values, sizes)))
+        made, sizes = call.program, call.frame.read_lengths(lengths, tensors[0].device)
+        lowered = made.keeping if call.keep else made.lowered
+        run = make_runner(call.engine, lowered, made.numbers, can_record(call.engine, sizes))
+        known = _forwards.keep(key, (sizes, run, made.forms(call.keep, values, sizes)))
     sizes, run, forms = known
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(run, (sizes, *values), sizes)
         return own_tensors(found, forms, tensors, sizes.device)
 
 
-def _fake_forward(
-    program: str, engine: str, keep: bool, tensors: list[Tensor], numbers: list, places: list, *rest: Any
-):
-    sizes = read_sizes(*rest)
-    forms = _known(program).forms(keep, join_values(tensors, numbers, places), sizes)
+def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    call = _known(name)
+    sizes = call.frame.read_lengths(lengths, tensors[0].device)
+    forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
 def _backward(
-    program: str,
-    engine: str,
-    needs: list[bool],
-    given: list[bool],
+    name: str,
     tensors: list[Tensor],
     numbers: list,
-    places: list[int],
+    lengths: list[int],
     results: list[Tensor],
     cotangents: list[Tensor],
-    *rest: Any,
 ) -> list[Tensor]:
-    values, there = join_values(tensors, numbers, places), iter(cotangents)
-    key = (program, engine, *needs, *given, *sizes_key(*rest))
+    call, there = _known(name), iter(cotangents)
+    values = call.join_values(tensors, numbers)
+    key = (name, *lengths, tensors[0].device)
     known = _backwards.find(key)
     if known is None:
-        made, sizes = _known(program), read_sizes(*rest)
-        steps = make_steps(engine, made.lowered, made.numbers)
-        gradients = steps.gradient(tuple(needs), tuple(given), len(made.results))
-        runner = GradientRunner(gradients, engine, can_record(engine, sizes))
-        known = _backwards.keep(key, (sizes, runner))
+        sizes = call.frame.read_lengths(lengths, tensors[0].device)
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results))
+        known = _backwards.keep(key, (sizes, GradientRunner(gradients, call.engine, can_record(call.engine, sizes))))
     sizes, runner = known
-    others = [*results, *(next(there) if one else None for one in given)]
+    others = [*results, *(next(there) if one else None for one in call.given)]
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(runner, (sizes, values, others), sizes)
-        leaves = [v for v, need in zip(values, needs, strict=True) if need]
+        leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
         forms = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
         return own_tensors([g for g in found if g is not None], forms, [*tensors, *results, *cotangents], sizes.device)
 
 
-def _fake_backward(
-    program: str,
-    engine: str,
-    needs: list[bool],
-    given: list[bool],
-    tensors: list[Tensor],
-    numbers: list,
-    places: list[int],
-    *rest: Any,
-) -> list[Tensor]:
-    pairs = zip(join_values(tensors, numbers, places), needs, strict=True)
-    leaves = [v for v, need in pairs if need]
+def _fake_backward(name: str, tensors: list[Tensor], numbers: list, *rest: Any) -> list[Tensor]:
+    call = _known(name)
+    leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
-
-
-def sizes_key(
-    rows: int, cols: int, batch: list[int], letters: str, lengths: list[int], compute: Any, device: Any
-) -> tuple:
-    """Sizes as an operator is given them, as a key."""
-    return rows, cols, *batch, None, letters, *lengths, compute, device
 
 
 def own_tensors(

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from .registry import FOLDERS
 
 # The sizes of a call as an operator's arguments
 SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"
-VALUES = "Tensor[] tensors, Scalar[] numbers, int[] places"  # and its values (:func:`split_values`)
+# The values of a call whose other properties have a name (:class:`Frame`), and its lengths
+VALUES = "Tensor[] tensors, Scalar[] numbers, SymInt[] lengths"
 _SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
 # before torch 2.8 or so, with strides of the same order.
@@ -72,6 +73,28 @@ def read_sizes(
     """The inverse of :func:`write_sizes`."""
     named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
     return Sizes(rows, cols, tuple(batch), named, device, compute)
+
+
+class Frame(NamedTuple):
+    """What is fixed of the sizes of a call in a compiled graph; the lengths are the rest."""
+
+    letters: tuple[str, ...]
+    compute: torch.dtype
+
+    @staticmethod
+    def of(sizes: Sizes) -> Frame:
+        return Frame(tuple(sizes.letters), sizes.compute)
+
+    def read_lengths(self, lengths: Sequence[int], device: torch.device) -> Sizes:
+        """The inverse of :func:`write_lengths`."""
+        first = 2 + len(self.letters)
+        letters = dict(zip(self.letters, lengths[2:first], strict=True))
+        return Sizes(lengths[0], lengths[1], tuple(lengths[first:]), letters, device, self.compute)
+
+
+def write_lengths(sizes: Sizes) -> list[int]:
+    """The lengths of a call: rows, columns, features, batch."""
+    return [sizes.rows, sizes.cols, *sizes.letters.values(), *sizes.batch]
 
 
 def fix_lengths(sizes: Sizes) -> Sizes:

@@ -192,7 +192,7 @@ def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
     1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES[True] * spec_from_tensors.processors(sizes.device)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * spec_from_tensors.processors(sizes.device)
 
 
 def describe_leaves(leaves: Sequence[Any]) -> tuple:

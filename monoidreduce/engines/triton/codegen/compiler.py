@@ -288,38 +288,33 @@ def _join_group_loops(
     waiting: list[str],
     general: list[str],
 ) -> list[str]:
-    """Both loops where a batch dimension is folded too: the tiles of its first element, of the next, and so on, in one
-    loop, so that the next element's first blocks are on their way while the last tile of this one is computed.
+    """Both loops where a batch dimension is folded too: a tile of each of its elements, then the next tile of each.
 
     ``whole``: the first whole tile, the one after the last, and where one lies; ``others``: how many other tiles there
     are, and where one lies."""
-    (begin, stop, at), (count, turn), group = whole, others, f"b{spec.group}"
-    last = at.format(f"({stop} - 1)")
-
-    def enter(each: str) -> list[str]:
-        return [f"    {group} = tl.cast(turn // {each}, tl.int64)", f"    t = turn % {each}"]
-
+    (begin, stop, at), (count, place), size = whole, others, spec.group_text
+    first = "" if begin == "0" else f"{begin} + "
+    tile = lambda turn: at.format(f"({first}{turn} // {size})")
+    group = f"    b{spec.group} = tl.cast(turn % {size}, tl.int64)"
     second = [
-        f"other_turns = {count}",
-        "for turn in range(0, group * other_turns):",
-        *enter("other_turns"),
-        f"    start = ({turn}) * FOLDED",
+        f"for turn in range(0, ({count}) * {size}):",
+        group,
+        f"    t = turn // {size}",
+        f"    start = ({place}) * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         "    folded_in = within(folded_at, folded_size, RAGGED)",
         *(f"    {line}" for line in general),
     ]
     before = [
-        f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')}, {last}) * FOLDED",
-        "    gone = tl.where(turn > 0, gone, folded_size)",
-        "    gone_group = tl.maximum(turn - 1, 0) // whole_turns",
+        f"    gone = tl.where(turn > 0, {tile('(turn - 1)')} * FOLDED, folded_size)",
+        f"    gone_group = tl.where(turn > 0, turn - 1, 0) % {size}",
     ]
-    after = [f"gone = {last} * FOLDED", "gone_group = group - 1", *waiting]
+    after = [f"gone = {tile('(whole_turns - 1)')} * FOLDED", f"gone_group = {size} - 1", *waiting]
     return [
-        f"whole_turns = {stop}" + (f" - {begin}" if begin != "0" else ""),
-        "for turn in range(0, group * whole_turns):",
-        *enter("whole_turns"),
-        *([f"    t += {begin}"] if begin != "0" else []),
-        f"    start = {at.format('t')} * FOLDED",
+        f"whole_turns = ({stop}{'' if begin == '0' else f' - {begin}'}) * {size}",
+        "for turn in range(0, whole_turns):",
+        group,
+        f"    start = {tile('turn')} * FOLDED",
         *(before if waiting else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in plain),

@@ -47,6 +47,7 @@ class Spec:
     near: Near = ()
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
+    group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -86,6 +87,11 @@ class Spec:
     def kept_batch(self) -> list[int]:
         """The batch dimensions of the results."""
         return [k for k in range(self.rank) if k != self.group]
+
+    @property
+    def group_text(self) -> str:
+        """How many elements the folded batch dimension has."""
+        return str(self.group_size) if self.group_size else "group"
 
     def batch_number(self) -> str:
         """The number of a batch element among all, in a loop over folded ones too."""

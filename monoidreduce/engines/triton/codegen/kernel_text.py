@@ -113,7 +113,7 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
-    sizes += ["group"] if spec.group is not None else []
+    sizes += ["group"] if spec.group is not None and not spec.group_size else []
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]

@@ -249,22 +249,22 @@ class TileOrder:
                 lines.append(f"away = {away} - whole_first")
                 away = "away - tl.where(away < whole, 0, between)"
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
-        if self.spec.group is not None:  # all elements of the batch dimension that is folded too
-            lines += ["each_whole = tl.maximum(whole_steps, 1)", "each_cut = tl.maximum(steps - whole_steps, 1)"]
-            lines += ["whole_steps = whole_steps * group", "steps = steps * group"]
+        if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
+            lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
         return lines
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
         if self.spec.group is not None:
-            step = f"({step} % each_whole)"
+            step = f"({step} // {self.spec.group_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
         if not self.spec.bounds:
-            return step if self.spec.group is None else "folded_size // FOLDED"
-        at = f"({step} - whole_steps)" if self.spec.group is None else f"(({step} - whole_steps) % each_cut)"
+            return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
+        at = f"({step} - whole_steps)"
+        at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
     def any(self, step: str = "step") -> str:
@@ -272,6 +272,8 @@ class TileOrder:
         if not self.sloped and not self.spec.bounds and self.spec.group is None:
             return step
         if self.spec.group is not None:
+            if not self.spec.bounds:
+                return self.whole(step)
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
         whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
         return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
@@ -280,8 +282,7 @@ class TileOrder:
         """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""
         if self.spec.group is None:
             return []
-        element = f"tl.where({step} < whole_steps, {step} // each_whole, ({step} - whole_steps) // each_cut)"
-        return [f"b{self.spec.group} = tl.cast({element}, tl.int64)"]
+        return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
         return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step
