@@ -80,7 +80,13 @@ def put(**fields: Any) -> dict[str, Any]:
 # What the environment says
 
 _encode = getattr(os.environ, "encodekey", str)
-_engine, _budget, _tune = map(_encode, (ENGINE, BUDGET, TUNE))
+_engine, _budget, _tune, _interpreter = map(_encode, (ENGINE, BUDGET, TUNE, "TRITON_INTERPRET"))
+
+
+def interprets_kernels() -> bool:
+    """Whether Triton's interpreter runs kernels on the CPU."""
+    known: Any = getattr(os.environ, "_data", os.environ)
+    return _interpreter in known and os.environ["TRITON_INTERPRET"] == "1"
 
 
 def now() -> Settings:

@@ -148,6 +148,8 @@ def _estimate_schedule(
     parts = []
     for fold, case, choice in zip(passes.folds, cases, choices, strict=True):
         found = cost.estimate(case, choice)
+        if case.kernels:  # as choices are ranked, so that the fastest is the one that runs
+            found = replace(found, seconds=cost.estimate(case.rounded(), choice).seconds)
         if closely and case.pairs():
             found = replace(found, peak=_estimate_memory(fold, choice, found.peak))
         parts.append(Part(case, choice, found, fold.backward))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engines import triton
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import define
 from ..engines.ranks import agreement
@@ -39,25 +38,28 @@ class _KeyReader(NamedTuple):
 
 class CallKeys:
     """The keys of calls of one op or layer. ``declared`` says how each value is declared in a call that gives so many
-    by position and these by name; None where such a call does not fit."""
+    by position and these by name; None where such a call does not fit. ``launches``: where kernels run, the settings
+    that decide which ones are a part of the key, in place of the engine alone."""
 
-    def __init__(self, declared: Callable[[int, Iterable[str]], Sequence[str] | None]):
-        self.declared = declared
+    def __init__(self, declared: Callable[[int, Iterable[str]], Sequence[str] | None], launches: bool = False):
+        self.declared, self.launches = declared, launches
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
-    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: Any = "") -> tuple | None:
+    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = "") -> tuple | None:
         """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``asked``: what else it
-        depends on, a tuple being a launch key (``call_context.py``)."""
+        depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
             return None
         if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
-        there = first is not None and (values[first].is_cuda or triton.runs_on(values[first].device))
-        engine = "" if type(asked) is tuple else settings.now().engine  # it is a part of a launch key
+        there = first is not None and (values[first].is_cuda or settings.interprets_kernels())
+        launches = call_context.launch_key() if there and self.launches else None
         try:
-            return (on_kernels if there else elsewhere)(engine, asked, *values)
+            if launches is not None:
+                return on_kernels(launches, asked, *values)
+            return (on_kernels if there else elsewhere)(settings.now().engine, asked, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import FunctionWriter, define, tuple_text
-from .call_context import launch_key
 from .call_key import CHOICE, CallKeys
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
@@ -173,7 +172,7 @@ class LayerReplay:
 
     def __init__(self, layer: Callable[..., Any]):
         self.layer = layer
-        self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])))
+        self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])), launches=True)
         self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST)  # once: a number that always changes is no kind
         self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
 
@@ -181,7 +180,7 @@ class LayerReplay:
         if recording.get() is not None:
             return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         values = (*args, *kwargs.values()) if kwargs else args
-        key = self.keys.key(len(args), kwargs, values, launch_key())
+        key = self.keys.key(len(args), kwargs, values)
         if key is None:
             return self.layer(*args, **kwargs)
         call = self.known.find(key)

@@ -324,6 +324,11 @@ def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
     return define("kind", names, [f"return {tuple_text(parts)}"], {})
 
 
+def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """True if a shape differs from the ``whole`` in axes of size 1 at most."""
+    return len(shape) == len(whole) and all(n in (1, length) for n, length in zip(shape, whole, strict=True))
+
+
 class BackwardReplays:
     """The backward of a recorded forward: recordings by the gradients that are needed and the kind of all tensors.
 
@@ -402,16 +407,19 @@ class BackwardReplays:
         if recorded is None:
             return None
         grads: list[str | None] = [None] * len(needs)
+        summed: dict[str, tuple[int, ...]] = {}
         returned = iter(steps.script.returned)
         for place, e in made.outputs:
             grads[place] = None if e is None else next(returned)
             leaf, form = pool[place], recorded.forms.get(str(grads[place]))
-            if form != (tuple(leaf.shape), leaf.dtype):
-                return None  # zeros, or a gradient that is still to be summed or cast
+            if form is None or form[1] is not leaf.dtype or not _broadcasts(leaf.shape, form[0]):
+                return None  # zeros, or a gradient that is still to be cast, or summed over rows or columns
+            if form[0] != leaf.shape:  # of heads that are shared
+                summed[str(grads[place])] = tuple(leaf.shape)
         inputs, tensors, parts = self._names(dict(zip(made.sources, steps.script.names, strict=True)), saved)
         if recorded.looked & parts.keys():
             return None
-        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed)
         return launches if launches.lean else None
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
