@@ -25,7 +25,7 @@ from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
-from ..codegen.kernel_spec import WIDEST, Spec, padded
+from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
@@ -214,9 +214,10 @@ class FoldLaunch:
         line = (self.lengths[1], self.count, self.blocks[1], self.sizes.device)
         self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
-            (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
+            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
+            for block in self._blocks(e)
         ]
         if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
@@ -227,16 +228,15 @@ class FoldLaunch:
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
-    def _block(self, e: Expr) -> tuple[int, ...]:
-        """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
+    def _blocks(self, e: Expr) -> list[tuple[int, ...]]:
+        """How many numbers, or vectors and of how many features, each tensor descriptor of a leaf copies at a time."""
         if e.feature is None:
-            return (self.blocks[1],)
+            return [(self.blocks[1],)]
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
-        width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
         length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
-        return length, k_loop.DEPTH if width > WIDEST else width
+        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
