@@ -180,11 +180,7 @@ class FoldLaunch:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = (
-            attention.write_kernel(self.spec, even, aligned)
-            if attention.matches_plan(self.plan, self.sizes.device)
-            else None
-        )
+        made = attention.write_kernel_for_plan(self.spec, self.plan, even, aligned)
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property

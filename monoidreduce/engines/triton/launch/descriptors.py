@@ -66,7 +66,7 @@ def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
     if spec.pieces:
         return v.element_size() == 2
     width = v.shape[-1]
-    whole = width % 8 == 0 and TINY < width <= WIDEST or (spec.deep and width > WIDEST)
+    whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.deep and width > WIDEST)
     return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and not spec.room_of[e]
 
 
