@@ -61,14 +61,15 @@ class AttentionSchedule:
     ring: int  # blocks of each operand in flight
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
+    instances: int = 1  # that share a multiprocessor
 
     def __post_init__(self) -> None:
         if len(self.registers) != self.groups:
             raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
         if self.ring < self.groups:
             raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
-        if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
-            raise ValueError(f"{taken} bytes of shared memory; an instance has {_SHARED}")
+        if (taken := self.shared_bytes(self.widest, self.widest)) > self.shared_limit:
+            raise ValueError(f"{taken} bytes of shared memory; an instance has {self.shared_limit}")
 
     @property
     def kept(self) -> int:
@@ -79,6 +80,11 @@ class AttentionSchedule:
     def tile(self) -> Tile:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
+
+    @property
+    def shared_limit(self) -> int:
+        """Bytes of shared memory that an instance may have."""
+        return _SHARED // self.instances
 
     def shared_bytes(self, queries: int, values: int, staged: int = 0) -> int:
         """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
@@ -152,7 +158,7 @@ def find_schedule(spec: Spec) -> AttentionSchedule | None:
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     staged = sum(size for _, size in _find_staged(queries, values))
-    fits = (s for s in SCHEDULES if max(widths) <= s.widest and s.shared_bytes(*widths, staged) <= _SHARED)
+    fits = (s for s in SCHEDULES if max(widths) <= s.widest and s.shared_bytes(*widths, staged) <= s.shared_limit)
     return next(fits, None) if max(widths) > _NARROW else None
 
 
@@ -192,7 +198,8 @@ def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
     made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
+    coefficients = text.softcap.coefficients() if text.softcap else ()
+    return made and replace(made, made=coefficients, instances=schedule.instances)
 
 
 class _PairValues(ExpressionWriter):
