@@ -29,9 +29,13 @@ class Accumulator:
             v.state_width += sum(size for _, size in self.slices)
 
     def waits(self, parts: list[Contraction]) -> bool:
-        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""
+        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors in
+        several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them only
+        (H200: wrong sums)."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
         if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
+            return False
+        if len(self.slices) > 1:
             return False
         alone = one.vector in v.spec.box_of and one.vector not in v.factors
         self.waiting = one.vector if alone else self.waiting

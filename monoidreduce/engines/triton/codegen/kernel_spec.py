@@ -11,6 +11,7 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
+NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
 WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
@@ -78,7 +79,7 @@ class Spec:
         """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
         several blocks where one of a power of two would be mostly padding (``slice_width``)."""
         width = self.width(feature)
-        sliced = self.narrow and not self.pieces and TINY < width <= WIDEST and str(feature) not in self._unsliced
+        sliced = self.narrow and not self.pieces and NARROW < width <= WIDEST and str(feature) not in self._unsliced
         return slice_width(width) if sliced else ((0, padded(width)),)
 
     def box_slices(self, e: Expr) -> Slices:

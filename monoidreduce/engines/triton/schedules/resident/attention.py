@@ -86,10 +86,11 @@ class AttentionSchedule:
         """Bytes of shared memory that an instance may have."""
         return _SHARED // self.instances
 
-    def shared_bytes(self, queries: int, values: int, staged: int = 0) -> int:
+    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
         """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
-        ``staged`` features of results that are stored through memory of their own."""
-        return 2 * (self.kept * (queries + staged) + self.ring * self.folded * (queries + values))
+        ``staged`` features of results that are stored through memory of their own. ``folded``, ``ring``: if others."""
+        in_flight = (folded or self.folded) * (ring or self.ring)
+        return 2 * (self.kept * (queries + staged) + in_flight * (queries + values))
 
 
 SCHEDULES = (
@@ -104,9 +105,9 @@ _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is one of these schedules'."""
-    tile = (plan.block_kept, plan.block_folded, plan.num_warps, plan.num_stages)
-    return plan.boxes == 2 and any(s.tile == tile for s in SCHEDULES) and hopper.runs_warp_specialized(device)
+    """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
+    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in SCHEDULES)
+    return plan.boxes == 2 and kept and hopper.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -119,7 +120,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
         return None
     short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
     few = count * length < schedule.kept * spec_from_tensors.processors(device)
-    return None if short or few or write_kernel(spec) is None else schedule.tile
+    return None if short or few or write_kernel(spec, schedule) is None else schedule.tile
 
 
 @dataclass(frozen=True)
@@ -150,16 +151,23 @@ def find_operands(spec: Spec) -> Operands | None:
     return Operands(queries, keys, values) if copied else None
 
 
-def find_schedule(spec: Spec) -> AttentionSchedule | None:
-    """The schedule of a spec, by how wide its vectors are; None where there is none."""
+def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
+    """The schedule of a spec, by how wide its vectors are; with another ``tile``, where one is given. None where there
+    is none."""
     operands = find_operands(spec)
     if operands is None:
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     staged = sum(size for _, size in _find_staged(queries, values))
-    fits = (s for s in SCHEDULES if max(widths) <= s.widest and s.shared_bytes(*widths, staged) <= s.shared_limit)
-    return next(fits, None) if max(widths) > _NARROW else None
+    if max(widths) <= _NARROW:
+        return None
+    for schedule in SCHEDULES:
+        changes = {} if tile is None else dict(folded=tile[1], ring=max(tile[3], schedule.groups))
+        suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
+        if suits and schedule.shared_bytes(*widths, staged, **changes) <= schedule.shared_limit:
+            return replace(schedule, widest=max(widths), **changes) if changes else schedule
+    return None
 
 
 def _find_staged(queries: Slices, values: Slices) -> Slices:
@@ -175,18 +183,20 @@ def _find_staged(queries: Slices, values: Slices) -> Slices:
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool, aligned: bool) -> kernel_text.Kernel | None:
-    """The kernel of a spec with a plan's tile; None where it has none, or with another tile."""
-    tile, schedule = (plan.block_kept, plan.block_folded, plan.num_warps, plan.num_stages), find_schedule(spec)
-    return write_kernel(spec, even, aligned) if schedule is not None and schedule.tile == tile else None
+    """The kernel of a spec with a plan's tile; None where there is none."""
+    schedule = find_schedule(spec, (plan.block_kept, plan.block_folded, plan.num_warps, plan.num_stages))
+    return None if schedule is None else write_kernel(spec, schedule, even, aligned)
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.Kernel | None:
+def write_kernel(
+    spec: Spec, schedule: AttentionSchedule | None = None, even: bool = True, aligned: bool = True
+) -> kernel_text.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
     folded tile holds the nearest index of every kept index of an instance, so that no other tile meets the diagonal."""
-    operands, schedule = find_operands(spec), find_schedule(spec)
+    operands, schedule = find_operands(spec), schedule or find_schedule(spec)
     if operands is None or schedule is None:
         return None
     plain = compiler.compile_fold(spec)

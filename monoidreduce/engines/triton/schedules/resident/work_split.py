@@ -30,6 +30,7 @@ from ..spec_from_tensors import condition_leaves
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
+_MEASURED = 128  # features up to which sums other than the gradients of attention were measured
 _ALONE = 256  # features of two sums that one group holds
 _MOST_SENT = 2  # factors of a pair that are sent
 _MOST_SCORES = 3  # of a tile
@@ -98,11 +99,14 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
     ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
+    wide = any(count_features(p.vector, spec) > _MEASURED for p in products)
+    wide &= len(dots) != 2 or not any(e.op == "exp" for e in under)
     slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
     if (
         not products
         or (numbers and not ringed)
         or slow
+        or wide
         or not least <= len(dots) <= _MOST_SCORES
         or not all(_multiplies(e, spec) for e in dots)
     ):
