@@ -58,10 +58,11 @@ class AttentionSchedule:
     widest: int  # features, of the slices that hold them
     groups: int  # consumer warp groups, of 64 kept indices each
     folded: int  # folded indices of a tile: a power of two
-    ring: int  # blocks of each operand in flight
+    ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
     instances: int = 1  # that share a multiprocessor
+    more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
         if len(self.registers) != self.groups:
@@ -89,14 +90,15 @@ class AttentionSchedule:
     def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
         """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
         ``staged`` features of results that are stored through memory of their own. ``folded``, ``ring``: if others."""
-        in_flight = (folded or self.folded) * (ring or self.ring)
-        return 2 * (self.kept * (queries + staged) + in_flight * (queries + values))
+        folded, ring = folded or self.folded, ring or self.ring
+        in_flight = ring * queries + (ring + self.more_values) * values
+        return 2 * (self.kept * (queries + staged) + folded * in_flight)
 
 
 SCHEDULES = (
     AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40)),
     AttentionSchedule(widest=192, groups=2, folded=64, ring=3, registers=(240, 24), holds_queries=False),
-    AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False),
+    AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
 )
 
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
@@ -266,7 +268,7 @@ class _Text:
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
         self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
-        self.values = Ring.of(operands.values, spec, schedule.ring, schedule.groups)
+        self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
         self.staged = _find_staged(self.keys.slices, self.values.slices)
         self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
@@ -316,15 +318,15 @@ class _Text:
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
             shift = " >> 1" if self.v.toss and e is self.v.toss.mark else ""
             store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
-        load = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32)
+        load, ring = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
         return fill(
             gluon_parts.PRODUCER,
             parameters=partitions.parameters(),
             opening=self._opening(),
             tile=self.order.any(),
-            depth=self.schedule.ring,
-            phase=f"(step // {self.schedule.ring}) & 1",
-            produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1"), *store],
+            depth=ring,
+            phase=f"(step // {ring}) & 1",
+            produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1", ring), *store],
         )
 
     def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
@@ -348,6 +350,7 @@ class _Text:
             allocate.append(gluon_parts.allocate_barriers(f"{x}_full", ring))
             init.append(f"mbarrier.init({x}_full.index(k), count=1)")
         runs = [("consumer", k, kept) for k in range(groups)]
+        last = [self.values.init_full(), self.values.init_empty()]
         return fill(
             gluon_parts.ENTRY,
             unspecialized=repr(unspecialized),
@@ -357,6 +360,11 @@ class _Text:
             depth=ring,
             init=[*init, *(r.init_full() for r in both), *(r.init_empty() for r in both)],
             init_others=[
+                *(
+                    line.replace("(k)", f"({k})")
+                    for k in range(ring, ring + self.schedule.more_values)
+                    for line in last
+                ),
                 f"for k in tl.static_range({groups}):",
                 "    mbarrier.init(retry_full.index(k), count=1)",
                 f"mbarrier.init(done.index(0), count={groups})",
