@@ -77,7 +77,6 @@ class Kernel:
     staged: bool = False  # hand-scheduled, written in Gluon
     alone: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    instances: int = 1  # that share a multiprocessor, of a warp-specialised kernel
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
     made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)

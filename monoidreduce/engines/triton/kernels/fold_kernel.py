@@ -69,7 +69,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     slower).
     """
     if kernel.staged:
-        return hopper.compiler_options(kernel.consumers, kernel.instances)
+        return hopper.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}

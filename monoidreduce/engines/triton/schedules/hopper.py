@@ -26,10 +26,9 @@ def has_registers_for_wide_tiles() -> bool:
     return jit_module.triton_version() < (3, 7)
 
 
-def compiler_options(consumers: int, instances: int = 1) -> dict[str, int]:
-    """Options of the compiler for a kernel with so many consumer warp groups beside a producer, so many ``instances``
-    of which share a multiprocessor; none for one without.
+def compiler_options(consumers: int) -> dict[str, int]:
+    """Options of the compiler for a kernel with so many consumer warp groups beside a producer; none for one without.
 
     A multiprocessor has 65536 registers. When the kernel starts they are shared out evenly, also to the three warps
     that the producer's warp group leaves idle; ``warp_specialize`` moves them afterwards. They are counted by 8."""
-    return {"maxnreg": 65536 // (128 * (consumers + 1) * instances) // 8 * 8} if consumers else {}
+    return {"maxnreg": 65536 // (128 * (consumers + 1)) // 8 * 8} if consumers else {}

@@ -61,7 +61,6 @@ class AttentionSchedule:
     ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
-    instances: int = 1  # that share a multiprocessor
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
@@ -69,8 +68,8 @@ class AttentionSchedule:
             raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
         if self.ring < self.groups:
             raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
-        if (taken := self.shared_bytes(self.widest, self.widest)) > self.shared_limit:
-            raise ValueError(f"{taken} bytes of shared memory; an instance has {self.shared_limit}")
+        if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
+            raise ValueError(f"{taken} bytes of shared memory; an instance has {_SHARED}")
 
     @property
     def kept(self) -> int:
@@ -81,11 +80,6 @@ class AttentionSchedule:
     def tile(self) -> Tile:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
-
-    @property
-    def shared_limit(self) -> int:
-        """Bytes of shared memory that an instance may have."""
-        return _SHARED // self.instances
 
     def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
         """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
@@ -167,7 +161,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     for schedule in SCHEDULES:
         changes = {} if tile is None else dict(folded=tile[1], ring=max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        if suits and schedule.shared_bytes(*widths, staged, **changes) <= schedule.shared_limit:
+        if suits and schedule.shared_bytes(*widths, staged, **changes) <= _SHARED:
             return replace(schedule, widest=max(widths), **changes) if changes else schedule
     return None
 
@@ -210,8 +204,7 @@ def write_kernel(
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
     made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    coefficients = text.softcap.coefficients() if text.softcap else ()
-    return made and replace(made, made=coefficients, instances=schedule.instances)
+    return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
 
 
 class _PairValues(ExpressionWriter):
