@@ -20,7 +20,7 @@ from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
 from ...reductions import kind_of
-from ..common import batching, skip_small_tiles
+from ..common import batching, result_layout, skip_small_tiles
 from ..common.evaluate import Sizes, pair_result_form, result_form
 from . import branch_and_bound
 from .tile_run import Buffers
@@ -46,11 +46,14 @@ def run(
         if kind_of(r).per_pair
     }
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
-    shape, views = batching.merge_batch_dims(sizes.batch, [*given.values(), *whole])
+    kept = [(r, k) for r, k in fold.outputs if r not in written]
+    rooms = [_allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
+    shape, views, _ = batching.merge_batch_and_strides(
+        sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
+    )
+    outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes))
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
-    kept = [(r, k) for r, k in fold.outputs if r not in written]
-    outputs = [_allocate_result(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
@@ -69,7 +72,7 @@ def run(
     _apply_scales(
         fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants
     )
-    folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
+    folded = iter(rooms)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
 
 
@@ -120,6 +123,10 @@ def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:
     return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
 
 
-def _allocate_result(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    shape, dtype = result_form(reduction, k, sizes, batch)
-    return torch.empty(shape, dtype=dtype, device=sizes.device)
+def _allocate_result(fold: Fold, r: Expr, k: int, leaves: Sequence[Any], sizes: Sizes) -> Tensor:
+    """Room for a result, in the memory order of the input that it belongs to."""
+    shape, dtype = result_form(r, k, sizes)
+    strides = result_layout.find_strides(shape, result_layout.find_model(fold, r, k, leaves))
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=sizes.device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device)

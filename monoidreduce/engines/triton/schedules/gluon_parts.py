@@ -159,17 +159,19 @@ class VectorRows:
         return lines
 
     def store(
-        self, out: int, width: int, slices: Slices, smem: Sequence[str], totals: Sequence[str], narrow: str | None
+        self, spec: Spec, out: int, width: int, slices: Slices, smem: Sequence[str], totals: Sequence[str]
     ) -> list[str]:
         """Store accumulators through shared memory, so that rows are written whole."""
-        lines = []
+        lines = [kernel_text.write_output_base(spec, out)] if out in spec.strided else []
         for (first, size), block, total in zip(slices, smem, totals, strict=True):
             row, lane, layout = (self.name(what, size) for what in ("wide_row", "wide_lane", "WIDE"))
-            base = f"out{out} + {first}" if first else f"out{out}"
-            place = f"{base} + (out_at + {row}[:, None]) * {width} + {lane}[None, :]"
+            place = f"out{out} + (out_at + {row}[:, None]) * {width}"
+            if out in spec.strided:
+                place = f"out{out}_base + {row}[:, None] * out{out}_s"
+            place = f"{place} + {first}" if first else place
             inside = self._inside(size, width - first)
-            lines.append(f"{block}.store(({total}).to(tl.{narrow}))")
-            lines.append(f"tl.store({place}, {block}.load({layout}), mask={inside})")
+            lines.append(f"{block}.store(({total}).to(tl.{spec.narrow}))")
+            lines.append(f"tl.store({place} + {lane}[None, :], {block}.load({layout}), mask={inside})")
         return lines
 
     def _inside(self, size: int, left: int) -> str:
@@ -307,7 +309,7 @@ def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int, shifts: int = 0) -
     lane = f"folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([{each}], [32], [1], [0]))"
     lines = [lane, "folded_in = folded_at < folded_size"] if leaves or shifts else []
     for k in range(shifts):
-        base = f"shift{k}_ptr + tl.cast(batch, tl.int64) * folded_size"
+        base = f"shift{k}_ptr + tl.cast({spec.batch_number()}, tl.int64) * folded_size"
         lines.append(f"shift{k} = tl.load({base} + folded_at.to(tl.int64), mask=folded_in, other=0)")
     for x in map(leaf_name, leaves):
         base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
@@ -348,25 +350,40 @@ class TileOrder:
                 lines.append(f"away = {away} - whole_first")
                 away = "away - tl.where(away < whole, 0, between)"
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
+        if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
+            lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
         return lines
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
+        if self.spec.group is not None:
+            step = f"({step} // {self.spec.group_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
         if not self.spec.bounds:
-            return step
+            return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
         at = f"({step} - whole_steps)"
+        at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
     def any(self, step: str = "step") -> str:
         """The tile of a step, where it may be either."""
-        if not self.sloped and not self.spec.bounds:
+        if not self.sloped and not self.spec.bounds and self.spec.group is None:
             return step
+        if self.spec.group is not None:
+            if not self.spec.bounds:
+                return self.whole(step)
+            return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
         whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
         return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
+
+    def enter_group(self, step: str = "step") -> list[str]:
+        """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""
+        if self.spec.group is None:
+            return []
+        return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
         return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step

@@ -549,7 +549,7 @@ class _Text:
                 stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
             else:
                 width, slices = self.spec.width(feature), self.values.slices
-                stores += self.rows.store(k, width, slices, self._find_memory(), texts, self.spec.narrow)
+                stores += self.rows.store(self.spec, k, width, slices, self._find_memory(), texts)
         return [*self.v.inside, *stores]
 
     def _find_memory(self) -> list[str]:

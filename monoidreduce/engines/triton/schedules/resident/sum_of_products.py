@@ -229,6 +229,7 @@ class _KernelText:
             depth=self.depth,
             phase=f"((step // {self.depth}) & 1) ^ 1",
             produce=[
+                *self.order.enter_group(),
                 *gluon_parts.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
                 *produce,
                 *self._store_numbers(),
@@ -510,7 +511,7 @@ class _ConsumerText:
                 totals.append(total)
             width, slices = self.spec.width(p.vector.feature), self.spec.slices(p.vector.feature)
             smem = self._memory(f"staged{p.place}", "_", p.vector) if like is None else self.residents[like]
-            lines += self.text.rows.store(p.place, width, slices, smem, totals, self.spec.narrow)
+            lines += self.text.rows.store(self.spec, p.place, width, slices, smem, totals)
         return lines
 
 
