@@ -170,7 +170,7 @@ class SoftmaxLines(Lines):
         parts = [[self.tools.factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and p[0].weight is ONE and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
         s, factor = self.logit_block(fields[0])
-        v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
+        v.inside += [line for m, waits in zip(self.means, late, strict=True) if waits for line in m.catch_up()]
         self._weigh(s, factor)
         for mean, cs, waits in zip(self.means, parts, late, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")

@@ -20,7 +20,7 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import device_functions, k_loop, random_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
@@ -530,7 +530,11 @@ class ExpressionWriter:
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
             return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"
-        return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
+        text = ""
+        for at in self.spec.slices(x.feature):
+            more = f", acc={text}" if text else ""
+            text = f"tl.dot({self.block(kept, at=at)}, tl.trans({self.block(folded, at=at)}){more}{self.options()})"
+        return text
 
     def products(self, *roots: Expr) -> None:
         """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
@@ -543,21 +547,33 @@ class ExpressionWriter:
         width = self.spec.width(feature)
         if width > WIDEST:
             raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        size = padded(width)
-        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        width = room or width
-        inside = self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
-        return lane, inside
+        return self.slice_lane(padded(width), room or width)
 
-    def block(self, e: Expr, piece: int | None = None) -> str:
-        """A leaf's vectors ``[axis, features]`` in the operand type; ``piece``: one 16-bit part of float32 vectors."""
+    def slice_lane(self, size: int, width: int) -> tuple[str, str | None]:
+        """The same of a block of ``size`` features, of which ``width`` may be read."""
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        key = ("in", width) if size == padded(width) else ("in", width, size)  # slices may be wider than is padded
+        name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
+        return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
+
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
+        """A leaf's vectors ``[axis, features]`` in the operand type.
+
+        ``piece``: one 16-bit part of float32 vectors; ``at``: one slice of the features (``Spec.slices``)."""
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
         name, folded = f"{name}_block" if piece is None else f"{name}_block_{piece}", self.spec.folds(e)
         self.blocks[e] = None
-        lane, exists = self.lane(e.feature, self.spec.room_of[e])
-        first = (piece or 0) * padded(self.spec.width(e.feature))
+        width = self.spec.width(e.feature)
+        whole, first = padded(width), (piece or 0) * padded(width)
+        if at is None or at[1] == whole:
+            lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        else:
+            first, size = at
+            lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
+            name = f"{name}_{first}" if first else name
+        key = (e, "block", piece, first)
         if folded and e in self.spec.box_of:
-            return self.bind((e, "block", piece), self.load_by_descriptor(e, "start", str(first)), True, name)
+            return self.bind(key, self.load_by_descriptor(e, "start", str(first)), True, name)
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
@@ -567,7 +583,7 @@ class ExpressionWriter:
         text = f"tl.load({at} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
-        return self.bind((e, "block", piece), text, folded, name)
+        return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:
         """The 16-bit parts of a leaf's split float32 vectors, as arguments."""
@@ -588,9 +604,11 @@ class ExpressionWriter:
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text
-        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
-        width = self.spec.width(e.feature)
-        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {k_loop.DEPTH if width > WIDEST else padded(width)}]"
+        width, slices = self.spec.width(e.feature), self.spec.box_slices(e)
+        place = next((k for k, (first, _) in enumerate(slices) if str(first) == feature), 0)
+        text = f"{box_name(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
+        size = k_loop.DEPTH if width > WIDEST else slices[place][1]
+        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text
 
     def operand_type(self) -> str:

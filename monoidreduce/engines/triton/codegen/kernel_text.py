@@ -18,7 +18,7 @@ from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
 from . import device_functions, k_loop, random_functions, tile_ranges
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec
+from .kernel_spec import TINY, Spec, box_name
 from .reductions import known
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
@@ -119,7 +119,8 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
-    names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
+    copied = [e for e in used if e in spec.box_of]
+    names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.box_slices(e)))]
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 
 
@@ -233,9 +234,11 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 for f, text in enumerate(texts):
                     lines.append(f"tl.store({place.format('kept_lane')} + {f}, {text}, mask=kept_in)")
                 continue
-            lane, exists = v.lane(feature)
-            mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
-            lines.append(f"tl.store({place.format('kept_lane[:, None]')} + {lane}[None, :], {texts[0]}, mask={mask})")
+            for text, (first, size) in zip(texts, v.spec.slices(feature), strict=True):
+                lane, exists = v.slice_lane(size, width - first)
+                mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+                row = place.format("kept_lane[:, None]") + (f" + {first}" if first else "")
+                lines.append(f"tl.store({row} + {lane}[None, :], {text}, mask={mask})")
     return lines
 
 

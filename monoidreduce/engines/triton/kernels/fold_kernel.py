@@ -25,7 +25,7 @@ from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
-from ..codegen.kernel_spec import WIDEST, Spec, padded
+from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import few_rows, hopper, spec_from_tensors
@@ -58,6 +58,10 @@ LEAST_INSTANCES = 3
 _LEAST_MASKED = 6
 _LITTLE = 2**28  # pairs
 _GROUP_SIZES = (2, 4, 8, 16)  # parts of the text: divisions are shifts (as a run-time number: 2.5 % of a kernel's time)
+# By how much fewer pairs, of more than 64 features, pay for descriptors. H200, attention of 128 features, 2²⁵ and 2²⁶
+# pairs (128 x 16 heads of 128 rows to 4 x 16 of 1024): 0.79 to 1.14 of the forward's time, 0.85 to 0.94 with gradients;
+# of 64 features no gain that could be told from noise.
+WIDE_GAIN = 8
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -197,7 +201,8 @@ class FoldLaunch:
             else ()
         )
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
-        many = self.spec.deep or pairs >= spec_from_tensors.VERY_MANY
+        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
+        many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
@@ -265,11 +270,7 @@ class FoldLaunch:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = (
-            attention.write_kernel(self.spec, even, aligned)
-            if attention.matches_plan(self.plan, self.sizes.device)
-            else None
-        )
+        made = attention.write_kernel_for_plan(self.spec, self.plan, even, aligned)
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
@@ -306,9 +307,10 @@ class FoldLaunch:
         line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
         self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
-            (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
+            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
+            for block in self._blocks(e)
         ]
         if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
@@ -319,16 +321,15 @@ class FoldLaunch:
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
-    def _block(self, e: Expr) -> tuple[int, ...]:
-        """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
+    def _blocks(self, e: Expr) -> list[tuple[int, ...]]:
+        """How many numbers, or vectors and of how many features, each tensor descriptor of a leaf copies at a time."""
         if e.feature is None:
-            return (self.blocks[1],)
+            return [(self.blocks[1],)]
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
-        width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
         length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
-        return length, k_loop.DEPTH if width > WIDEST else width
+        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""

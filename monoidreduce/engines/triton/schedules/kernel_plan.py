@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ....plan import settings
 from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
+from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
@@ -167,7 +168,8 @@ def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
     alone = kernel.widths.kept_blocks <= 1 or kernel.widths.state >= 2 * widest
     how = _describe_work(kernel, widest)
     how += "" if alone else " apart" if kernel.traits.sums_other_block and how == "plain" else " gradient"
-    return widest if kernel.widths.folded <= 3 * widest else 0, min(kernel.widths.state // widest, 2), how
+    few = kernel.widths.folded <= 3 * widest
+    return padded(widest) if few else 0, min(kernel.widths.state // widest, 2), how
 
 
 def _describe_work(kernel: Kernel, widest: int) -> str:
