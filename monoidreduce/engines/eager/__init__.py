@@ -19,10 +19,10 @@ from ...plan import tiles as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
-from ...reductions import kind_of
+from ...reductions import kind_of, outputs_of
 from ..common import batching, skip_small_tiles
 from ..common.evaluate import Sizes, pair_result_form, result_form
-from . import branch_and_bound
+from . import branch_and_bound, cpp
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
 
@@ -35,6 +35,8 @@ def run(
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
     if coder is compile_fold and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found
+    if coder is compile_fold and (found := cpp.run(fold, leaves, sizes)) is not None:
+        return _finish_cpp(fold, found, leaves, sizes)
     fold = fold if skip_small_tiles.active() is None else _move_scales_inside(fold)
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     code = coder(fold, scalars)
@@ -71,6 +73,16 @@ def run(
     )
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
+
+
+def _finish_cpp(fold: Fold, found: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    """The results of generated code, scaled."""
+    results = [t.view(*sizes.batch, *t.shape[t.dim() - 1 - (outputs_of(r)[k][0] is not None) :])
+        for t, (r, k) in zip(found, fold.outputs, strict=True)]
+    values = dict(zip(fold.leaves, leaves, strict=True))
+    values |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
+    _apply_scales(fold, dict(zip(fold.outputs, results, strict=True)), values)
+    return results
 
 
 @functools.lru_cache(maxsize=1024)
