@@ -61,7 +61,7 @@ def find_compiler(search: str | None, wanted: str | None) -> Compiler | None:
         native = "-mcpu=native" if machine in ("aarch64", "arm64") else "-march=native"
         threads = "-fopenmp-simd" if sys.platform == "darwin" else "-fopenmp"
         wide = ("-mprefer-vector-width=512",) if "avx512f" in _cpu_flags() else ()
-        flags = (*_FLAGS, "-fwrapv", native, threads, *wide)
+        flags = (*_FLAGS, native, threads, *wide)
         identity = repr((path, version, flags, machine, _cpu_flags(), sys.platform))
         return Compiler(path, flags, identity)
     return None

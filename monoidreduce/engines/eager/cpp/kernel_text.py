@@ -23,7 +23,7 @@ from ....reductions import outputs_of
 from ..tile_code import Reducer
 from . import support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
-from .tile_text import TileText
+from .tile_text import PAD, TileText
 
 HEAD = 12  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
@@ -39,6 +39,7 @@ class Form:
     numbers: tuple[Expr, ...]  # leaves and sizes that are Python numbers
     pairs: tuple[tuple[Expr, str, int], ...]  # leaves per pair: type in C++, stride along the folded axis (2: any)
     swapped: bool
+    transposed: bool = False  # folded operands of products are copied with features first, before the walk
 
     def width(self, e: Expr) -> int:
         letter = str(e.feature).lstrip("#")
@@ -74,8 +75,9 @@ class KernelText:
             at += len(outputs_of(r))
         self.arguments = at
         self.kept_vectors: dict[Expr, int] = {}
+        self.packed: dict[Expr, int] = {}  # folded leaves that are copied, and the features of those before
         bodies = [TileText(self, k, reducers).write() for k, reducers in enumerate(variants)]
-        self.text = "\n".join([*self._head(), *bodies, self._load_rows(), self._walk()])
+        self.text = "\n".join([*self._head(), *bodies, self._load_rows(), self._pack_tile(), self._walk()])
 
     def is_kept(self, e: Expr) -> bool:
         return e.cols if self.form.swapped else e.rows
@@ -108,7 +110,7 @@ class KernelText:
         block, folded = self.form.block
         return [
             f"typedef {kind} F;",
-            f"static const int BM = {block}, BN = {folded};",
+            f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
             support.TYPES,
             support.FUNCTIONS,
             *([support.DRAWS] if self.form.single else []),
@@ -126,6 +128,31 @@ class KernelText:
         if e.op == "leaf":
             return f"find_vectors(a + {self.leaf_at[e]}, b, i0, {width}, w + {room})"
         return f"{{w + {room}, {width}}}"
+
+    @property
+    def packed_width(self) -> int:
+        """Features of all folded leaves that are copied."""
+        return sum(self.form.width(e) for e in self.packed)
+
+    def packed_call(self, e: Expr) -> str:
+        """C++ that gives the copy of a tile's folded vectors, features first."""
+        before = self.packed.setdefault(e, self.packed_width)
+        width = self.form.width(e)
+        across = "((N + BN - 1) / BN)"
+        return f"(const F*)a[11] + a[0] * {across} * BN * {before} + (b * {across} + j0 / BN) * {width} * BN"
+
+    def _pack_tile(self) -> str:
+        lines = []
+        for e in self.packed:
+            call = self.packed_call(e)
+            lines.append(f"load_features(a + {self.leaf_at[e]}, b, j0, n, {self.form.width(e)}, (F*)({call}), BN);")
+        head = "static const bool PACKS = " + ("true" if self.packed else "false") + ";\n"
+        return f"""{head}static void pack_tile(const I* a, I b, I j0) {{
+  const I N = a[2];
+  const int n = (int)(N - j0 < BN ? N - j0 : BN); (void)n;
+  {chr(10).join(lines)}
+}}
+"""
 
     def pack_lines(self, e: Expr, room: int, index: str, start: str, count: str) -> list[str]:
         """Lines that compute a vector expression of one side, index by index."""
@@ -232,6 +259,7 @@ _RUN_KEPT = (
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
   const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
   run_tasks((int)a[3], a[0] * rows, (Limit)a[9], [&](I k, int own) {
     const I b = k / rows, row = rows - 1 - k % rows, i0 = row * BM;  // the last first: of causal rows the longest
     const int m = (int)(a[1] - i0 < BM ? a[1] - i0 : BM);
@@ -256,6 +284,7 @@ static int set_of(I block, int sets) {
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
   const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
   const int sets = a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3];
   for (int round = 0; round < sets; round++)
     run_tasks((int)a[3], a[0] * sets, (Limit)a[9], [&](I k, int own) {

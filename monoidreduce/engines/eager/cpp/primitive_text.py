@@ -119,6 +119,8 @@ def write_primitive(e: Expr, args: list[str], single: bool) -> str:
         wanted = classes
     else:
         wanted = [e.dtype] * len(args)
+    if e.dtype == "int" and name in ("add", "sub", "mul"):  # torch's integers wrap around, C++'s must not overflow
+        return f"(I)((uint64_t){args[0]} {text[4]} (uint64_t){args[1]})"
     given = [a if w == c else f"({NUMBER[w]})({a})" for a, w, c in zip(args, wanted, classes, strict=True)]
     return f"({NUMBER[e.dtype]})({text.format(*given, **_attributes(e, single))})"
 

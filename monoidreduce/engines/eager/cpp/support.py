@@ -40,6 +40,20 @@ INLINE float exp_(float x) {
   const int32_t k = (int32_t)n, half = k >> 1;  // in two steps: results may be subnormal
   return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
 }
+INLINE float exp_weight(float x) {  // 0 where the result would be subnormal
+  float c = x < -87.33f ? -88.1f : x;
+  c = c > 89.0f ? 89.0f : c;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.0f;
+  return p * bits<float>(((int32_t)n + 127) << 23);
+}
 INLINE double exp_(double x) {
   double c = x < -746.0 ? -746.0 : x;
   c = c > 710.0 ? 710.0 : c;
@@ -60,6 +74,7 @@ INLINE double exp_(double x) {
   const int64_t k = (int64_t)(bits<uint64_t>(shifted) << 13) >> 13, half = k >> 1;  // the integer in the low bits
   return p * bits<double>((half + 1023) << 52) * bits<double>((k - half + 1023) << 52);
 }
+INLINE double exp_weight(double x) { return exp_(x); }
 INLINE double log_(double x) {  // of positive normal numbers
   const int64_t b = bits<int64_t>(x), e = ((b >> 52) & 2047) - 1023;
   double m = bits<double>((b & 0xfffffffffffffLL) | 0x3ff0000000000000LL), k = (double)(int32_t)e;
@@ -229,6 +244,11 @@ static void multiply(F* c, int ldc, const F* a, int lda, const F* b, int ldb, in
   const F zero = 0;
   gemm_("T", "N", &n, &m, &k, &alpha, b, &ldb, a, &lda, &zero, c, &ldc);
 }
+// the same with b[k, n], as load_features writes it
+static void multiply_packed(F* c, int ldc, const F* a, int lda, const F* b, int m, int n, int k, F alpha) {
+  const F zero = 0;
+  gemm_("N", "N", &n, &m, &k, &alpha, b, &BN, a, &lda, &zero, c, &ldc);
+}
 // out[m, d] += w[m, n] v[n, d]
 static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
   const F one = 1;
@@ -278,8 +298,12 @@ static void load_features(const I* leaf, I b, I start, int count, int width, F* 
   const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
   const int kind = (int)leaf[4];
   if (kind == (sizeof(F) == 4 ? 0 : 1)) {
-    for (int f = 0; f < width; f++)
-      for (int l = 0; l < count; l++) room[f * stride + l] = ((const F*)p)[first + l * step + f * feature];
+    const F* const from = (const F*)p + first;
+    for (int start = 0; start < count; start += 16) {  // 16 vectors at a time: whole lines of the cache are written
+      const int stop = start + 16 < count ? start + 16 : count;
+      for (int f = 0; f < width; f++)
+        for (int l = start; l < stop; l++) room[(I)f * stride + l] = from[l * step + f * feature];
+    }
     return;
   }
   for (int f = 0; f < width; f++)
@@ -353,8 +377,8 @@ static void contract_gap(F* out, const F* weight, const F* left, const F* right,
   const F* const own = folds ? left : right;
   for (int i = 0; i < (folds ? m : n); i++)
     for (int f = 0; f < d; f++) out[(I)i * d + f] += sums[i] * own[(I)i * d + f];
-  if (folds) contract(out, d, weight, BN, right, d, m, n, d);
-  else contract_rows(out, d, weight, BN, left, d, m, n, d);
+  if (folds) contract(out, d, weight, LD, right, d, m, n, d);
+  else contract_rows(out, d, weight, LD, left, d, m, n, d);
 }
 // The best number so far and its place; the first of equals, NaN before all.
 template <bool LARGEST> static void select_best(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {

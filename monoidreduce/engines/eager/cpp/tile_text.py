@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
 FEW = 8  # features up to which products are done in the loop over pairs
 FEW_SUMS = 4  # features of a result up to which they are
+PAD = 16  # numbers between two rows of a buffer: rows 2 kB apart would meet in the same lines of the cache
 MOST_K = 64  # of a top-k: its list is kept sorted by insertion
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+
+def _is_softmax_exponent(x: Expr) -> bool:
+    """A pair number minus a number of one side: weights of a softmax, where what is below 1e-38 is nothing."""
+    return x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float"
 
 
 class TileText:
@@ -87,6 +94,11 @@ class TileText:
             return f"coin_((U){row}, (U){mark}, (U){col})"
         if e.op not in PRIMITIVES or e.feature is not None:
             raise Unsupported(f"{e.op} has no C++ form")
+        if e.op == "div" and e.dtype == "float" and e.args[1].dtype == "float" and e.args[1] in self.k.number_at:
+            own = self.once(("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top)
+            return f"(F)({self.get(e.args[0])}) * {own}"
+        if e.op == "exp" and _is_softmax_exponent(e.args[0]):
+            return f"exp_weight({self.get(e.args[0])})"
         return write_primitive(e, [self.get(a) for a in e.args], self.k.form.single)
 
     def _leaf(self, e: Expr) -> str:
@@ -151,7 +163,8 @@ class TileText:
             return self.own.get((e, f)) or self.names[e, f]
         if e.op == "leaf" and not e.is_pair and e.dtype == "float":
             if self.k.is_folded(e):
-                text = f"{self.features(e)}[{f} * BN + j]"
+                start = self.features(e)
+                text = f"{self.once(('feature', e, f), 'const F*', f'{start} + {f} * BN', self.top)}[j]"
             else:
                 at = self.k.leaf_at[e]
                 place = f"b * a[{at + 1}]" + (f" + (i0 + i) * a[{at + 2}]" if self.k.is_kept(e) else "")
@@ -252,19 +265,23 @@ class TileText:
 
     def slot_room(self, name: str) -> int:
         block, folded = self.k.form.block
-        return self.k.room.take(("slot", name), block * folded)
+        return self.k.room.take(("slot", name), block * (folded + PAD))
 
     def _product(self, e: Expr) -> None:
         kept, folded = self.sides(*e.args)
         width, (block, across) = self.k.form.width(kept), self.k.form.block
-        x, y, out = self.vectors(kept), self.vectors(folded), self.slot_room(self.slots[e])
+        x, out, alpha = self.vectors(kept), self.slot_room(self.slots[e]), self.alpha.get(e, "(F)1")
+        if e.op == "dot" and self.k.form.transposed and folded.op == "leaf":
+            y = self.once(("packed", folded), "const F*", self.k.packed_call(folded), self.top)
+            self.top.append(f"multiply_packed(w + {out}, LD, {x}.at, {x}.ld, {y}, m, n, {width}, {alpha});")
+            return
+        y = self.vectors(folded)
         if e.op == "dot":
-            alpha = self.alpha.get(e, "(F)1")
-            self.top.append(f"multiply(w + {out}, BN, {x}.at, {x}.ld, {y}.at, {y}.ld, m, n, {width}, {alpha});")
+            self.top.append(f"multiply(w + {out}, LD, {x}.at, {x}.ld, {y}.at, {y}.ld, m, n, {width}, {alpha});")
             return
         left = self.k.room.take("left", block * (width + 4))
         right = self.k.room.take("right", (across + 2) * (width + 4))
-        self.top.append(f"distances(w + {out}, BN, {x}, {y}, m, n, {width}, w + {left}, w + {right});")
+        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, w + {left}, w + {right});")
 
     # Writing ------------------------------------------------------------------------------------------------
 
@@ -288,7 +305,7 @@ class TileText:
             loops += self._softmax(r)
         for r in (*groups["best"], *groups["topk"]):
             loops += self._select(r)
-        rows = [f"F* const {s} = w + {self.slot_room(s)} + (I)i * BN;" for s in dict.fromkeys(self.slots.values())]
+        rows = [f"F* const {s} = w + {self.slot_room(s)} + (I)i * LD;" for s in dict.fromkeys(self.slots.values())]
         inside = "\n    ".join([*rows, *self.row, *loops])
         head = "\n  ".join(self.top)
         tail = "\n  ".join(self.after)
@@ -369,7 +386,9 @@ class TileText:
                         f"for (int j = 0; j < n; j++) for (int f = 0; f < {width}; f++) "
                         f"{out}[(j0 + j) * {width} + f] += {own}[f * BN + j];"
                     )
-                extra.append(f"{self.names['cols', red]}[{f} * BN + j] += {value};")
+                own = self.names["cols", red]
+                pointer = self.once(("cols", red, f), "F*", f"{own} + {f} * BN", self.top)
+                extra.append(f"{pointer}[j] += {value};")
 
     def _contract(
         self,
@@ -397,10 +416,10 @@ class TileText:
         if c.minus is None:
             v = self.vectors(c.vector)
             if folds:
-                self.after.append(f"contract({out} + i0 * {width}, {width}, {at}, BN, {v}.at, {v}.ld, m, n, {width});")
+                self.after.append(f"contract({out} + i0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
             else:
                 self.after.append(
-                    f"contract_rows({out} + j0 * {width}, {width}, {at}, BN, {v}.at, {v}.ld, m, n, {width});"
+                    f"contract_rows({out} + j0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});"
                 )
             return
         kept, folded = self.sides(c.vector, c.minus)
@@ -460,7 +479,7 @@ class TileText:
         weight = self.name()
         before, extra, behind, names = [f"F {sums} = 0;"], [], [], [sums]  # type: list[str], list[str], list[str], list[str]
         stored: dict[Expr, str] = {}
-        self.lines.append(f"const F {weight} = exp_({slot}[j] - {safe});")
+        self.lines.append(f"const F {weight} = exp_weight({slot}[j] - {safe});")
         for v, parts in enumerate(r.values, 1):
             feature = outputs_of(red)[v][0]
             width = 1 if feature is None else self.k.feature_width(feature)
