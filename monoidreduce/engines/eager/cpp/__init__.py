@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ BLOCK, FOLDED, CONDITIONAL = 128, 512, 256  # a tile of 256 kB stays in the L2 c
 # Products with folded vectors copied features first take a sixth less time (MKL, 128 x 512 x 64 and 128).
 PACK_ROWS = 1024  # kept indices from which the copy is cheap
 PACK_BYTES = 2**24  # of copies, at most
+LEAST_BLOCK = 16
+WIDE, WIDE_BLOCK = 256, 512  # features beyond which a tile's operands, read again for every block, are the most
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PAIR_KINDS = {
     torch.float32: ("float", 0),
@@ -57,12 +59,21 @@ class Kernel:
     packed: int  # features of all folded vectors that are copied
 
 
-def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
-    """Run a fold as C++; None if tiles of torch calls should."""
-    if not applies(fold, leaves, sizes):
+def run(
+    fold: Fold,
+    leaves: Sequence[Any],
+    sizes: Sizes,
+    panel: slice | None = None,
+    totals: Mapping[Expr, Tensor] | None = None,
+) -> list[Tensor] | None:
+    """Run a fold as C++; None if tiles of torch calls should. Results are ``[*merged batch, length(, features)]``.
+
+    With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun."""
+    part = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start)
+    if not applies(fold, leaves, part):
         return None
     try:
-        return _run(fold, leaves, sizes)
+        return _run(fold, leaves, part, sizes, 0 if panel is None else panel.start, totals or {})
     except Unsupported:
         return None
 
@@ -101,19 +112,23 @@ def _is_readable(e: Expr, v: Tensor) -> bool:
     return v.dtype in _KINDS and not narrow
 
 
-def _run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
+def _run(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, whole: Sizes, begin: int, totals: Mapping[Expr, Tensor]
+) -> list[Tensor] | None:
     gemm = compiler.gemm_addresses()
     if gemm is None:
         return None
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     code = compile_fold(fold, frozenset(numbers))
-    constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
+    constants = numbers | {size(axis): whole.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     given = {e: _prepare_leaf(e, v, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     shape, views = batching.merge_batch_dims(sizes.batch, list(given.values()))
     swapped = all(r.attrs[1] == "rows" for r in fold.reductions)
-    block = (BLOCK, CONDITIONAL if code.conditions else FOLDED)
+    threads = max(1, torch.get_num_threads())
+    widest = max([0, *(sizes.of(letter) for letter in fold.letters)])
+    block = _choose_block(shape, sizes.cols if swapped else sizes.rows, bool(code.conditions), threads, widest)
     parts = dict(zip(given, views, strict=True))
-    tables = _make_tables(code, parts, numbers, sizes, shape, block, swapped)
+    tables = _make_tables(code, parts, numbers, (sizes, whole, begin), shape, block, swapped)
     form = Form(
         sizes.compute is torch.float32,
         tuple((letter, sizes.of(letter)) for letter in fold.letters),
@@ -123,7 +138,7 @@ def _run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None
         swapped,
     )
     kept, folded = (sizes.cols, sizes.rows) if swapped else (sizes.rows, sizes.cols)
-    threads, limit = max(1, torch.get_num_threads()), budget.requested()
+    limit = budget.requested()
     item, padded = sizes.compute.itemsize, -(-folded // block[1]) * block[1]
     if limit is None and kept >= PACK_ROWS:
         wide = replace(form, transposed=True)
@@ -136,7 +151,7 @@ def _run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None
     if kernel.packed:
         step = max(1, PACK_BYTES // (kernel.packed * padded * item))
     copies = torch.empty(min(step, shape[-1]) * padded * kernel.packed, dtype=sizes.compute)
-    outputs = [_allocate(r, k, shape, sizes, swapped) for r, k in fold.outputs]
+    outputs = [totals[r] if r in totals else _allocate(r, k, shape, sizes, swapped) for r, k in fold.outputs]
     memory = torch.empty(threads * kernel.room, dtype=sizes.compute)
     packed = b"".join(_pack_number(e, v) for e, v in constants.items())
     held = ctypes.create_string_buffer(packed, max(1, len(packed)))
@@ -148,7 +163,7 @@ def _run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None
             table = table[own] if by_batch and table is not None else table
             head = [own.stop - first, kept, folded, threads, 0 if table is None else table.data_ptr()]
             head += [table.stride(0) if by_batch and table is not None else 0, memory.data_ptr(), kernel.room]
-            head += [address, gemm[2], ctypes.addressof(held), copies.data_ptr()]
+            head += [address, gemm[2], ctypes.addressof(held), copies.data_ptr(), begin]
             assert len(head) == HEAD
             for e in fold.leaves:
                 head += _describe_leaf(e, parts[e][where][own]) if e in parts else [0] * LEAF
@@ -158,6 +173,14 @@ def _run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None
     for computed, rows, cols in tables.counts:
         tile_counter.count_tile(computed, 1, rows, cols)
     return outputs
+
+
+def _choose_block(shape: tuple[int, ...], kept: int, conditional: bool, threads: int, widest: int) -> tuple[int, int]:
+    """Kept and folded indices of a tile: more of wide vectors, fewer where threads would find nothing to do."""
+    block, tasks = WIDE_BLOCK if widest > WIDE else BLOCK, 4 * threads
+    while block > LEAST_BLOCK and torch.Size(shape).numel() * -(-kept // block) < tasks:
+        block //= 2
+    return block, CONDITIONAL if conditional else FOLDED
 
 
 def _allocate(r: Expr, k: int, shape: tuple[int, ...], sizes: Sizes, swapped: bool) -> Tensor:
@@ -221,11 +244,12 @@ def _make_tables(
     code: FoldCode,
     parts: dict[Expr, Tensor],
     numbers: dict[Expr, Any],
-    sizes: Sizes,
+    where_rows: tuple[Sizes, Sizes, int],
     shape: tuple[int, ...],
     block: tuple[int, int],
     swapped: bool,
 ) -> Tables:
+    sizes, whole, begin = where_rows
     batch = torch.Size(shape).numel()
     if not code.conditions:
         only = code.variant({})
@@ -247,7 +271,7 @@ def _make_tables(
         layers = []
         for chunk in chunks:
             part = {e: v[chunk] if isinstance(v, Tensor) else v for e, v in own.items()}
-            row_ranges, col_ranges, fixed = tile_ranges(code, part, sizes, 0, rows, cols)
+            row_ranges, col_ranges, fixed = tile_ranges(code, part, whole, begin, rows, cols)
             table = []
             for i, row in enumerate(rows):
                 line = []

@@ -25,7 +25,7 @@ from . import support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 from .tile_text import PAD, TileText
 
-HEAD = 12  # arguments before the leaves
+HEAD = 13  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
 
 
@@ -356,7 +356,7 @@ def _finish_lines(k: KernelText, r: Expr) -> list[str]:
             )
         return [
             *lines,
-            "  *log_total = total == 0 ? -INF : (F)std::log(total);",
+            "  *log_total = total == 0 ? -INF : (F)__builtin_log((double)total);",
             f"  *peak = safe; {k.output(r, 0)}[i0 + i] = *log_total + safe;",
             "}",
         ]

@@ -8,7 +8,6 @@ compares them with float64). Functions of float other than ``exp`` compute in do
 from __future__ import annotations
 
 TYPES = """
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #ifdef _OPENMP

@@ -82,7 +82,7 @@ class TileText:
         if e.op == "leaf":
             return self._leaf(e)
         if e.op in ("row_index", "col_index"):
-            return "(I)(j0 + j)" if self.k.is_folded(e) else "(I)(i0 + i)"
+            return f"(I)({'j0 + j' if self.k.is_folded(e) else 'i0 + i'}{self._begin(e)})"
         if e.op in ("dot", "sqdist"):
             return f"{self.slots[e]}[j]" if e in self.slots else self._small_product(e)
         if e.op in _COMPARES and (text := self._compare_index(e)):
@@ -128,13 +128,18 @@ class TileText:
             lines.append(f"{kind} const {self.names[key]} = {text};")
         return self.names[key]
 
+    def _begin(self, e: Expr) -> str:
+        """What is added to an index of the rows: the leaves may hold some rows of many."""
+        return " + a[12]" if e.op == "row_index" else ""
+
     def _compare_index(self, e: Expr) -> str:
         """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
         for x, y, sign in (e.args + (_COMPARES[e.op],), e.args[::-1] + (_MIRROR[_COMPARES[e.op]],)):
             if x.op in ("row_index", "col_index") and self.k.is_folded(x) and not self.k.is_folded(y) and y.dtype == "int":
                 there = self.get(y)
                 lines = self.row if self.k.is_kept(y) else self.top
-                text = f"(int32_t)({there} - j0 < -1 ? -1 : {there} - j0 > BN ? BN : {there} - j0)"
+                at = f"({there} - j0{self._begin(x).replace('+', '-')})"
+                text = f"(int32_t)({at} < -1 ? -1 : {at} > BN ? BN : {at})"
                 return f"(j {sign} {self.once(('at', y), 'int32_t', text, lines)})"
         return ""
 
@@ -373,18 +378,19 @@ class TileText:
                 before.append(f"{number} {own} = 0;")
                 extra.append(f"{own} += {value};")
                 behind.append(f"{out}[(i0 + i){step}] += {own};")
-            elif width <= 1:
+            elif number == "I":
                 pointer = self.once(("out", red, result), f"{number}*", f"{out} + j0", self.top)
                 extra.append(f"{pointer}[j] += {value};")
-            else:
-                room = self.k.room.take(("cols", red), width * self.k.form.block[1])
+            else:  # the sums of a tile first: one long chain of additions would lose digits
+                many = max(1, width)
+                room = self.k.room.take(("cols", red), many * self.k.form.block[1])
                 if ("cols", red) not in self.names:
                     self.names["cols", red] = self.name()
                     own = self.names["cols", red]
-                    self.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {width} * BN);")
+                    self.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {many} * BN);")
                     self.after.append(
-                        f"for (int j = 0; j < n; j++) for (int f = 0; f < {width}; f++) "
-                        f"{out}[(j0 + j) * {width} + f] += {own}[f * BN + j];"
+                        f"for (int j = 0; j < n; j++) for (int f = 0; f < {many}; f++) "
+                        f"{out}[(j0 + j) * {many} + f] += {own}[f * BN + j];"
                     )
                 own = self.names["cols", red]
                 pointer = self.once(("cols", red, f), "F*", f"{own} + {f} * BN", self.top)
