@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,7 +173,20 @@ def _run(
             kernel.call(ctypes.addressof(arguments))
     for computed, rows, cols in tables.counts:
         tile_counter.count_tile(computed, 1, rows, cols)
+    _finish_kept(fold, outputs, swapped)
     return outputs
+
+
+def _finish_kept(fold: Fold, outputs: list[Tensor], swapped: bool) -> None:
+    """Peaks and totals of softmaxes over the kept axis as results: logsumexp, the total's logarithm, the peak."""
+    found = iter(outputs)
+    for r in fold.reductions:
+        own = [next(found) for _ in outputs_of(r)]
+        if r.attrs[0] == "soft" and (r.attrs[1] == "rows") != swapped:
+            z, log_total, peak = own
+            log_total.log_()
+            peak.masked_fill_(peak.isinf(), 0.0)
+            torch.add(log_total, peak, out=z)
 
 
 def _choose_block(shape: tuple[int, ...], kept: int, conditional: bool, threads: int, widest: int) -> tuple[int, int]:
@@ -186,6 +200,8 @@ def _choose_block(shape: tuple[int, ...], kept: int, conditional: bool, threads:
 def _allocate(r: Expr, k: int, shape: tuple[int, ...], sizes: Sizes, swapped: bool) -> Tensor:
     form, dtype = result_form(r, k, sizes, shape)
     fill = (r.attrs[1] == "rows") != swapped  # sums over the kept axis are added to from the start
+    if fill and r.attrs[0] == "soft" and k == len(outputs_of(r)) - 1:
+        return torch.full(form, -math.inf, dtype=dtype)  # its peaks
     return (torch.zeros if fill else torch.empty)(form, dtype=dtype)
 
 

@@ -458,7 +458,7 @@ class TileText:
     def _softmax(self, r: Reducer) -> list[str]:
         red = self.k.fold.reductions[r.place]
         if not self.k.folds(red):
-            raise Unsupported("a softmax over the kept axis beside sums over the other")
+            return self._kept_softmax(r, red)
         count, logit = len(outputs_of(red)), r.roots[0]
         self.begin_loop()
         x = self.get(logit)
@@ -467,7 +467,8 @@ class TileText:
         if in_place:
             slot, write = self.slots[place], []
         else:
-            free = [] if self.shared else list(self.slots.values())
+            read_again = any(self.k.is_folded(c.weight) for v in r.values for c in v)  # values made of products too
+            free = [] if self.shared or read_again else list(self.slots.values())
             slot = free[0] if free else self.slot(("logit", red))
             write = [f"{slot}[j] = {x};"]
         top, lines = self.name(), [f"const F* const unused_{r.place} = 0; (void)unused_{r.place};"]
@@ -510,6 +511,37 @@ class TileText:
         extra.append(f"{sums} += {weight};")
         lines += [*before, *self.end_loop({"+": names}, extra)]
         return [*lines, f"{total}[i0 + i] = {total}[i0 + i] * {shrink} + {sums};", *behind]
+
+    def _kept_softmax(self, r: Reducer, red: Expr) -> list[str]:
+        """A softmax over the kept axis, beside reductions over the other: the tile's maxima in the loop over pairs,
+        its weights after all of them. The fold's end turns peaks and totals into results (``__init__.py``)."""
+        if r.values:
+            raise Unsupported("a softmax mean over the kept axis, beside reductions over the other")
+        count, across = len(outputs_of(red)), self.k.form.block[1]
+        self.begin_loop()
+        x, place = self.get(r.roots[0]), self.alias.get(r.roots[0], r.roots[0])
+        plain = place in self.slots
+        slot = self.slots[place] if plain else self.slot(("logit", red))
+        top, sums = (self.k.room.take((what, red), across) for what in ("top", "sums"))
+        peak, total = self.k.output(red, count - 1), self.k.output(red, count - 2)
+        most = self.once(("top", red), "F*", f"w + {top}", self.top)
+        self.top.append(f"for (int j = 0; j < n; j++) {most}[j] = {peak}[j0 + j];")
+        write = [] if plain else [f"{slot}[j] = {x};"]
+        lines = self.end_loop({}, [*write, f"{most}[j] = {x} > {most}[j] ? {x} : {most}[j];"])
+        self.after += [
+            f"{{ F* const sums = w + {sums}; F *peak = {peak} + j0, *total = {total} + j0;",
+            "for (int j = 0; j < n; j++) {",
+            f"  const F old = peak[j], top = {most}[j], safe = top == INF || top == -INF ? (F)0 : top;",
+            f"  total[j] *= exp_(old - safe); peak[j] = top; {most}[j] = safe; sums[j] = 0;",
+            "}",
+            "for (int i = 0; i < m; i++) {",
+            f"  const F* const x = w + {self.slot_room(slot)} + (I)i * LD;",
+            '  _Pragma("omp simd")',
+            f"  for (int j = 0; j < n; j++) sums[j] += exp_weight(x[j] - {most}[j]);",
+            "}",
+            "for (int j = 0; j < n; j++) total[j] += sums[j]; }",
+        ]
+        return lines
 
     def _goes_by_product(self, red: Expr, result: int, c: Contraction) -> bool:
         feature = outputs_of(red)[result][0]
