@@ -28,7 +28,8 @@ from ....plan import disk
 
 FOLDER = "cpp"
 _TIMEOUT = 120  # seconds
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+# Without partial redundancy elimination (tree-pre), which puts branches into loops that GCC then does not vectorise.
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-tree-pre", "-fno-math-errno", "-fno-trapping-math")
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
 _noted = threading.Event()
@@ -61,7 +62,7 @@ def find_compiler(search: str | None, wanted: str | None) -> Compiler | None:
         native = "-mcpu=native" if machine in ("aarch64", "arm64") else "-march=native"
         threads = "-fopenmp-simd" if sys.platform == "darwin" else "-fopenmp"
         wide = ("-mprefer-vector-width=512",) if "avx512f" in _cpu_flags() else ()
-        flags = (*_FLAGS, native, threads, *wide)
+        flags = (*_FLAGS, "-ffp-contract=fast", native, threads, *wide)
         identity = repr((path, version, flags, machine, _cpu_flags(), sys.platform))
         return Compiler(path, flags, identity)
     return None

@@ -94,7 +94,7 @@ INLINE double log_(double x) {  // of positive normal numbers
 INLINE float log_(float x) {
   const float y = (float)log_((double)x);
   const float z = x == 0.0f ? -(float)INF : x < 0.0f ? (float)NaN : y;
-  return x == (float)INF || x != x ? x : z;
+  return (x == (float)INF) | (x != x) ? x : z;
 }
 INLINE float log1p_(float x) {
   const double d = x, s = d / (2.0 + d), q = s * s;  // near 0 the logarithm as a series, else that of 1 + x
@@ -103,26 +103,32 @@ INLINE float log1p_(float x) {
   p = p * q + 1.0 / 5;
   p = p * q + 1.0 / 3;
   const float far = (float)log_(1.0 + d);
-  const float z = x > -0.125f && x < 0.125f ? (float)(2.0 * (s + s * q * p)) : far;
+  const float z = (x > -0.125f) & (x < 0.125f) ? (float)(2.0 * (s + s * q * p)) : far;
   const float w = x == -1.0f ? -(float)INF : x < -1.0f ? (float)NaN : z;
   const float v = x == 0.0f ? x : w;
-  return x == (float)INF || x != x ? x : v;
+  return (x == (float)INF) | (x != x) ? x : v;
 }
-INLINE float expm1_(float x) {
-  float p = 1.0f / 5040;
-  p = p * x + 1.0f / 720;
-  p = p * x + 1.0f / 120;
-  p = p * x + 1.0f / 24;
-  p = p * x + 1.0f / 6;
-  p = p * x + 0.5f;
-  const float near = p * (x * x) + x;
-  return x > -0.35f && x < 0.35f ? near : exp_(x) - 1.0f;
+INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 2^n does not overflow
+  float c = x < -30.0f ? -30.0f : x;
+  c = c > 89.0f ? 89.0f : c;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r;
+  const float half = bits<float>(((int32_t)n + 126) << 23), y = 2.0f * (half * p + (half - 0.5f));
+  return (x == 0.0f) | (x == (float)INF) ? x : y;
 }
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
-INLINE float tanh_(float x) {
-  const float a = x < 0.0f ? -x : x, c = a > 20.0f ? 20.0f : a;
-  const float t = expm1_(2.0f * c), y = t / (t + 2.0f);
-  return x < 0.0f ? -y : x == 0.0f ? x : y;
+INLINE float tanh_(float x) {  // in double, where 1 - 2 / (exp(2x) + 1) loses nothing that a float holds
+  const double d = x, c = d < -20.0 ? -20.0 : d > 20.0 ? 20.0 : d, q = c * c;
+  const double near = c + c * q * (-1.0 / 3 + q * (2.0 / 15 - q * (17.0 / 315)));
+  const float y = (float)((q < 1e-3) ? near : 1.0 - 2.0 / (exp_(2.0 * c) + 1.0));
+  return x == 0.0f ? x : y;
 }
 INLINE double erfc_(double a) {  // of a >= 1: a polynomial of 1 / (1 + a / 2), times exp(-a^2)
   const double t = 1.0 / (1.0 + 0.5 * a);
@@ -177,16 +183,16 @@ INLINE float softplus_(float x, float beta, float threshold) {
 }
 INLINE float logsigmoid_(float x) {
   const float a = x < 0.0f ? x : -x;
-  return (x < 0.0f ? x : 0.0f * x) - log1p_(exp_(a));
+  return (x < 0.0f ? x : 0.0f) - log1p_(exp_(a));
 }
 INLINE float logaddexp_(float a, float b) {
   const float m = a > b ? a : b, d = a > b ? b - a : a - b;
   const float y = m + log1p_(exp_(d));
-  return a == b && (m == (float)INF || m == -(float)INF) ? m : y;
+  return (a == b) & ((m == (float)INF) | (m == -(float)INF)) ? m : y;
 }
 template <class T> INLINE T decay_(T x) { return x == -(T)INF ? (T)0 : exp_(-x); }
-template <class T> INLINE T minimum_(T a, T b) { return a < b || a != a ? a : b; }
-template <class T> INLINE T maximum_(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> INLINE T minimum_(T a, T b) { return (a < b) | (a != a) ? a : b; }
+template <class T> INLINE T maximum_(T a, T b) { return (a > b) | (a != a) ? a : b; }
 template <class T> INLINE T sign_(T x) { return (T)((x > 0) - (x < 0)); }
 INLINE float floor_(float x) { return __builtin_floorf(x); }
 INLINE double floor_(double x) { return __builtin_floor(x); }
