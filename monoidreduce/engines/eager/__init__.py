@@ -91,8 +91,10 @@ _SEARCHED = 2**34  # pairs
 
 def _finish_cpp(fold: Fold, found: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     """The results of generated code, scaled."""
-    results = [t.view(*sizes.batch, *t.shape[t.dim() - 1 - (outputs_of(r)[k][0] is not None) :])
-        for t, (r, k) in zip(found, fold.outputs, strict=True)]
+    results = [
+        t.view(*sizes.batch, *t.shape[t.dim() - 1 - (outputs_of(r)[k][0] is not None) :])
+        for t, (r, k) in zip(found, fold.outputs, strict=True)
+    ]
     values = dict(zip(fold.leaves, leaves, strict=True))
     values |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     _apply_scales(fold, dict(zip(fold.outputs, results, strict=True)), values)

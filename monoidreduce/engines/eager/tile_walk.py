@@ -119,9 +119,7 @@ class BatchChunk:
             return
         rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
         cols = split_range(self.sizes.cols, self.tiles.cols)
-        row_ranges, col_ranges, fixed = tile_ranges(
-            self.code, self.leaves, self.sizes, self.rows.start, rows, cols
-        )
+        row_ranges, col_ranges, fixed = tile_ranges(self.code, self.leaves, self.sizes, self.rows.start, rows, cols)
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
             for j, col in enumerate(cols):

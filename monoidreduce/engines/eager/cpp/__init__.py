@@ -84,7 +84,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     setting = _SETTING.read()
     if setting == "never" or sizes.device.type != "cpu" or sizes.compute not in (torch.float32, torch.float64):
         return False
-    if matmul.dry_run_sizes.get() is not None or skip_small_tiles.active() is not None:
+    if matmul.dry_run_sizes.get() is not None or skip_small_tiles.active() is not None or budget.shrink_factor() > 1:
         return False
     if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
         return False
@@ -93,6 +93,33 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
         return False
     return all(_is_readable(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor))
+
+
+def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
+    """What runs a fold of these sizes on a CPU: ``"C++"`` or ``"torch"``. Writes the code, compiles nothing."""
+    setting = _SETTING.read()
+    small = setting != "always" and count_work(fold, sizes) < WORTH
+    if setting == "never" or small or sizes.compute not in (torch.float32, torch.float64):
+        return "torch"
+    if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
+        return "torch"
+    if compiler.current_compiler() is None or compiler.gemm_addresses() is None:
+        return "torch"
+    code = compile_fold(fold, numbers).variant({})
+    named = (*numbers, *(size(axis) for axis in ("rows", "cols", *sizes.letters)))
+    pairs = tuple((e, NUMBER_TYPES[e.dtype], 1) for e in fold.leaves if e.is_pair)
+    swapped = all(r.attrs[1] == "rows" for r in fold.reductions)
+    letters = tuple((letter, sizes.of(letter)) for letter in fold.letters)
+    try:
+        if code is not None:
+            form = Form(sizes.compute is torch.float32, letters, (BLOCK, FOLDED), named, pairs, swapped)
+            _write(fold, (_reducers(code),), form)
+    except Unsupported:
+        return "torch"
+    return "C++"
+
+
+NUMBER_TYPES = {"float": "float", "int": "I", "bool": "uint8_t"}
 
 
 def count_work(fold: Fold, sizes: Sizes) -> int:

@@ -77,7 +77,8 @@ class KernelText:
         self.kept_vectors: dict[Expr, int] = {}
         self.packed: dict[Expr, int] = {}  # folded leaves that are copied, and the features of those before
         bodies = [TileText(self, k, reducers).write() for k, reducers in enumerate(variants)]
-        self.text = "\n".join([*self._head(), *bodies, self._load_rows(), self._pack_tile(), self._walk()])
+        own = [*bodies, self._load_rows(), self._pack_tile(), self._walk()]
+        self.text = "\n".join([*self._head("".join(bodies)), *own])
 
     def is_kept(self, e: Expr) -> bool:
         return e.cols if self.form.swapped else e.rows
@@ -105,7 +106,8 @@ class KernelText:
         letter = str(feature).lstrip("#")
         return int(letter) if letter.isdigit() else dict(self.form.widths)[letter]
 
-    def _head(self) -> list[str]:
+    def _head(self, used: str) -> list[str]:
+        """The fixed part; ``used``: the text that calls its functions."""
         kind = "float" if self.form.single else "double"
         block, folded = self.form.block
         return [
@@ -113,9 +115,9 @@ class KernelText:
             f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
             support.TYPES,
             support.FUNCTIONS,
-            *([support.DRAWS] if self.form.single else []),
+            *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
-            support.REDUCTIONS,
+            *(text for name, text in support.REDUCTIONS.items() if name in used),
         ]
 
     # Vectors of the kept axis, read once for a block -----------------------------------------------------------
@@ -181,7 +183,9 @@ class KernelText:
                 text = write_primitive(n, [names[a] for a in n.args], self.form.single)
             else:
                 raise Unsupported(f"{n.op} of one side has no C++ form")
-            (outer if n.feature is None else inner).append(f"const {NUMBER[n.dtype]} {names[n]} = ({NUMBER[n.dtype]})({text});")
+            (outer if n.feature is None else inner).append(
+                f"const {NUMBER[n.dtype]} {names[n]} = ({NUMBER[n.dtype]})({text});"
+            )
         width = self.form.width(e)
         return [
             f"for (int {index} = 0; {index} < {count}; {index}++) {{",
@@ -208,7 +212,9 @@ class KernelText:
                 continue
             init += _init_lines(self, r)
             finish += _finish_lines(self, r)
-        cases = "\n".join(f"    case {k + 1}: tile_{k}(a, b, i0, m, j0, n, w); break;" for k in range(len(self.variants)))
+        cases = "\n".join(
+            f"    case {k + 1}: tile_{k}(a, b, i0, m, j0, n, w); break;" for k in range(len(self.variants))
+        )
         head = "const I K = a[1], N = a[2]; (void)K; (void)N;"
         parts = [
             f"static void start_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(init) + "\n}",

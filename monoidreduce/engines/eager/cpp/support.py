@@ -316,7 +316,8 @@ static void load_features(const I* leaf, I b, I start, int count, int width, F* 
 }
 """
 
-REDUCTIONS = """
+REDUCTIONS = {  # what some folds use, by the name that they call
+    "distances": """
 // Squared distances of many features, as a product of vectors centred on the tile; close pairs are computed directly.
 // The squared norms are held as two numbers each: their rounding would be the largest error.
 static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
@@ -362,6 +363,8 @@ static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d
     }
   }
 }
+""",
+    "contract_gap": """
 // Vectors of both sides less the mean of the folded ones (times sign): left = x - mean, right = mean - y.
 static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, F* right) {
   F* const mean = right + (I)n * d;
@@ -385,6 +388,8 @@ static void contract_gap(F* out, const F* weight, const F* left, const F* right,
   if (folds) contract(out, d, weight, LD, right, d, m, n, d);
   else contract_rows(out, d, weight, LD, left, d, m, n, d);
 }
+""",
+    "select_best": """
 // The best number so far and its place; the first of equals, NaN before all.
 template <bool LARGEST> static void select_best(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
   if (*value != *value) return;
@@ -398,6 +403,8 @@ template <bool LARGEST> static void select_best(const F* x, int n, I j0, F best,
     *value = best; *place = j0 + j;
   }
 }
+""",
+    "select_top": """
 // The k best so far, best first and the first of equals first; NaN is the largest of all.
 template <int TOP, bool LARGEST> static void select_top(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
   auto better = [](F a, F b) { return LARGEST ? a > b || (a != a && b == b) : a < b || (b != b && a == a); };
@@ -422,4 +429,5 @@ template <int TOP, bool LARGEST> static void select_top(const F* x, int n, I j0,
     for (; j < stop; j++) if (better(x[j], value[TOP - 1])) insert(x[j], j0 + j);
   }
 }
-"""
+""",
+}

@@ -23,7 +23,6 @@ _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-
 def _is_softmax_exponent(x: Expr) -> bool:
     """A pair number minus a number of one side: weights of a softmax, where what is below 1e-38 is nothing."""
     return x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float"
@@ -95,7 +94,9 @@ class TileText:
         if e.op not in PRIMITIVES or e.feature is not None:
             raise Unsupported(f"{e.op} has no C++ form")
         if e.op == "div" and e.dtype == "float" and e.args[1].dtype == "float" and e.args[1] in self.k.number_at:
-            own = self.once(("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top)
+            own = self.once(
+                ("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top
+            )
             return f"(F)({self.get(e.args[0])}) * {own}"
         if e.op == "exp" and _is_softmax_exponent(e.args[0]):
             return f"exp_weight({self.get(e.args[0])})"
@@ -110,14 +111,19 @@ class TileText:
             _, kind, step = next(p for p in self.k.form.pairs if p[0] is e)
             kept, folded = (3, 2) if self.k.form.swapped else (2, 3)
             pointer = self.once(
-                ("pair", e), f"const {kind}*", f"(const {kind}*)a[{at}] + b * a[{at + 1}] + (i0 + i) * a[{at + kept}] + j0 * a[{at + folded}]", self.row
+                ("pair", e),
+                f"const {kind}*",
+                f"(const {kind}*)a[{at}] + b * a[{at + 1}] + (i0 + i) * a[{at + kept}] + j0 * a[{at + folded}]",
+                self.row,
             )
             where = {0: "0", 1: "j"}.get(step, f"j * a[{at + folded}]")
             if kind == "uint16_t":
                 return f"(F)from_{'half' if step >= 10 else 'bf16'}({pointer}[{where}])"
             return f"({NUMBER[e.dtype]})({pointer}[{where}]{' != 0' if e.dtype == 'bool' else ''})"
         if self.k.is_folded(e):
-            pointer = self.once(("col", e), f"const {kind}*", f"(const {kind}*)a[{at}] + b * a[{at + 1}] + j0", self.top)
+            pointer = self.once(
+                ("col", e), f"const {kind}*", f"(const {kind}*)a[{at}] + b * a[{at + 1}] + j0", self.top
+            )
             return f"({NUMBER[e.dtype]})({pointer}[j])"
         place = f"b * a[{at + 1}]" + (f" + (i0 + i) * a[{at + 2}]" if self.k.is_kept(e) else "")
         return f"({NUMBER[e.dtype]})((const {kind}*)a[{at}])[{place}]"
@@ -135,7 +141,12 @@ class TileText:
     def _compare_index(self, e: Expr) -> str:
         """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
         for x, y, sign in (e.args + (_COMPARES[e.op],), e.args[::-1] + (_MIRROR[_COMPARES[e.op]],)):
-            if x.op in ("row_index", "col_index") and self.k.is_folded(x) and not self.k.is_folded(y) and y.dtype == "int":
+            if (
+                x.op in ("row_index", "col_index")
+                and self.k.is_folded(x)
+                and not self.k.is_folded(y)
+                and y.dtype == "int"
+            ):
                 there = self.get(y)
                 lines = self.row if self.k.is_kept(y) else self.top
                 at = f"({there} - j0{self._begin(x).replace('+', '-')})"
@@ -331,7 +342,7 @@ class TileText:
         """The text of a loop over the folded indices: its values, then ``extra``."""
         said = "".join(f" reduction({op}:{', '.join(names)})" for op, names in reductions.items() if names)
         inside = [f"  {line}" for line in (*self.lines, *extra)]
-        return [f"_Pragma(\"omp simd{said}\")", "for (int j = 0; j < n; j++) {", *inside, "}"]
+        return [f'_Pragma("omp simd{said}")', "for (int j = 0; j < n; j++) {", *inside, "}"]
 
     def _sums(self, reducers: list[Reducer]) -> list[str]:
         self.begin_loop()
@@ -453,7 +464,9 @@ class TileText:
             extra.append(f"{pointer}[j] += {weight};")
         arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}"
         start = "i0" if folds else "j0"
-        self.after.append(f"(void){own}; contract_gap({out} + {start} * {width}, {arguments}, {'true' if folds else 'false'});")
+        self.after.append(
+            f"(void){own}; contract_gap({out} + {start} * {width}, {arguments}, {'true' if folds else 'false'});"
+        )
 
     def _softmax(self, r: Reducer) -> list[str]:
         red = self.k.fold.reductions[r.place]
@@ -587,5 +600,9 @@ class TileText:
         lines = [f"F* const {scanned} = w + {row};", f"F {best} = {worst}; int32_t {odd} = 0;"]
         lines += self.end_loop({op: [best], "|": [odd]}, extra)
         values, places = (f"{self.k.output(red, k)} + (i0 + i) * {count}" for k in (0, 1))
-        call = f"select_best<{'true' if largest else 'false'}>" if kind == "best" else f"select_top<{count}, {'true' if largest else 'false'}>"
+        call = (
+            f"select_best<{'true' if largest else 'false'}>"
+            if kind == "best"
+            else f"select_top<{count}, {'true' if largest else 'false'}>"
+        )
         return [*lines, f"{call}({scanned}, n, j0, {best}, {odd}, {values}, {places});"]
