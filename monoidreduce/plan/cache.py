@@ -42,7 +42,7 @@ def plans() -> list[Record]:
 
 
 def clear(*, kernels: bool = True) -> int:
-    """Delete all plans, and the kernels' sources and compiled C++ unless ``kernels=False``; returns the number of files deleted.
+    """Delete all plans, and kernels' sources and compiled C++ unless ``kernels=False``; returns how many files went.
 
     Plans in this process's memory are dropped too. A missing cache counts as an empty one.
 

@@ -214,7 +214,8 @@ def test_functions_are_as_exact_as_torchs(tmp_path):
     }
     text = "typedef float F; static const int BM = 1, BN = 1, LD = 1;" + support.TYPES + support.FUNCTIONS
     for name in functions:
-        text += f'extern "C" void f_{name}(F* y, const F* x, int n) {{ for (int j = 0; j < n; j++) y[j] = {name}(x[j]); }}\n'
+        loop = f"for (int j = 0; j < n; j++) y[j] = {name}(x[j]);"
+        text += f'extern "C" void f_{name}(F* y, const F* x, int n) {{ {loop} }}\n'
     source, library = tmp_path / "f.cpp", tmp_path / "f.so"
     source.write_text(text)
     found = compiler.current_compiler()

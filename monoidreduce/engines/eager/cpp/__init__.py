@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ....plan import budget
 from ....plan.environment import EnvironmentVariable
-from ....program.conditions import conditions
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
@@ -321,8 +320,9 @@ def _make_tables(
                 for j, col in enumerate(cols):
                     tile = code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
                     line.append(0 if tile is None else found.setdefault(tile, len(found) + 1))
-                    many = batch // max(1, len(chunks) * (1 if by_data else 1)) if not by_data else 1
-                    counts[tile is not None] += many * (row.stop - row.start) * (col.stop - col.start)
+                    counts[tile is not None] += (
+                        (1 if by_data else batch) * (row.stop - row.start) * (col.stop - col.start)
+                    )
                 table.append(line)
             layer = torch.tensor(table, dtype=torch.int8)
             layers.append(layer.mT.contiguous() if swapped else layer)

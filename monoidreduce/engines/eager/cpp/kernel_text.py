@@ -190,7 +190,10 @@ class KernelText:
         return [
             f"for (int {index} = 0; {index} < {count}; {index}++) {{",
             *outer,
-            f"for (int f = 0; f < {width}; f++) {{ {' '.join(inner)} w[{room} + (I){index} * {width} + f] = {names[e]}; }}",
+            f"for (int f = 0; f < {width}; f++) {{",
+            *inner,
+            f"w[{room} + (I){index} * {width} + f] = {names[e]};",
+            "}",
             "}",
         ]
 

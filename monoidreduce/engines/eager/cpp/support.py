@@ -20,7 +20,12 @@ TYPES = """
 typedef int64_t I;
 typedef uint32_t U;
 static const F INF = (F)__builtin_inf(), NaN = (F)__builtin_nan("");
-template <class A, class B> INLINE A bits(B x) { A y; static_assert(sizeof(A) == sizeof(B), ""); memcpy(&y, &x, sizeof y); return y; }
+template <class A, class B> INLINE A bits(B x) {
+  static_assert(sizeof(A) == sizeof(B), "");
+  A y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
 """
 
 FUNCTIONS = """
@@ -406,7 +411,8 @@ template <bool LARGEST> static void select_best(const F* x, int n, I j0, F best,
 """,
     "select_top": """
 // The k best so far, best first and the first of equals first; NaN is the largest of all.
-template <int TOP, bool LARGEST> static void select_top(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
+template <int TOP, bool LARGEST>
+static void select_top(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
   auto better = [](F a, F b) { return LARGEST ? a > b || (a != a && b == b) : a < b || (b != b && a == a); };
   int j = 0;
   auto insert = [&](F v, I at) {
