@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +22,13 @@ from ...plan import budget, panel_layout
 from ...plan import tiles as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
-from ...reductions import kind_of
+from ...reductions import kind_of, outputs_of
 from ...reductions.accumulator import Accumulator
+from ...reductions.sum import SumAccumulator
 from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
+from ..eager import cpp
 from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
 from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
@@ -385,6 +388,8 @@ class TorchStep:
         for leaf, f in stage.products:
             given[leaf] = self._compute_product(f, panel)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
+        if self._run_cpp(at, panel, given):
+            return
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = self.code(stage.fold, frozenset(numbers))
         buffers, accumulators = self._tile_buffers(at, numbers), self.accumulators[at]
@@ -393,6 +398,24 @@ class TorchStep:
         for place, accumulator in enumerate(chunk.accumulators):
             if place not in accumulators:
                 panel.keep_results(at, place, _take_first(accumulator))
+
+    def _run_cpp(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
+        """Do a stage to a panel in generated C++; False if tiles of torch calls should."""
+        fold, own = self.loop.stages[at].fold, self.accumulators[at]
+        if type(self).code is not TorchStep.code or any(not isinstance(a, SumAccumulator) for a in own.values()):
+            return False
+        if panel.cols != slice(0, self.sizes.cols):
+            return False
+        totals = {fold.reductions[p]: a.total for p, a in own.items() if isinstance(a, SumAccumulator)}
+        found = cpp.run(fold, [given[e] for e in fold.leaves], replace(self.sizes, batch=(1,)), panel.rows, totals)
+        if found is None:
+            return False
+        results = iter(found)
+        for place, r in enumerate(fold.reductions):
+            values = [next(results)[0] for _ in outputs_of(r)]
+            if place not in own:
+                panel.keep_results(at, place, values)
+        return True
 
     def _tile_buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
         """One set of tile buffers per stage, kept from panel to panel."""
