@@ -30,7 +30,7 @@ from ..program.expression import Expr
 from ..program.loss_and_gradient import list_pass_results
 from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
-from .replay import ProgramSteps, can_record, compile_gradients
+from .replay import ProgramSteps, can_record, make_steps
 from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
 from .torch_operator import TAGS, VALUES, Frame, join_values, library, narrow_shapes, split_values, write_lengths
 
@@ -119,7 +119,7 @@ class Call:
 
     @functools.cached_property
     def steps(self) -> ProgramSteps:
-        return ProgramSteps(self.engine, self.program.lowered, self.program.numbers)
+        return make_steps(self.engine, self.program.lowered, self.program.numbers)
 
     def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
         """The program's inputs in their order."""
@@ -228,7 +228,7 @@ def _backward(
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
-        gradients = compile_gradients(call.steps, len(call.program.results), call.needs, call.given)
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results))
         runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
         leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
         forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MAX_ENTRIES = 256
+_MAX_ENTRIES = 1024
 _cache: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
 _in_own_thread: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
