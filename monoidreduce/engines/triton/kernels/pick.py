@@ -230,13 +230,15 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
     return found.squeeze(-1) if vector is ONE else found
 
 
-def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tuple[int, ...]) -> int:
-    """Bytes alive at once while a pick is computed, its result included."""
+def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tuple[int, ...], raised: bool) -> int:
+    """Bytes alive at once while a pick is computed, its result included; see :func:`run`."""
     by_rows, feature = _by_rows(r), r.args[2].feature
     side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
-    whole = 4 * width * math.prod(batch) * (side if _gathers(r) else other)
+    leaves = [] if feature is None else (_operands(r) or ())[1:]
+    item = 4 if raised or not leaves else max(values[e].element_size() for e in leaves)
+    whole = item * width * math.prod(batch) * (side if _gathers(r) else other)
     if len(batch) > 1:  # and, in turn, one of the looped batch dimensions
         whole *= 2
     held = 0 if values[r.args[0]].is_contiguous() else 8 * pairs
