@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ....program.expression import Expr, topological
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import k_loop, tile_ranges
+from . import few_rows, k_loop, tile_ranges
 from . import reductions as kinds
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec
@@ -77,8 +77,12 @@ def run_passes(spec: Spec) -> Passes:
     writer = ExpressionWriter(spec)
     reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
     conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
-    tile_range = write_tile_range(spec)
-    loops = write_loops(writer, reductions, conditions)
+    if spec.few:
+        tile_range = few_rows.write_tile_range(writer)
+        loops = few_rows.join_loop(write_tile_body(writer, reductions, {}, masked=True))
+    else:
+        tile_range = write_tile_range(spec)
+        loops = write_loops(writer, reductions, conditions)
     results = write_results(writer, reductions)
     accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
     invariants = list(writer.before)

@@ -131,9 +131,10 @@ class ExpressionWriter:
             axis = e.attrs[0]
             if axis not in ("rows", "cols"):
                 return repr(self.spec.width(axis))
-            return "folded_size" if axis == self.spec.over else "kept_size"
+            return "folded_size" if axis == self.spec.over else "period" if self.spec.grouped else "kept_size"
         if e.op in ("row_index", "col_index"):
-            return "folded_at[None, :]" if self.spec.folds(e) else "kept_at[:, None]"
+            kept = "kept_row[:, None]" if self.spec.grouped else "kept_at[:, None]"
+            return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum"):
             return self._over_features(e)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
@@ -176,9 +177,15 @@ class ExpressionWriter:
         if self.spec.folds(e):
             group = "" if self.spec.group is None else f" + b{self.spec.group} * {name}_b{self.spec.group}"
             return self.bind((e, "at"), f"{base}{group} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
-        if self.spec.keeps(e):
+        if self.spec.keeps(e) and not self.spec.grouped:
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
+
+    def kept_offset(self, e: Expr, shape: str = "") -> str:
+        """Where the kept indices of a tile lie from a leaf's pointer on; ``shape``: how the block is indexed."""
+        if not self.spec.grouped:
+            return f"kept_lane{shape} * {e.attrs[0]}_s"
+        return f"kept_group{shape}.to(INT) * {e.attrs[0]}_g + kept_row{shape}.to(INT) * {e.attrs[0]}_s"
 
     def pair_strides(self, e: Expr) -> tuple[str, str]:
         """The strides along the kept and the folded axis of a leaf per pair."""
@@ -201,7 +208,7 @@ class ExpressionWriter:
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
         elif self.spec.keeps(e):
-            text = f"tl.load({self.pointer(e)} + kept_lane * {name}_s, mask=kept_in, other=0)[:, None]"
+            text = f"tl.load({self.pointer(e)} + {self.kept_offset(e)}, mask=kept_in, other=0)[:, None]"
         else:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
@@ -213,7 +220,7 @@ class ExpressionWriter:
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
             mask = ", mask=folded_in, other=0" if self.masked else ""
         elif self.spec.keeps(e):
-            at, shape = f"{at} + kept_lane * {name}_s", "[:, None]"
+            at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
             mask = ", mask=kept_in, other=0"
         else:
             shape = mask = ""
@@ -281,6 +288,10 @@ class ExpressionWriter:
             return f"{args[0]} & {args[1]}"
         if e.op in ("div", "reciprocal") and self._divides_exactly(e):
             return f"tl.div_rn({', '.join(args if e.op == 'div' else ('1.0', *args))})"
+        if e.op in ("div", "reciprocal") and self.spec.narrow and e.dtype == "float" and e.args[-1].is_pair:
+            form = "native" if self.spec.native else "quick"  # once for all that is divided by it
+            over = self.bind((args[-1], "reciprocal"), f"{form}_reciprocal({args[-1]})", True)
+            return over if e.op == "reciprocal" else f"{args[0]} * {over}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
         if e.op == "gumbel":
@@ -567,8 +578,10 @@ class ExpressionWriter:
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        at = f"{self.pointer(e)} + {first}" if first else self.pointer(e)
-        text = f"tl.load({at} + {side}_lane[:, None] * {e.attrs[0]}_s + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
+        base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
+        rows = f"folded_lane[:, None] * {e.attrs[0]}_s" if folded else self.kept_offset(e, "[:, None]")
+        text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
         return self.bind(key, text, folded, name)

@@ -48,6 +48,9 @@ class Spec:
     line: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
+    few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    chained: bool = False  # the kernel that combines its splits is on its way before this one ends
+    grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
