@@ -86,8 +86,9 @@ def measure_tree(root: Path) -> Size:
     return total
 
 
-def table(root: Path = ROOT) -> str:
+def table(root: Path | None = None) -> str:
     """The table, in Markdown: each folder of the package, its total, and what lies beside it."""
+    root = ROOT if root is None else root
     rows = [*measure_folders(root / PACKAGE), (f"**{PACKAGE}**, all", measure_tree(root / PACKAGE))]
     rows += [(f"{name}/, all", measure_tree(root / name)) for name in BESIDE if (root / name).is_dir()]
     lines = ["| package | files | lines | code lines | longest file |", "|---|---|---|---|---|"]

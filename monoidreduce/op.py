@@ -33,8 +33,7 @@ from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
 from .runtime import call_context, dynamo, layer_replay, logit_rounding, registry
-from .runtime import gradient_in_forward as known
-from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
+from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .stream import Prepared, Stream
@@ -111,7 +110,7 @@ class Op(dynamo.Compiled):
         True
         """
         if torch.compiler.is_dynamo_compiling():
-            return _summed(self(*args, **kwargs))
+            return self._compiled(args, kwargs, total=True)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -121,19 +120,14 @@ class Op(dynamo.Compiled):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
-        plain = (
-            call_context.autocast_device(given) is None
-            and agreement.current_layout() is None
-            and not dtensors.any_dtensor(given)
-        )
-        engine = registry.engine()
-        if plain and call_context.is_untraced() and engine != "reference":
-            traced, bound, sizes, _ = self._prepare(args, kwargs)
-            inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
-            found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
-            if found is not None:
-                return traced.pack(found)
-        return _summed(self(*args, **kwargs))
+        device = call_context.autocast_device(given)
+        if device is not None:
+            return call_context.call_in_autocast(self.total, self.parameters, device, args, kwargs)
+        engine, divided = registry.engine(), agreement.current_layout() is not None or dtensors.any_dtensor(given)
+        if divided or engine == "reference":
+            return _summed(self(*args, **kwargs))
+        plan, bound = self._planned(args, kwargs, engine, total=True)
+        return plan.traced.pack(plan.sums(bound))
 
     def within(self, limit: int | str) -> Callable[..., Any]:
         """The same layer with a memory budget of its own, which its gradients keep.
@@ -164,7 +158,7 @@ class Op(dynamo.Compiled):
         if form is None or key is None:
             return None
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
+        if not _are_row_numbers(traced):
             return None
         plan = Plan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
@@ -291,11 +285,12 @@ class Op(dynamo.Compiled):
     # Plans
 
     def _planned(
-        self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None
+        self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None, total: bool = False
     ) -> tuple[Plan, Sequence[Any]]:
-        """A plan by the long way, through every check, and the values in its order."""
+        """A plan by the long way, through every check, and the values in its order; ``total``: of the sums of the
+        outputs, where these are numbers per row."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order, total and _are_row_numbers(traced))
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
     # An op is its function: a copy is itself, and it is pickled by name, as functions are
@@ -355,6 +350,11 @@ class Op(dynamo.Compiled):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _are_row_numbers(traced: Traced) -> bool:
+    """Whether all outputs are numbers per row."""
+    return all(e.rows and not e.cols and e.feature is None for e in traced.outputs)
 
 
 def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:

@@ -22,6 +22,7 @@ from ..reductions import kind_of, outputs_of
 from .device_rates import DeviceRates
 
 SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
+FAST = SPECIAL | {name: p.fast for name, p in PRIMITIVES.items() if p.fast}  # in kernels of 16-bit programs
 FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
 
 
@@ -82,12 +83,14 @@ class Work:
 
 def count_work(case: Case, over: str | None = None) -> Work:
     """The work of a fold; with ``over``, of its reductions over that axis alone, which are one kernel."""
-    return _count_fold(case.fold, case.letters, case.item, case.wide, over)
+    return _count_fold(case.fold, case.letters, case.item, case.wide, over, case.kernels and case.item == 2)
 
 
 @functools.lru_cache(maxsize=4096)
-def _count_fold(fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None) -> Work:
-    counter = _Counter(fold, dict(letters), item, wide)
+def _count_fold(
+    fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None, fast: bool
+) -> Work:
+    counter = _Counter(fold, dict(letters), item, wide, FAST if fast else SPECIAL)
     return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither")])
 
 
@@ -112,8 +115,8 @@ def only_gathers(fold: Fold) -> bool:
 class _Counter:
     """Counts one fold, every node of its expressions once; kinds of reduction call ``count_...`` on it."""
 
-    def __init__(self, fold: Fold, letters: Mapping[str, int], item: int, wide: int):
-        self.fold, self.letters, self.item, self.wide = fold, letters, item, wide
+    def __init__(self, fold: Fold, letters: Mapping[str, int], item: int, wide: int, costs: Mapping[str, float]):
+        self.fold, self.letters, self.item, self.wide, self.costs = fold, letters, item, wide, costs
         self.products = self.contracted = 0
         self.plain = self.special = 0.0
         self.seen: set[Expr] = set()
@@ -187,7 +190,7 @@ class _Counter:
                 self._primitive(n, 1)
 
     def _primitive(self, n: Expr, times: int) -> None:
-        if n.op in SPECIAL:
-            self.special += SPECIAL[n.op] * times
+        if n.op in self.costs:
+            self.special += self.costs[n.op] * times
         elif n.op not in ("cast", "detach"):
             self.plain += times

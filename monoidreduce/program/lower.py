@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,9 @@ class Fold:
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
     raised: bool = False  # return vectors in the accumulator's type, since they are used in further arithmetic
     exact: bool = False  # never round products to 16 bits, here or in the gradient, even where they are stored
+    # Sums that are gradients and nothing else, each with its leaf. An engine may return them summed over the batch
+    # dimensions in which the leaf has size 1, and lays them out in memory as the leaf is.
+    gradients: tuple[tuple[Expr, Expr], ...] = ()
 
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
@@ -60,6 +64,11 @@ class Fold:
         """(reduction, k) for every result, in order."""
         counts = [len(outputs_of(r)) for r in self.reductions]
         return tuple((r, k) for r, count in zip(self.reductions, counts, strict=True) for k in range(count))
+
+    @functools.cached_property
+    def gradient_of(self) -> Mapping[Expr, Expr]:
+        """By reduction, the leaf that it is the gradient of."""
+        return dict(self.gradients)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,32 @@ class Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self
+
+
+@functools.lru_cache(maxsize=4096)
+def name_gradients(program: Lowered, leaves: tuple[Expr | None, ...]) -> Lowered:
+    """The same program; its folds are told which of their sums are gradients, and of which leaf.
+
+    ``leaves``: per output, the input that it is the gradient of. Only what is an output and nothing else is named."""
+    passes = tuple(
+        replace(p, fold=replace(p.fold, gradients=_find_gradients(p, program, leaves))) for p in program.passes
+    )
+    return replace(program, passes=passes)
+
+
+def _find_gradients(p: Pass, program: Lowered, leaves: Sequence[Expr | None]) -> tuple[tuple[Expr, Expr], ...]:
+    used = {e for q in program.passes for e in topological(q.feeds)}
+    used |= {a for e in topological(program.outputs) for a in e.args}
+    found = []
+    for (r, k), nodes in zip(p.fold.outputs, p.results, strict=True):
+        places = [n for n, e in enumerate(program.outputs) if e in nodes]
+        leaf = leaves[places[0]] if len(places) == 1 else None
+        if leaf is None or leaf not in p.feeds or k or r.attrs[0] != "sum" or not used.isdisjoint(nodes):
+            continue
+        e = program.outputs[places[0]]
+        if (e.rows, e.cols, e.feature) == (leaf.rows, leaf.cols, leaf.feature):
+            found.append((r, p.fold.leaves[p.feeds.index(leaf)]))
+    return tuple(found)
 
 
 def merge_softmax(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -250,14 +285,26 @@ _LOCAL = "own-"
 @functools.lru_cache(maxsize=4096)
 def digest_fold(fold: Fold) -> str:
     """A name for a fold, equal for equal folds: the hash of its nodes, written out one by one."""
-    parts = (fold.leaves, fold.reductions, fold.scales)
+    return digest_nodes((fold.leaves, fold.reductions, fold.scales))
+
+
+@functools.lru_cache(maxsize=4096)
+def digest_program(program: Lowered) -> str:
+    """A name for a lowered program, equal for equal ones: the hash of its passes and of the nodes around them."""
+    passes = [(*p.feeds, *(e for users in p.results for e in users)) for p in program.passes]
+    folds = [f"{digest_fold(p.fold)} {p.fold.raised} {p.fold.exact}" for p in program.passes]
+    return digest_nodes((*passes, program.outputs), *folds)
+
+
+def digest_nodes(parts: Sequence[tuple[Expr, ...]], *others: str) -> str:
+    """The hash of groups of nodes, written out one by one, and of other text."""
     order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}
     lines = [_node_line(e, number) for e in order]
     lines += [str([number[e] for e in part]) for part in parts]
-    text = "\n".join(lines)
+    text = "\n".join([*lines, *others])
     found = hashlib.sha256(text.encode()).hexdigest()[:24]
-    return _LOCAL + found if _PROCESS in text else found
+    return _LOCAL + found if _PROCESS in text or any(one.startswith(_LOCAL) for one in others) else found
 
 
 def is_digest_portable(name: str) -> bool:

@@ -35,10 +35,8 @@ class Primitive:
     names: tuple[str, ...] = ()  # other torch names that mean the same
     attributes: dict[str, Any] = field(default_factory=dict)  # static arguments and their defaults
     triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
-    fast: bool = (
-        False  # kernels have approximate forms of that function, ``quick_`` and ``native_``, for 16-bit programs
-    )
     cost: float = 0.0  # in exponentials, about; 0: plain arithmetic
+    fast: float = 0.0  # the cost of its approximate forms (``quick_``, ``native_``) in kernels of 16-bit programs
 
 
 def _no_gradient(count: int) -> Callable[..., tuple]:
@@ -135,7 +133,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0),
+    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0, fast=2.0),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -163,8 +161,8 @@ _ROWS = [
         lambda x: iv.div(iv.TRUE, x),
         triton="1.0 / {0}",
     ),
-    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0),
-    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})", cost=1.0),
+    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0, fast=1.0),
+    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})", cost=1.0, fast=1.0),
     _P(
         "exp2",
         torch.exp2,
@@ -172,9 +170,16 @@ _ROWS = [
         _monotone(lambda x: 2.0**x, 0.0),
         triton="tl.exp2({0})",
         cost=1.0,
+        fast=1.0,
     ),
     _P(
-        "expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})", cost=1.5
+        "expm1",
+        torch.expm1,
+        lambda g, y, x: (g * (y + 1),),
+        _monotone(math.expm1, -1.0),
+        triton="expm1({0})",
+        cost=1.5,
+        fast=1.5,
     ),
     _P(
         "log",
@@ -183,7 +188,7 @@ _ROWS = [
         _monotone(math.log, domain=0.0),
         triton="log({0})",
         cost=1.0,
-        fast=True,
+        fast=1.5,
     ),
     _P(
         "log2",
@@ -192,6 +197,7 @@ _ROWS = [
         _monotone(math.log2, domain=0.0),
         triton="tl.log2({0})",
         cost=1.0,
+        fast=1.5,
     ),
     _P(
         "log1p",
@@ -200,16 +206,27 @@ _ROWS = [
         _monotone(math.log1p, domain=-1.0),
         triton="log1p({0})",
         cost=1.5,
+        fast=1.5,
     ),
-    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})", cost=1.5),
-    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})", cost=1.5),
-    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh), triton="sinh({0})", cost=2.0),
+    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})", cost=1.5, fast=2.0),
+    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})", cost=1.5, fast=2.0),
+    _P(
+        "sinh",
+        torch.sinh,
+        lambda g, y, x: (g * torch.cosh(x),),
+        _monotone(math.sinh),
+        triton="sinh({0})",
+        cost=2.0,
+        fast=3.0,
+    ),
     _P(
         "cosh",
         torch.cosh,
         lambda g, y, x: (g * torch.sinh(x),),
         lambda x: (1.0, iv.INF),
-        triton="0.5 * (tl.exp({0}) + tl.exp(-{0}))",
+        triton="cosh({0})",
+        cost=2.0,
+        fast=2.0,
     ),
     _P(
         "xlogy",
@@ -217,8 +234,10 @@ _ROWS = [
         _xlogy_derivative,
         iv.anything,
         triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
+        cost=1.0,
+        fast=2.0,
     ),
-    _P("logit", torch.logit, _logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})"),
+    _P("logit", torch.logit, _logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})", cost=2.5, fast=3.0),
     _P(
         "erfc",
         torch.erfc,
@@ -226,6 +245,7 @@ _ROWS = [
         lambda x: iv.neg(_monotone(lambda v: -math.erfc(v), -2.0, 0.0)(x)),
         triton="erfc({0})",
         cost=2.0,
+        fast=3.0,
     ),
     _P(
         "atan",
@@ -235,6 +255,7 @@ _ROWS = [
         names=("arctan",),
         triton="arctan({0})",
         cost=2.0,
+        fast=2.5,
     ),
     _P(
         "erf",
@@ -243,6 +264,7 @@ _ROWS = [
         _monotone(math.erf, -1.0, 1.0),
         triton="tl.erf({0})",
         cost=1.0,
+        fast=2.0,
     ),
     # activations that torch fuses
     _P(
@@ -252,7 +274,7 @@ _ROWS = [
         _monotone(math.tanh, -1.0, 1.0),
         triton="tanh({0})",
         cost=1.5,
-        fast=True,
+        fast=1.0,
     ),
     _P(
         "sigmoid",
@@ -262,19 +284,28 @@ _ROWS = [
         names=("expit",),
         triton="sigmoid({0})",
         cost=1.0,
-        fast=True,
+        fast=1.5,
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
-    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=True),
+    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=1.0),
     _P(
         "normal_gate",
         torch.special.ndtr,
         lambda g, y, x: (g * _normal_density(x),),
         triton="normal_gate({0})",
         cost=1.0,
-        fast=True,
+        fast=1.5,
     ),
-    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})", cost=1.0),
+    _P(
+        "mish_gate",
+        lambda x, out=None: torch.tanh(F.softplus(x), out=out),
+        lambda g, y, x: (g * ((1 - y * y) * x.gate()),),
+        iv.bounded(0.0, 1.0),
+        triton="mish_gate({0})",
+        cost=4.0,
+        fast=2.0,
+    ),
+    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
     _P(
         "relu",
         aten.relu,
@@ -298,7 +329,7 @@ _ROWS = [
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
         cost=2.0,
-        fast=True,
+        fast=1.5,
     ),
     _P(
         "softplus",
@@ -307,6 +338,7 @@ _ROWS = [
         attributes={"beta": 1.0, "threshold": 20.0},
         triton="softplus({0}, {beta}, {threshold})",
         cost=2.5,
+        fast=2.0,
     ),
     _P(
         "logsigmoid",
@@ -315,6 +347,7 @@ _ROWS = [
         names=("log_sigmoid",),
         triton="logsigmoid({0})",
         cost=2.5,
+        fast=2.0,
     ),
     # choice
     _P(
@@ -349,6 +382,7 @@ _ROWS = [
         lambda g, y, a, b: (g * _logaddexp_share(a, b, y), g * _logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
         cost=2.5,
+        fast=2.0,
     ),
     # rounding
     _P(
@@ -433,7 +467,7 @@ _ROWS = [
         lambda *_: (-3, 23),
         triton="gumbel({0}, {1}, {2}, {3}, {4})",
         cost=6.0,
-        fast=True,
+        fast=6.0,
     ),
     _P(
         "uniform",
@@ -462,7 +496,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _inside(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _inside(x, 0.0, 6.0),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
-    "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
+    "mish": lambda x, inplace=False: x * x.mish_gate(),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
     "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),

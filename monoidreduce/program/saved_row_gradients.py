@@ -7,6 +7,9 @@ takes two matrix products instead of three, and leaves only the column gradients
 A loss also subtracts the logit of one column t. Softmax and one-hot nearly cancel there, so the mean leaves t out; with
 r = Σ_{j≠t} p_j, which keeps the digits of 1 - p_t, the gradient is g Σ_{j≠t} p_j v_j + (g + h - g r) v_t, where h is
 the cotangent of the logit at t. Where v = c u with numbers c that leave the sums, each of the three meets its own.
+
+Of a sum of numbers over columns the gradient of a row's vector is g Σ_j ∂f_j/∂x, whatever the function f: the forward
+saves that sum.
 """
 
 from __future__ import annotations
@@ -53,9 +56,10 @@ class SavingFold:
     more: tuple[int, ...]  # and which are saved for gradients
     means: tuple[Mean, ...]
     rest: Expr | None  # the weight of all columns but the target, where there is one
-    soft: int  # the place of the logsumexp among the plain fold's results
+    soft: int  # the place of the logsumexp (or of the sum of numbers) among the plain fold's results
     pick: int  # and of the logit at the target
     target: Expr | None
+    plain: bool = False  # a sum of numbers: there is no logsumexp
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,12 +72,14 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     """The fold that also saves what the gradients of rows' vectors need; ``asked``: the leaves that want a gradient.
 
     None unless the fold is one logsumexp, of a logit that is linear in these vectors, with at most one column's logit
-    beside it. None too where a number per row, or a plain number, asks for a gradient: that takes a pass over the
-    columns anyway."""
+    beside it, or one sum of numbers. None too where a number per row, or a plain number, asks for a gradient: that
+    takes a pass over the columns anyway."""
     places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
     kinds = [r.attrs[0] for r in fold.reductions]
     if not places or any(not fold.leaves[k].rows or fold.leaves[k].feature is None for k in places):
         return None
+    if kinds == ["sum"] and not fold.scales:
+        return _save_sums(fold, places)
     if sorted(kinds) not in (["soft"], ["pick", "soft"]) or fold.scales:
         return None
     soft, pick = fold.reductions[kinds.index("soft")], fold.reductions[kinds.index("pick")] if kinds[1:] else None
@@ -102,6 +108,23 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     )
     rest = None if target is None else kept[-1]
     return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
+
+
+def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
+    """The same for a sum of numbers over columns, where that stays one fold."""
+    (r,) = fold.reductions
+    if r.attrs[1] != "cols" or r.args[0].dtype != "float" or r.args[0].feature is not None:
+        return None
+    pulled = pull([(r.args[0], ONE)], [fold.leaves[k] for k in places])
+    if any(v is None or not v.is_pair or contractions(v, "cols")[0].walk for v in pulled):
+        return None
+    wanted = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
+    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *wanted), 1)
+    if made is None:
+        return None
+    whole, feeds, own, more, kept = made
+    means = tuple(Mean(k, ONE, m) for k, m in zip(places, kept, strict=True))
+    return SavingFold(whole, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
 
 
 def _is_number(pick: Expr) -> bool:
@@ -157,6 +180,9 @@ def _leaf(name: str, feature: Any = None) -> Expr:
 @functools.lru_cache(maxsize=1024)
 def row_gradients(form: SavingFold, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
     """The gradients of rows' vectors, by place of their leaves; ``given``: the results that have a cotangent."""
+    if form.plain:
+        g = _symbol(f"g{form.soft}")
+        return tuple((m.place, (g * _as_symbol(m.mean)).expr) for m in form.means) if given[form.soft] else ()
     cotangents = [_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
     if not cotangents:
         return ()

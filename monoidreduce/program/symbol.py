@@ -358,7 +358,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {*DRAWS, "cast", "decay", "gate", "normal_gate"}
+    hidden = {*DRAWS, "cast", "decay", "gate", "mish_gate", "normal_gate"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 

@@ -284,7 +284,7 @@ class PassContext:
 def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
     if context.engine != DRY_RUN and not are_plain(leaves):
-        return _TracedPass.apply(context, *leaves)
+        return _run_traced_pass(context, leaves)
     if torch.is_grad_enabled() and need_gradient(leaves):
         return _Pass.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
@@ -396,6 +396,38 @@ class _TracedPass(torch.autograd.Function):
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
         results = _TracedPass.apply(replace(context, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)
+
+
+class _TracedSavingPass(torch.autograd.Function):
+    """The same where the forward keeps gradients of its rows; never under a transform."""
+
+    @staticmethod
+    def forward(call: tuple[PassContext, SavingFold], *leaves: Any) -> tuple[Tensor, ...]:
+        context, form = call
+        found = torch_operator.call(form.fold, context.engine, [leaves[k] for k in form.feeds], context.sizes)
+        return tuple(found[k] for k in (*form.own, *form.more))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        (context, form), *leaves = inputs
+        count = len(form.own)
+        _save(ctx, context, leaves, output[:count], form, output[count:])
+        ctx.mark_non_differentiable(*ctx.non_differentiable, *output[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        return _backward(ctx, cotangents[: len(ctx.form.own)])
+
+
+def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
+    """Fold through the registered operator."""
+    form = None
+    if torch.is_grad_enabled() and not call_context.is_transformed():
+        sizes = torch_operator.fix_lengths(context.sizes)
+        form = saved_row_gradients.form(context.fold, leaves, sizes, context.engine)
+    if form is None:
+        return _TracedPass.apply(context, *leaves)
+    return _TracedSavingPass.apply((context, form), *leaves)[: len(form.own)]
 
 
 def _primal(value: Any) -> Any:

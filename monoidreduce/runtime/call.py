@@ -35,6 +35,8 @@ from .bind import padded
 from .call_context import is_untraced, need_gradient
 from .dense_or_tiled import DenseOrTiled
 from .replay import ProgramSteps, can_record
+from .result_form import output_form
+from .traced_program import TracedProgram
 
 
 class CallForm(NamedTuple):
@@ -73,7 +75,7 @@ class Plan:
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
         oracle = engine == "reference"
-        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total, out)
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
@@ -83,7 +85,7 @@ class Plan:
             run,
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
-            tuple(_shape(e, sizes, out, total) for e in traced.outputs),
+            tuple(output_form(e, sizes, out, total) for e in traced.outputs),
             tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
         )
 
@@ -109,6 +111,10 @@ class Plan:
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
         return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
+
+    def sums(self, values: Sequence[Any]) -> list[Tensor]:
+        """Each result added up, where the program does not do it."""
+        return [result.sum() if result.dim() else result for result in self.results(values)]
 
     def of(self, *inputs: Any) -> list[Tensor]:
         """The same, of the values as the program is given them."""
@@ -147,7 +153,13 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
 
 
 def _walk(
-    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
+    traced: Traced,
+    values: dict[str, Any],
+    sizes: Sizes,
+    engine: str,
+    alike: bool,
+    total: bool,
+    out: torch.dtype | None,
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = compile_program(traced.outputs)
@@ -158,13 +170,14 @@ def _walk(
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
     rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-    run = _with_replay(ProgramSteps(engine, program, numbers), rows, sizes) if frozen else rows
+    steps = ProgramSteps(engine, program, numbers)
+    run = _with_replay(steps, rows, sizes) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
     if not total:
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(ProgramSteps(engine, program, numbers, total), sums, sizes) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
-    if not alike or not given or not known.is_wide(traced.outputs, sizes):
+    if not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
     make = registry.stepper(engine, sizes.device)
     return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
@@ -197,24 +210,10 @@ def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any]
     return None if view(value) is value else view
 
 
-def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) -> tuple[tuple[int, ...], torch.dtype]:
-    """An output as users hold it: every axis of its kind and the whole batch, or no axis where it is a sum of numbers
-    per row; vectors in the inputs' type.
-
-    Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
-    """
-    tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
-    tail += () if e.feature is None else (sizes.of(str(e.feature)),)
-    kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
-    if total:
-        return (), kind if e.dtype == "float" else torch.int64
-    return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
-
-
 def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
     """Results in the evaluator's layout as users hold them."""
     pairs = zip(_apart(found, _copied(traced.outputs)), traced.outputs, strict=True)
-    return [_as_given(from_layout(v, e), _shape(e, sizes, out), sizes) for v, e in pairs]
+    return [_as_given(from_layout(v, e), output_form(e, sizes, out), sizes) for v, e in pairs]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -39,6 +39,22 @@ def is_untraced() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether one of torch's function transforms, or forward mode, is active: these differentiate what they see."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACERS = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+
+
+def is_traced() -> bool:
+    """Whether a compiler or a tracer writes down what torch does; other dispatch modes only watch it."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        torch._C._get_dispatch_mode(k) is not None for k in _TRACERS
+    )
+
+
 def are_plain(values: Sequence[Any]) -> bool:
     """Whether all tensors among these values hold numbers (no subclass), and nothing traces the call."""
     return is_untraced() and all([type(v) in PLAIN for v in values if isinstance(v, Tensor)])

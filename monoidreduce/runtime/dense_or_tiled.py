@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..engines import dense, triton
 from ..engines.auto import planner
@@ -95,14 +94,8 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     return found.chosen.schedule == "dense"
 
 
-_KEYS = torch._C._TorchDispatchModeKey
-_TRACERS = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
-
-
 def _are_plain(given: Sequence[Any]) -> bool:
     """True if these are plain tensors and no transform or tracer is active, which must see folds."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
+    if call_context.is_transformed() or call_context.is_traced():
         return False
     return all(type(v) in call_context.PLAIN for v in given if isinstance(v, Tensor))

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from ..engines import triton
-from ..engines.common import matmul, tile_counter
+from ..engines.common import matmul, result_layout, tile_counter
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.saved_tensors import private_graphs
 from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
+from ..program.expression import Expr
 from ..program.lower import Fold
-from ..reductions import KINDS, kind_of
+from ..reductions import KINDS
 from . import registry, torch_operator
 from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
 
@@ -356,8 +356,8 @@ class _CallCounter(ScaledMemory):
         found.bytes += moved
         found.launches += 1
         time = moved / (rates.bandwidth if moved > rates.near else max(rates.bandwidth, rates.plain * 4))
-        if packet in flop_registry:
-            flops = up(flop_registry[packet](*args, **kwargs, out_val=result))
+        if (count := _flop_counts().get(packet)) is not None:
+            flops = up(count(*args, **kwargs, out_val=result))
             found.flops += flops
             sides = [up(n) for t in tensors[-3:] for n in t.shape[-2:]]  # two operands and the result: each side twice
             share = rates.efficiency(*sorted(sides)[::2])
@@ -372,15 +372,24 @@ class _CallCounter(ScaledMemory):
 
 
 def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
-    """Shape and type of a fold's results: on a GPU, sums of 16-bit vectors are stored in 16 bits."""
-    made = torch_operator.shapes(fold, list(leaves), sizes)
-    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
-    narrow = next((d for d in vectors if d in matmul.SIXTEEN), None)
-    if device.type != "cuda" or narrow is None or fold.raised:
+    """Shape and type of a fold's results. On a GPU, sums of 16-bit vectors are stored in 16 bits, and gradients are
+    summed over the batch by their kernels where that leaves enough to do at the same time."""
+    if device.type != "cuda":
+        return torch_operator.shapes(fold, list(leaves), sizes)
+    made = torch_operator.narrow_shapes(fold, leaves, sizes)
+    if not fold.gradients:
         return made
-    tail = len(sizes.batch) + 1
-    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
-    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
+    pairs = zip(made, fold.outputs, strict=True)
+    return [(_summed_shape(fold, r, shape, leaves, sizes), dtype) for (shape, dtype), (r, _) in pairs]
+
+
+def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
+    """The shape of a result after the sum over the batch that its kernel makes, if it does."""
+    batch = result_layout.summed_batch(fold, r, leaves, sizes)
+    real = matmul.dry_run_sizes.get() or sizes
+    if r not in fold.gradient_of or batch == sizes.batch or not triton.sums_batch(batch, r, real):
+        return shape
+    return *batch, *shape[len(batch) :]
 
 
 def _count_exponentials(name: str, args: tuple) -> float:
@@ -396,6 +405,14 @@ def _count_plain(name: str, tensors: Sequence[Tensor]) -> float:
         return KINDS["best"].plain_ops
     short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
     return 5.0 if short else 1.0
+
+
+@functools.cache
+def _flop_counts() -> dict[Any, Callable[..., int]]:
+    """Torch's own counts of operations, by operator. Not imported above: that module imports all of Triton."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 def _numbers_read(t: Tensor) -> int:

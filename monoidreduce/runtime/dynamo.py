@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,16 +67,27 @@ def opened(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Numbers that the compiler leaves open: a length stays one, a float becomes a tensor.
 
     As a product: of all ways to make a tensor of a float this is the one that the compiler does not fix the float for.
+    A float that no open length is part of (1/√f of a width that is fixed by now) is the number that it is.
     """
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     wide = any(t.dtype is torch.float64 for t in tensors)
     device = tensors[0].device if tensors else None
 
     def one(value: Any) -> Any:
+        if not isinstance(value, torch.SymFloat):
+            return value
+        if _is_fixed(value):
+            return float(value)
         unit: Any = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device)
-        return unit * value if isinstance(value, torch.SymFloat) else value
+        return unit * value
 
     return tuple(map(one, args)), {k: one(v) for k, v in kwargs.items()}
+
+
+def _is_fixed(value: torch.SymFloat) -> bool:
+    """Whether guards that exist already leave a float one value."""
+    expression = getattr(value.node, "expr", None)
+    return expression is not None and not expression.free_symbols
 
 
 def closed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -115,11 +126,15 @@ class Compiled:
     parameters: dict[str, Parameter]
     _choices: tuple[str | None, ...]  # the names of the parameters that are fixed choices, by place
 
-    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Any, Any]:
+    def _planned(
+        self, args: tuple, kwargs: dict, engine: str, order: Any = None, total: bool = False
+    ) -> tuple[Any, Any]:
         raise NotImplementedError
 
-    def _compiled(self, args: tuple, kwargs: dict) -> Any:
-        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
+    def _compiled(self, args: tuple, kwargs: dict, total: bool = False) -> Any:
+        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on.
+
+        ``total``: of a call of which the sums over rows are asked for."""
         choices: list[Any] = []
         values, named = list(args), dict(kwargs)
         for at, chosen in enumerate(self._choices):
@@ -128,13 +143,14 @@ class Compiled:
                 values[at] = None
             elif chosen is not None and chosen in named:
                 choices += (chosen, named.pop(chosen))
-        call = self._call_name(*choices)
+        call = self._call_name(total, *choices)
         results = in_graph(call, *values, **named)
         return filled(getattr(self, self._form_name()), results)
 
     @constant
-    def _call_name(self, *choices: Any) -> str:
-        return name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
+    def _call_name(self, total: bool, *choices: Any) -> str:
+        run = self._run_total_in_graph if total else self._run_in_graph
+        return name(run, tuple(zip(choices[::2], choices[1::2], strict=True)))
 
     @constant
     def _form_name(self) -> str:
@@ -144,18 +160,34 @@ class Compiled:
         setattr(self, place, form)
         return place
 
-    def _run_in_graph(self, choices: Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+    def _run_in_graph(
+        self, choices: Choices, *args: Any, total: bool = False, **kwargs: Any
+    ) -> tuple[list[Tensor], Any]:
         chosen = dict(choices)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
         device = call_context.autocast_device((*given, *named.values()))
         if device is not None:
-            return call_context.call_in_autocast(
-                functools.partial(self._run_in_graph, ()), self.parameters, device, given, named
-            )
+            run = functools.partial(self._run_in_graph, (), total=total)
+            return call_context.call_in_autocast(run, self.parameters, device, given, named)
+        self._fix_widths(given, named)
         try:
-            plan, bound = self._planned(*opened(given, named), registry.engine())
+            plan, bound = self._planned(*opened(given, named), registry.engine(), total=total)
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
-            plan, bound = self._planned(*closed(given, named), registry.engine())
-        results = plan.results(bound)
+            plan, bound = self._planned(*closed(given, named), registry.engine(), total=total)
+        results = plan.sums(bound) if total else plan.results(bound)
         return results, plan.traced.pack(list(range(len(results))))
+
+    def _fix_widths(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Guard the widths of features that the compiler left open: kernels are made for a width, as are a layer's
+        numbers (a scale of 1/√f)."""
+        pairs = [
+            *zip(self.parameters.values(), given, strict=False),
+            *((self.parameters.get(n), v) for n, v in named.items()),
+        ]
+        for p, value in pairs:
+            if p is not None and p.feature is not None and isinstance(value, Tensor) and value.dim():
+                int(value.shape[-1])
+
+    def _run_total_in_graph(self, choices: Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+        return self._run_in_graph(choices, *args, total=True, **kwargs)

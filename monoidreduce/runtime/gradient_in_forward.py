@@ -5,33 +5,42 @@ Of a sum every row's cotangent is known beforehand, so forward and gradient are 
 one walk over panels (``__init__.py``): three products where the ordinary road, which recomputes the pairs, needs four.
 The gradients wait, unscaled, for the one number that the backward brings. They are given away once: a second backward,
 or one that is itself to be differentiated, takes the ordinary road.
+
+Inside a compiled graph the same walk is one registered operator, ``torch.ops.monoidreduce.loss_and_gradient``, which
+returns the sums and the gradients; multiplying these by the backward's number is the graph's own arithmetic.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..engines import panel
-from ..engines.common import matmul, oom_retry, skip_small_tiles
-from ..engines.common.evaluate import Sizes, from_layout
+from ..engines import panel, triton
+from ..engines.common import matmul, oom_retry, skip_small_tiles, unchanged_tensors
+from ..engines.common.bounded_cache import BoundedCache
+from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.gradient_program import as_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
-from ..errors import NoGradientError
+from ..errors import EngineError, NoGradientError
 from ..plan import budget, panel_layout
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
-from . import autograd, fused_expressions, logit_rounding
-from .call_context import apply_settings, current_settings
+from ..program.lower import digest_nodes
+from . import autograd, fused_expressions, logit_rounding, registry
+from .call_context import apply_settings, are_plain, current_settings, is_traced, is_transformed
+from .program_operator import own_tensors
+from .result_form import contiguous_strides, output_form
+from .torch_operator import TAGS, VALUES, Frame, fix_lengths, join_values, library, split_values, write_lengths
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -49,15 +58,6 @@ class _Context:
     make: panel.StepClass
     program: LossAndGradient
     waiting: dict[str, Tensor] | None = field(default=None)
-
-
-def summed(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.StepClass
-) -> list[Tensor] | None:
-    """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
-    names = tuple(inputs_of(outputs))
-    found = Road(outputs, names, sizes, engine, make, lambda *_: None)(*(inputs[n] for n in names))
-    return None if found is None else list(found)
 
 
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
@@ -85,9 +85,14 @@ class Road:
         self.plans: dict[tuple[str, ...], _Plan | None] = {}  # by the inputs that ask for gradients
 
     def __call__(self, *given: Any) -> Any:
-        plan = self._plan(given) if torch.is_grad_enabled() else None
+        traced = not are_plain(given)
+        # under a mode that only watches, gradients would wait in memory until they are copied
+        steps = traced and (is_transformed() or not is_traced())
+        plan = self._plan(given) if torch.is_grad_enabled() and not steps else None
         if plan is None or not plan.pays():
             return self.otherwise(*given)
+        if traced:
+            return self._run_traced(given, plan)
         tensors = {n: v for n, v in zip(self.names, given, strict=True) if isinstance(v, Tensor)}
         numbers = {n: v for n, v in zip(self.names, given, strict=True) if n not in tensors}
         context = _Context(
@@ -95,12 +100,19 @@ class Road:
         )
         return list(_summed(context, *tensors.values()))
 
+    def _run_traced(self, given: Sequence[Any], plan: _Plan) -> list[Tensor]:
+        numbers = frozenset(n for n, v in zip(self.names, given, strict=True) if not isinstance(v, Tensor))
+        asked = tuple(str(e.attrs[0]) for e in plan.asked)
+        sums = Sums(self.outputs, self.names, numbers, asked, self.engine, Frame.of(self.sizes))
+        context = _TracedContext(sums, self.sizes, self.make, plan)
+        return list(_TracedSum.apply(context, *given))[: len(self.outputs)]
+
     def _plan(self, given: Sequence[Any]) -> _Plan | None:
         asks = [isinstance(v, Tensor) and v.requires_grad for v in given]
         wanted = tuple([n for n, asks in zip(self.names, asks, strict=True) if asks])
         if wanted not in self.plans:
             inputs = dict(zip(self.names, given, strict=True))
-            self.plans[wanted] = _planned(self.outputs, inputs, self.sizes, self.make)
+            self.plans[wanted] = _planned(self.outputs, inputs, fix_lengths(self.sizes), self.make, wanted)
         return self.plans[wanted]
 
 
@@ -130,15 +142,23 @@ def planned(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass
 ) -> LossAndGradient | None:
     """The program of sums and gradients, where there is one and it is the better road."""
-    found = _planned(outputs, inputs, sizes, make)
+    wanted = [n for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad]
+    found = _planned(outputs, inputs, sizes, make, wanted)
     return found.program if found is not None and found.pays() else None
 
 
-def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass) -> _Plan | None:
-    """The same, whatever the budget; only where products are wide enough to be worth keeping."""
+def _planned(
+    outputs: tuple[Expr, ...],
+    inputs: Mapping[str, Any],
+    sizes: Sizes,
+    make: panel.StepClass,
+    wanted: Sequence[str],
+) -> _Plan | None:
+    """The same, whatever the budget; only where products are wide enough to be worth keeping. ``wanted``: the inputs
+    whose gradients are."""
     exprs = inputs_of(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
-    asked = tuple(exprs[n] for n, v in tensors.items() if v.requires_grad)
+    asked = tuple(exprs[n] for n in tensors if n in wanted)
     if not asked or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
         return None
     try:
@@ -159,25 +179,33 @@ def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes,
         return None
 
 
+def _take(context: _Context, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The sums, and by name the gradients of the moving one for a cotangent of one."""
+    inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
+    program, count = context.program.program, len(context.outputs)
+    given = (program, context.numbers | inputs, context.sizes, context.make)
+    with skip_small_tiles.apply_to_gradient() if _numbers(context) else contextlib.nullcontext():
+        found = oom_retry.run_with_retry(panel.execute, given, context.sizes)
+    values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
+    grads, waiting = iter(zip(values[count:], program.outputs[count:], strict=True)), {}
+    for e, present in zip(context.asked, context.program.present, strict=True):
+        leaf = inputs[str(e.attrs[0])]
+        made = as_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
+        waiting[str(e.attrs[0])] = made
+    return tuple(_sum(v, context.sizes) for v in values[:count]), waiting
+
+
+def _waiting_type(leaf: Tensor) -> torch.dtype:
+    """The type in which an unscaled gradient waits: it may leave float16."""
+    return torch.float32 if leaf.dtype is torch.float16 else leaf.dtype
+
+
 class _Sum(torch.autograd.Function):
     """Forward: the sums, and the gradients of the moving one for a cotangent of one."""
 
     @staticmethod
     def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
-        program, count = context.program.program, len(context.outputs)
-        given = (program, context.numbers | inputs, context.sizes, context.make)
-        with skip_small_tiles.apply_to_gradient() if _numbers(context) else contextlib.nullcontext():
-            found = oom_retry.run_with_retry(panel.execute, given, context.sizes)
-        values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
-        grads = iter(zip(values[count:], program.outputs[count:], strict=True))
-        context.waiting = {}
-        for e, present in zip(context.asked, context.program.present, strict=True):
-            leaf = inputs[str(e.attrs[0])]
-            kind = torch.float32 if leaf.dtype is torch.float16 else leaf.dtype  # unscaled, it may leave float16
-            made = as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
-            context.waiting[str(e.attrs[0])] = made
-        sums = tuple(_sum(v, context.sizes) for v in values[:count])
+        sums, context.waiting = _take(context, tensors)
         ctx.context, ctx.settings = context, current_settings()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
@@ -234,3 +262,170 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
 def inputs_of(outputs: tuple[Expr, ...]) -> Mapping[str, Expr]:
     """The inputs that a program reads, by name."""
     return {str(e.attrs[0]): e for e in topological(outputs) if e.op == "input"}
+
+
+# Inside a compiled graph
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over rows, as the operator knows them; ``asked``: the inputs whose gradients it returns."""
+
+    outputs: tuple[Expr, ...]
+    names: tuple[str, ...]  # of the inputs
+    numbers: frozenset[str]  # those of them that are Python numbers
+    asked: tuple[str, ...]
+    engine: str
+    frame: Frame
+
+    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """The inputs in their order."""
+        return join_values(tensors, numbers, [k for k, n in enumerate(self.names) if n in self.numbers])
+
+
+class _TracedContext(NamedTuple):
+    sums: Sums
+    sizes: Sizes
+    make: panel.StepClass
+    plan: _Plan
+
+
+_lock = threading.Lock()
+_SUMS: dict[str, Sums] = {}  # kept: a compiled graph may hold the name for as long as the process lives
+_PLANS: BoundedCache[tuple, tuple[Sizes, panel.StepClass, _Plan | None, list]] = BoundedCache(1024)
+
+
+@functools.lru_cache(maxsize=1024)
+def _name(sums: Sums) -> str:
+    others = (*sums.names, "numbers", *sorted(sums.numbers), "asked", *sums.asked, sums.engine, str(sums.frame))
+    found = digest_nodes((sums.outputs,), *others)
+    with _lock:
+        _SUMS[found] = sums
+    return found
+
+
+def _known(name: str) -> Sums:
+    if name not in _SUMS:
+        raise EngineError(
+            detail="a graph from another process names a sum that this process has not met",
+            fix="Call the op once on any tensors of these types, with gradients, then the graph",
+        )
+    return _SUMS[name]
+
+
+def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
+    """Shape, type and strides of all that the operator returns."""
+    found: list[tuple[Form, tuple[int, ...]]] = []
+    for e in sums.outputs:
+        found.append((output_form(e, sizes, None, total=True), ()))
+    inputs = dict(zip(sums.names, values, strict=True))
+    for leaf in [inputs[n] for n in sums.asked]:
+        found.append(((tuple(leaf.shape), _waiting_type(leaf)), contiguous_strides(leaf.shape)))
+    return found
+
+
+def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    sums, device = _known(name), tensors[0].device
+    values, engine = sums.join_values(tensors, numbers), sums.engine
+    inputs = dict(zip(sums.names, values, strict=True))
+    key = (name, *triton.describe_leaves(values), *lengths, device)
+    known = _PLANS.find(key)
+    if known is None:
+        sizes, make = sums.frame.read_lengths(lengths, device), registry.stepper(engine, device)
+        plan = _planned(sums.outputs, inputs, sizes, make, sums.asked)
+        known = _PLANS.keep(key, (sizes, make, plan, _forms(sums, values, sizes)))
+    sizes, make, plan, forms = known
+    given = {n: v for n, v in inputs.items() if n not in sums.numbers}
+    others = {n: v for n, v in inputs.items() if n in sums.numbers}
+    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
+        if plan is None or not plan.pays():  # memory has become scarce, or lengths are others than those traced
+            found = _take_by_steps(sums, given, others, sizes, engine)
+        else:
+            context = _Context(sums.outputs, plan.asked, tuple(given), others, sizes, engine, make, plan.program)
+            totals, waiting = oom_retry.run_with_typed_error(_take, (context, tuple(given.values())), sizes)
+            found = [*totals, *(waiting[n] for n in sums.asked)]
+        return own_tensors(found, forms, tensors, sizes.device)
+
+
+def _take_by_steps(
+    sums: Sums, tensors: dict[str, Tensor], numbers: dict[str, Any], sizes: Sizes, engine: str
+) -> list[Tensor | None]:
+    """The same, forward and backward one after the other."""
+    with torch.enable_grad():
+        given = {n: t.detach().requires_grad_(n in sums.asked) for n, t in tensors.items()}
+        inputs = numbers | given
+        usual = logit_rounding.marked(compile_program(sums.outputs), frozenset(sums.asked), sizes)
+        made = script(usual, frozenset(numbers), False, fused_expressions.row_dot)
+        rows = made.run(sizes, autograd.Walk(engine), *(inputs[n] for n in made.inputs))
+        totals = [_sum(v, sizes) for v in rows]
+        wanted = [given[n] for n in sums.asked]
+        moving = [t for t in totals if t.requires_grad]
+        grads = torch.autograd.grad(moving, wanted, allow_unused=True)
+    found = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
+    return [*(t.detach() for t in totals), *found]
+
+
+def _fake(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+    sums = _known(name)
+    sizes = sums.frame.read_lengths(lengths, tensors[0].device)
+    forms = _forms(sums, sums.join_values(tensors, numbers), sizes)
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
+
+
+library.define(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", tags=TAGS)
+library.impl("loss_and_gradient", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("monoidreduce::loss_and_gradient", _fake, lib=library)
+
+
+class _TracedSum(torch.autograd.Function):
+    """The sums by their operator; the backward scales the gradients that it returned."""
+
+    @staticmethod
+    def forward(context: _TracedContext, *values: Any) -> tuple[Tensor, ...]:
+        tensors, numbers, _ = split_values(values)
+        lengths = write_lengths(context.sizes)
+        return tuple(torch.ops.monoidreduce.loss_and_gradient(_name(context.sums), tensors, numbers, lengths))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        context, *values = inputs
+        ctx.context, ctx.settings = context, current_settings()
+        ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if k != context.plan.program.moving))
+        ctx.set_materialize_grads(False)
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
+        ctx.save_for_backward(*(v for v in values if isinstance(v, Tensor)), *output[len(context.sums.outputs) :])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        context, saved, needs = ctx.context, iter(ctx.saved_tensors), ctx.needs_input_grad[1:]
+        sums, plan, g = context.sums, context.plan, cotangents[context.plan.program.moving]
+        values = [c if c is not None else next(saved) for c in ctx.constants]
+        if g is None:
+            return None, *(None for _ in values)
+        if torch.is_grad_enabled():
+            pairs = zip(sums.names, values, strict=True)
+            numbers = {n: v for n, v in pairs if n in sums.numbers}
+            tensors = tuple(v for v in values if isinstance(v, Tensor))
+            names = tuple(n for n in sums.names if n not in sums.numbers)
+            there = (
+                sums.outputs,
+                plan.asked,
+                names,
+                numbers,
+                context.sizes,
+                sums.engine,
+                context.make,
+                plan.program,
+            )
+            asks = tuple(need for n, need in zip(sums.names, needs, strict=True) if n not in sums.numbers)
+            with apply_settings(ctx.settings):
+                found = iter(_again(_Context(*there), tensors, asks, g))
+            return None, *(None if n in sums.numbers else next(found) for n in sums.names)
+        waiting = dict(zip(sums.asked, saved, strict=True))
+        pairs = zip(sums.names, values, strict=True)
+        return None, *(_scale(waiting[n], g, v.dtype) if n in waiting else None for n, v in pairs)
+
+
+def _scale(waiting: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """A waiting gradient times a number, in the number's precision; a compiler makes one kernel of it."""
+    return (waiting.to(g.dtype) * g).to(dtype)

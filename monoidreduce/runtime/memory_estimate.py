@@ -30,7 +30,7 @@ from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
-from ..engines.triton.kernels import split_combine, topk
+from ..engines.triton.kernels import pick, split_combine, topk
 from ..engines.triton.panel import epilogue
 from ..engines.triton.panel.memory_plan import MemoryPlan
 from ..plan import budget, cost, tiles
@@ -278,7 +278,9 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
 def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
-    _, whole = triton.merge_batches(call.fold, call.leaves, sizes)
+    given, whole = triton.merge_batches(call.fold, call.leaves, sizes)
+    if pick.takes(r, sizes):
+        return pick.estimate_bytes(r, given, sizes, whole)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)

@@ -171,6 +171,17 @@ class ProgramSteps:
         return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
 
 
+def compile_gradients(steps: ProgramSteps, results: int, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
+    """The gradients of a program of one pass, of those inputs that ``needs`` names: a program of the inputs, the pass's
+    ``results`` and the cotangents of the outputs, of which some are ``given``."""
+    inputs, names = steps.inputs, steps.script.inputs
+    outputs = differentiate_program(steps.program, inputs, needs, given)
+    others = [*(f"P{k}" for k in range(results)), *(f"c{k}" for k in range(len(given)))]
+    numbers = tuple(name in steps.numbers for name in names)
+    leaves = number_leaves("x", inputs)
+    return GradientProgram.of(leaves, others, outputs, needs, numbers, steps.program.exact)
+
+
 class ForwardReplays:
     """The recordings of a program on inputs of one kind, by the settings and by the numbers among the inputs."""
 
@@ -322,13 +333,7 @@ class BackwardReplays:
         """The gradients that are needed as a program of the inputs, the pass's results and the cotangents given."""
         found = self.programs.get((needs, given))
         if found is None:
-            inputs, names = self.steps.inputs, self.steps.script.inputs
-            outputs = differentiate_program(self.steps.program, inputs, needs, given)
-            others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
-            numbers = tuple(name in self.steps.numbers for name in names)
-            exact = self.steps.program.exact
-            found = GradientProgram.of(number_leaves("x", inputs), others, outputs, needs, numbers, exact)
-            self.programs[needs, given] = found
+            found = self.programs[needs, given] = compile_gradients(self.steps, len(self.results), needs, given)
         return found
 
     def leaves(self, saved: Saved) -> list[Any]:

@@ -32,8 +32,8 @@ def many(sizes: Sizes) -> bool:
 
 
 def may_keep(fold: Fold) -> bool:
-    """Whether a forward may keep what the gradients of its rows need: where it folds a logsumexp."""
-    return any(r.attrs[0] == "soft" and len(r.args) == 1 for r in fold.reductions)
+    """Whether a forward may keep what the gradients of its rows need: where it folds a logsumexp or sums numbers."""
+    return any(r.attrs[0] in ("soft", "sum") and len(r.args) == 1 for r in fold.reductions)
 
 
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> SavingFold | None:

@@ -10,83 +10,135 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..engines import triton
 from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form
+from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
 from ..program.lower import Fold, digest_fold
 from ..reductions import kind_of
 from .registry import FOLDERS
 
-_SCHEMA = (
-    "fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, SymInt rows, SymInt cols, "
-    "SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device) -> Tensor[]"
+# The sizes of a call as an operator's arguments
+SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"
+# The values of a call whose other properties have a name (:class:`Frame`), and its lengths
+VALUES = "Tensor[] tensors, Scalar[] numbers, SymInt[] lengths"
+_SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
+# Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
+# before torch 2.8 or so, with strides of the same order.
+TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
 _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
 
 library = torch.library.Library("monoidreduce", "DEF")
-library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+library.define(_SCHEMA, tags=TAGS)
 
 
 def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold through the operator: as an engine would be called."""
-    numbers = {k: v for k, v in enumerate(leaves) if not isinstance(v, Tensor)}
-    return torch.ops.monoidreduce.fold(
-        name(fold),
-        engine,
-        [v for v in leaves if isinstance(v, Tensor)],
-        list(numbers.values()),
-        list(numbers),
-        sizes.rows,
-        sizes.cols,
-        list(sizes.batch),
-        ",".join(sizes.letters),
-        list(sizes.letters.values()),
-        sizes.compute,
-        sizes.device,
-    )
+    return torch.ops.monoidreduce.fold(name(fold), engine, *split_values(leaves), *write_sizes(sizes))
+
+
+def split_values(values: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[int]]:
+    """Values as an operator's arguments: the tensors, the numbers and the places of these."""
+    numbers = {k: v for k, v in enumerate(values) if not isinstance(v, Tensor)}
+    return [v for v in values if isinstance(v, Tensor)], list(numbers.values()), list(numbers)
+
+
+def write_sizes(sizes: Sizes) -> tuple:
+    """Sizes as an operator's arguments (:data:`SIZES`)."""
+    letters = sizes.letters
+    lengths = list(letters.values())
+    return sizes.rows, sizes.cols, list(sizes.batch), ",".join(letters), lengths, sizes.compute, sizes.device
+
+
+def read_sizes(
+    rows: int,
+    cols: int,
+    batch: Sequence[int],
+    letters: str,
+    lengths: Sequence[int],
+    compute: torch.dtype,
+    device: torch.device,
+) -> Sizes:
+    """The inverse of :func:`write_sizes`."""
+    named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
+    return Sizes(rows, cols, tuple(batch), named, device, compute)
+
+
+class Frame(NamedTuple):
+    """What is fixed of the sizes of a call in a compiled graph; the lengths are the rest."""
+
+    letters: tuple[str, ...]
+    compute: torch.dtype
+
+    @staticmethod
+    def of(sizes: Sizes) -> Frame:
+        return Frame(tuple(sizes.letters), sizes.compute)
+
+    def read_lengths(self, lengths: Sequence[int], device: torch.device) -> Sizes:
+        """The inverse of :func:`write_lengths`."""
+        first = 2 + len(self.letters)
+        letters = dict(zip(self.letters, lengths[2:first], strict=True))
+        return Sizes(lengths[0], lengths[1], tuple(lengths[first:]), letters, device, self.compute)
+
+
+def write_lengths(sizes: Sizes) -> list[int]:
+    """The lengths of a call: rows, columns, features, batch."""
+    return [sizes.rows, sizes.cols, *sizes.letters.values(), *sizes.batch]
+
+
+def fix_lengths(sizes: Sizes) -> Sizes:
+    """Sizes whose lengths are numbers: where a compiler leaves one open, the number that it was traced with, without a
+    guard."""
+    letters = {name: _hint(length) for name, length in sizes.letters.items()}
+    batch = tuple(map(_hint, sizes.batch))
+    return replace(sizes, rows=_hint(sizes.rows), cols=_hint(sizes.cols), batch=batch, letters=letters)
+
+
+def _hint(length: Any) -> int:
+    hint = getattr(getattr(length, "node", None), "hint", None)
+    return int(length) if hint is None else int(hint)
 
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
-    # kernels may hand vectors back in 16 bits, others do not: a graph is told one type for all engines
-    return [t.to(dtype) for t, (_, dtype) in zip(found, shapes(known, leaves, sizes), strict=True)]
+    # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
+    # type and one layout for all engines
+    forms = _forms(known, engine, leaves, sizes)
+    return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
 def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
-    return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in shapes(known, leaves, sizes)]
+    forms = _forms(known, engine, leaves, sizes)
+    return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in forms]
 
 
-def _opened(
-    fold: str,
-    leaves: list[Tensor],
-    numbers: list[Any],
-    places: list[int],
-    rows: int,
-    cols: int,
-    batch: list[int],
-    letters: str,
-    lengths: list[int],
-    compute: torch.dtype,
-    device: torch.device,
-) -> tuple[Fold, list[Any], Sizes]:
-    """What an engine is called with, from what the operator is."""
-    named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
-    sizes = Sizes(rows, cols, tuple(batch), named, device, compute)
-    return _known(fold), _joined(leaves, numbers, places), sizes
+def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
+    kernels = engine in ("auto", "triton") and triton.runs_on(sizes.device)
+    return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
 
-def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
-    """Tensors and numbers in the order of the fold's leaves."""
-    given: list[Any] = list(leaves)
+def _opened(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
+    """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
+    return _known(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
+
+
+def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The inverse of :func:`split_values`."""
+    given: list[Any] = list(tensors)
     for place, number in zip(places, numbers, strict=True):
         given.insert(place, number)
     return given
@@ -111,6 +163,19 @@ def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     ]
 
 
+def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]:
+    """The same where kernels run: sums of 16-bit vectors are stored in 16 bits."""
+    made = shapes(fold, list(leaves), sizes)
+    pairs = zip(fold.leaves, leaves, strict=True)
+    vectors = [v.dtype for e, v in pairs if e.feature is not None and isinstance(v, Tensor)]
+    narrow = next((d for d in vectors if d in SIXTEEN), None)
+    if narrow is None or fold.raised:
+        return made
+    tail = len(sizes.batch) + 1
+    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
+    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
+
+
 library.impl("fold", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("monoidreduce::fold", _fake, lib=library)
 
@@ -131,8 +196,8 @@ def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size
 
 def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
-    at = _joined(dims[2], [None] * len(places), places)
-    moved = in_front(_known(fold), _joined(leaves, numbers, places), at, info.batch_size)
+    at = join_values(dims[2], [None] * len(places), places)
+    moved = in_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
         fold,
         engine,
@@ -155,5 +220,5 @@ def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
     found = digest_fold(fold) + "-exact" * fold.exact
     with _lock:
-        _FOLDS[found] = fold
+        _FOLDS[found] = replace(fold, gradients=())  # a graph is told one shape for all engines
     return found

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engines import triton
-from ..engines.common import combine, matmul
+from ..engines.common import combine, matmul, result_layout
 from ..engines.common.evaluate import Sizes
 from ..plan.schedule import Choice
 from ..program.expression import Expr
@@ -75,7 +75,8 @@ def find_error(
     limit = tolerance(leaves)
     with Poison():
         found = perform(choice, fold, leaves, sizes)
-    if problem := describe_difference(comparable_results(fold, found), comparable_results(fold, truth), limit):
+    both = (comparable_results(fold, given, leaves, sizes) for given in (found, truth))
+    if problem := describe_difference(*both, limit):
         return problem
     short = shorten(fold, leaves, sizes, choice)
     if short is None:
@@ -84,16 +85,19 @@ def find_error(
         expected = perform(safe, fold, *short)
         with Poison():
             found = perform(choice, fold, *short)
-    problem = describe_difference(comparable_results(fold, found), comparable_results(fold, expected), limit)
+    both = (comparable_results(fold, given, *short) for given in (found, expected))
+    problem = describe_difference(*both, limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
 
 
-def comparable_results(fold: Fold, results: Sequence[Tensor]) -> list[Tensor]:
+def comparable_results(fold: Fold, results: Sequence[Tensor], leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The results of a fold in a form that is the same by every plan.
 
-    A softmax's shift differs between plans: the maximum, or a guessed maximum.
+    A softmax's shift differs between plans: the maximum, or a guessed maximum. Gradients are summed over the batch
+    inside some kernels.
     """
-    return [t for r, own in combine.split(fold, list(results)) for t in kind_of(r).settled(own)]
+    summed = result_layout.sum_gradients(fold, results, leaves, sizes)
+    return [t for r, own in combine.split(fold, summed) for t in kind_of(r).settled(own)]
 
 
 def describe_difference(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:

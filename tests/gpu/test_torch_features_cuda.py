@@ -110,6 +110,50 @@ def test_compile(mode, dtype):
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), given), **loose)
 
 
+def split_heads(x, k, v):
+    """As models call it: heads of one projection, grouped queries, the result joined again."""
+    q = x.view(1, -1, 8, 128).transpose(1, 2)
+    k, v = (t.view(1, -1, 2, 128).transpose(1, 2) for t in (k, v))
+    y = ops.attention(q, k, v, causal=True, enable_gqa=True)
+    return y.transpose(1, 2).reshape(1, -1, 1024)
+
+
+def head(x, weight):
+    return ops.linear_cross_entropy(x, weight, torch.arange(len(x), device=x.device))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("layer", "shapes"),
+    [(split_heads, ((1, 1024, 1024), (1, 1024, 256), (1, 1024, 256))), (head, ((1024, 1024), (32000, 1024)))],
+    ids=["attention", "head"],
+)
+def test_a_compiled_call_is_the_call(layer, shapes, mode):
+    """Bit by bit, with the same memory: gradients wait until they are scaled, that is all."""
+    torch.compiler.reset()
+    given = tuple(t.detach().cuda().requires_grad_() for t in make(*shapes, dtype=torch.bfloat16))
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    peaks = []
+    for call in (layer, compiled):
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            y = call(*given)
+            found = [t.clone() for t in (y.detach(), *torch.autograd.grad(y, given, torch.full_like(y, 0.5)))]
+            peak = torch.cuda.max_memory_allocated() - before
+        peaks.append(peak)
+        wanted = found if call is layer else wanted
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=0 if layer is split_heads else 1e-2, atol=0 if layer is split_heads else 1e-5
+        )
+    room = sum(t.numel() * t.element_size() for t in given)
+    assert mode != "default" or peaks[1] <= peaks[0] + room
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_tracing(name):
     """Dynamo reads the front of every layer whole: what is launched there, on a GPU alone, it would stumble over."""

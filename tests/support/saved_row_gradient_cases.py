@@ -40,6 +40,16 @@ def two_vectors(x: Row["d"], y: Col["d"], u: Row["e"], v: Col["e"]):
     return mr.logsumexp(x @ y + u @ v)
 
 
+@mr.op
+def hinge(x: Row["d"], y: Col["d"]):
+    return mr.sum(torch.relu(1.0 - x @ y))
+
+
+@mr.op
+def gated_sum(x: Row["d"], y: Col["d"], z: Col["d"]):
+    return mr.sum(torch.sin(x @ y) * (x @ z))
+
+
 def dense_labelled(x, y, label):
     s = x @ y.mT
     inside = (label >= 0) & (label < y.shape[-2])
@@ -88,6 +98,12 @@ LOSSES = {
         two_vectors,
         lambda x, y, u, v: torch.logsumexp(x @ y.mT + u @ v.mT, -1),
         _normal((59, 16), (65, 16), (59, 32), (65, 32)),
+    ),
+    "hinge": (hinge, lambda x, y: torch.relu(1.0 - x @ y.mT).sum(-1), _normal((59, 16), (111, 16))),
+    "gated sum": (
+        gated_sum,
+        lambda x, y, z: (torch.sin(x @ y.mT) * (x @ z.mT)).sum(-1),
+        _normal((2, 33, 32), (65, 32), (65, 32)),
     ),
     "earlier columns": (earlier, dense_earlier, _normal((59, 16), (59, 16))),
 }

@@ -4,6 +4,7 @@ An attention layer is called six times in a fresh process, with and without a ba
 its functions is called. The first call traces, plans and builds; from the third on nothing changes.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 CALLS = 6
 
 
+@functools.cache
 def visited(engine: str) -> dict[str, list[list[str]]]:
     """The files that each of the calls visits, in order: of "forward" and of "backward", which runs both."""
     command = [sys.executable, "-m", "tests.support.visited_files", engine]

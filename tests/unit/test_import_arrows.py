@@ -75,6 +75,7 @@ OPTIONAL = {
     "safetensors",
     "pyarrow",
 }  # dependencies that may be imported inside a function
+SLOW = {"torch.utils.flop_counter"}  # imports all of Triton: likewise
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def broken(here: tuple[str, ...], imported: Import, package: str) -> Iterator[st
     """What is wrong with one import in the module with the path ``here`` (below the package)."""
     importer = package_of(here)
     top, *there = imported.module.split(".")
-    if imported.in_function and top not in OPTIONAL:
+    if imported.in_function and top not in OPTIONAL and imported.module not in SLOW:
         yield f"{imported.module} is imported inside a function: move it to the top"
     if importer in IMPORTS_NOTHING:
         yield f"{importer} imports nothing, not even {imported.module}"

@@ -7,7 +7,7 @@ axis of tiles and the others are looped over, so that expanded, transposed and s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,25 +23,33 @@ def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int,
 
 def merge_batch_dims(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
     """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views."""
+    return merge_batch_and_strides(batch, tensors, ())[:2]
+
+
+def merge_batch_and_strides(
+    batch: tuple[int, ...], tensors: list[Tensor], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], list[Tensor], list[tuple[int, ...]]]:
+    """The same beside tensors that are yet to be allocated, of which the ``strides`` of the batch dimensions are known;
+    these too with merged dimensions."""
     count = len(batch)
     views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
-    shape = list(batch)
+    shape, others = list(batch), [list(s) for s in strides]
     at = 0
     while at + 1 < len(shape):
-        if all(_can_merge(v, at) for v in views):
+        if all(_can_merge(shape, v.stride(), at) for v in views) and all(_can_merge(shape, s, at) for s in others):
             views = [v.flatten(at, at + 1) for v in views]
+            for s in others:
+                s[at : at + 2] = [s[at] if shape[at + 1] == 1 else s[at + 1]]
             shape[at : at + 2] = [shape[at] * shape[at + 1]]
         else:
             at += 1
     if not shape:
-        return (1,), [v.unsqueeze(0) for v in views]
-    return tuple(shape), views
+        return (1,), [v.unsqueeze(0) for v in views], [(0,) for _ in others]
+    return tuple(shape), views, [tuple(s) for s in others]
 
 
-def _can_merge(v: Tensor, at: int) -> bool:
-    if v.shape[at] == 1 or v.shape[at + 1] == 1:
-        return True
-    return v.stride(at) == v.stride(at + 1) * v.shape[at + 1]
+def _can_merge(shape: Sequence[int], strides: Sequence[int], at: int) -> bool:
+    return 1 in shape[at : at + 2] or strides[at] == strides[at + 1] * shape[at + 1]
 
 
 def iterate_outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -55,12 +55,14 @@ class Allocator:
     """Allocates tensors of one shape and type with ``empty_like``, which takes half the time of ``empty``.
 
     The model tensor is made when it is first needed, since plans are also made for devices that are not present. Its
-    storage is empty: during CUDA graph capture by a compiler, no memory of a first call may stay allocated."""
+    storage is empty: during CUDA graph capture by a compiler, no memory of a first call may stay allocated.
 
-    __slots__ = ("_model", "device", "form")
+    ``strides``: of a dense tensor, contiguous if left out."""
 
-    def __init__(self, form: Form, device: torch.device):
-        self.form, self.device = form, device
+    __slots__ = ("_model", "device", "form", "strides")
+
+    def __init__(self, form: Form, device: torch.device, strides: tuple[int, ...] | None = None):
+        self.form, self.device, self.strides = form, device, strides
         self._model: Tensor | None = None
 
     @property
@@ -68,7 +70,10 @@ class Allocator:
         """The tensor that ``empty_like`` copies the form of."""
         if self._model is None:
             shape, dtype = self.form
-            self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
+            if self.strides is None:
+                self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
+            else:
+                self._model = torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
             self._model.untyped_storage().resize_(0)
         return self._model
 

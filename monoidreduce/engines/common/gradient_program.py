@@ -18,7 +18,7 @@ from torch import Tensor
 from ...program.compile import compile_program
 from ...program.expression import Expr
 from ...program.gradient import differentiate_fold
-from ...program.lower import Fold, Lowered
+from ...program.lower import Fold, Lowered, name_gradients
 from ...reductions import KINDS
 from .torch_code import inputs, missing
 
@@ -45,6 +45,7 @@ class GradientProgram:
         """Lower the gradients ``outputs`` of ``leaves`` (those ``wanted``). ``others``: the names of the inputs besides
         the leaves; ``numbers``: which leaves are Python numbers; ``exact``: whether the fold's products are."""
         program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
+        program = name_gradients(program, tuple(x for x, e in zip(leaves, outputs, strict=True) if e is not None))
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
         found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]

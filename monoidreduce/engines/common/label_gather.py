@@ -16,7 +16,7 @@ from ...program.expression import Expr, node, topological
 from .evaluate import Evaluator, Sizes
 
 
-class _MatchedPairs(Evaluator):
+class MatchedPairs(Evaluator):
     """Evaluates on matched pairs: a product of two vectors is a sum over features, not a matrix."""
 
     def _node(self, e: Expr) -> Any:
@@ -37,7 +37,7 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
     t = t.expand(batch, side, t.shape[-1])
     widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
     chunk = chunk_size(elements, batch, t.shape[-1], widest)
-    value, vector = _one_number_per_match((value, vector), target)
+    (value,) = one_number_per_match((value,), target)
     for at in range(0, side, chunk):
         part = slice(at, min(at + chunk, side))
         tp = t[:, part]
@@ -45,10 +45,10 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         safe = tp.clamp(0, max(other - 1, 0))
         if other == 0:
             return
-        evaluator = _MatchedPairs(sizes, {})
+        evaluator = MatchedPairs(sizes, {})
         for e in topological([value, vector, target]):
             if e.op in ("leaf", "row_index", "col_index"):
-                evaluator.memo[e] = _gather_leaf(e, leaves, by_rows, part, safe, sizes, target)
+                evaluator.memo[e] = gather_leaf(e, leaves, by_rows, part, safe, sizes)
         weight = evaluator.to_compute(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
         found = evaluator.to_compute(evaluator(vector), vector)
@@ -68,22 +68,22 @@ def chunk_size(elements: int, batch: int, matches: int, widest: int) -> int:
     return max(1, elements // max(1, batch * matches * widest))
 
 
-def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:
+def one_number_per_match(values: tuple[Expr], target: Expr) -> tuple[Expr]:
     """Where each index has several targets, vectors over the same letter are one number per target."""
     if target.feature is None:
-        return exprs
-    value = exprs[0]
+        return values
+    (value,) = values
     replace = {
         e: node("leaf", (), (f"{e.attrs[0]}/match",), rows=True, cols=True, feature=None, dtype=e.dtype)
         for e in topological([value])
         if e.op == "leaf" and e.feature == target.feature
     }
-    return substitute((value,), replace)[0], exprs[1]
+    return (substitute((value,), replace)[0],)
 
 
-def _gather_leaf(
-    e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, safe: Tensor, sizes: Sizes, target: Expr
-) -> Any:
+def gather_leaf(e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, safe: Tensor, sizes: Sizes) -> Any:
+    """A leaf or an index at matched pairs: ``[batch, part, matches(, features)]``, or broadcasting to it. ``safe``: the
+    targets of the part, inside of the other axis."""
     if e.op in ("row_index", "col_index"):
         own = (e.op == "row_index") == by_rows
         length = sizes.rows if by_rows else sizes.cols

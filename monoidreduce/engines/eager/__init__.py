@@ -19,9 +19,10 @@ from ...plan import tiles as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
-from ...reductions import kind_of, outputs_of
+from ...reductions import kind_of
 from ..common import batching, skip_small_tiles
-from ..common.evaluate import Sizes, pair_result_form, result_form
+from ..common.evaluate import Sizes, pair_result_form
+from ..common.result_layout import allocate_result
 from . import branch_and_bound, cpp
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
@@ -46,11 +47,14 @@ def run(
         if kind_of(r).per_pair
     }
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
-    shape, views = batching.merge_batch_dims(sizes.batch, [*given.values(), *whole])
+    kept = [(r, k) for r, k in fold.outputs if r not in written]
+    rooms = [allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
+    shape, views, _ = batching.merge_batch_and_strides(
+        sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
+    )
+    outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes))
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
-    kept = [(r, k) for r, k in fold.outputs if r not in written]
-    outputs = [_allocate_result(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
@@ -69,7 +73,7 @@ def run(
     _apply_scales(
         fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants
     )
-    folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
+    folded = iter(rooms)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
 
 
@@ -82,19 +86,14 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
     if many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found
     if (found := cpp.run(fold, leaves, sizes)) is not None:
-        return _finish_cpp(fold, found, leaves, sizes)
+        return _scale_results(fold, found, leaves, sizes)
     return None if many else branch_and_bound.run(fold, leaves, sizes, tiles)
 
 
 _SEARCHED = 2**34  # pairs
 
 
-def _finish_cpp(fold: Fold, found: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """The results of generated code, scaled."""
-    results = [
-        t.view(*sizes.batch, *t.shape[t.dim() - 1 - (outputs_of(r)[k][0] is not None) :])
-        for t, (r, k) in zip(found, fold.outputs, strict=True)
-    ]
+def _scale_results(fold: Fold, results: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     values = dict(zip(fold.leaves, leaves, strict=True))
     values |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     _apply_scales(fold, dict(zip(fold.outputs, results, strict=True)), values)
@@ -146,8 +145,3 @@ def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: d
 def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:
     """How many numbers a pair holds at once: more than one only for reductions of whole vectors."""
     return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
-
-
-def _allocate_result(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    shape, dtype = result_form(reduction, k, sizes, batch)
-    return torch.empty(shape, dtype=dtype, device=sizes.device)

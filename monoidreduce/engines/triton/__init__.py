@@ -7,6 +7,7 @@ Importing this package does not import Triton: the generated text does.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import budget
+from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
 from ..common.evaluate import Sizes
@@ -64,6 +66,7 @@ __all__ = [
     "run_k_loop_fold",
     "runs_on",
     "skip_launches",
+    "sums_batch",
     "use_plan",
     "warn_fallback",
 ]
@@ -180,6 +183,14 @@ def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[S
 def prepared_folds() -> Any:
     """The cache of prepared folds; another object after it was cleared by replacing it."""
     return _PREPARED
+
+
+def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
+    """Whether the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the call,
+    1 where it is summed."""
+    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+    kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * spec_from_tensors.processors(sizes.device)
 
 
 def describe_leaves(leaves: Sequence[Any]) -> tuple:

@@ -383,8 +383,8 @@ def test_a_guess_of_the_maximum_is_each_plans_own():
     truth = perform(safe, *call)
     assert trial.describe_difference(perform(FAST, *call), truth, 2.0**-12) != ""
     assert trial.find_error(perform, FAST, safe, *call, truth) == ""
-    of_another = trial.comparable_results(call[0], [*truth[:-1], truth[-1] + 40])
-    assert trial.describe_difference(of_another, trial.comparable_results(call[0], truth), 2.0**-5) != ""
+    of_another = trial.comparable_results(call[0], [*truth[:-1], truth[-1] + 40], *call[1:])
+    assert trial.describe_difference(of_another, trial.comparable_results(call[0], truth, *call[1:]), 2.0**-5) != ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool])

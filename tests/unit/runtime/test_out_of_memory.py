@@ -4,6 +4,7 @@ A small device is played by counting what torch allocates and refusing what is t
 on the CPU the process's own limit makes the real allocator fail.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -22,6 +23,12 @@ from tests.support.allocations import Watch
 from tests.support.comparison import errors
 
 CHILD = ROOT / "tests" / "support" / "limited_memory.py"
+
+
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """Running out of memory collects garbage: only a test's own, not what thousands of tests have imported."""
+    gc.freeze()
 
 
 @mr.op

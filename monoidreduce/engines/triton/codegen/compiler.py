@@ -258,6 +258,8 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
+    if spec.group is not None:
+        return _join_group_loops(spec, (begin, stop, at), (count, turn), plain, waiting, general)
     second = [
         f"for t in range(0, {count}):",
         f"    start = ({turn}) * FOLDED",
@@ -275,6 +277,49 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         *_after_whole_tiles(begin, stop, at, waiting),
         *judged,
         *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
+    ]
+
+
+def _join_group_loops(
+    spec: Spec,
+    whole: tuple[str, str, str],
+    others: tuple[str, str],
+    plain: list[str],
+    waiting: list[str],
+    general: list[str],
+) -> list[str]:
+    """Both loops where a batch dimension is folded too: a tile of each of its elements, then the next tile of each.
+
+    ``whole``: the first whole tile, the one after the last, and where one lies; ``others``: how many other tiles there
+    are, and where one lies."""
+    (begin, stop, at), (count, place), size = whole, others, spec.group_text
+    first = "" if begin == "0" else f"{begin} + "
+    tile = lambda turn: at.format(f"({first}{turn} // {size})")
+    group = f"    b{spec.group} = tl.cast(turn % {size}, tl.int64)"
+    second = [
+        f"for turn in range(0, ({count}) * {size}):",
+        group,
+        f"    t = turn // {size}",
+        f"    start = ({place}) * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        "    folded_in = within(folded_at, folded_size, RAGGED)",
+        *(f"    {line}" for line in general),
+    ]
+    before = [
+        f"    gone = tl.where(turn > 0, {tile('(turn - 1)')} * FOLDED, folded_size)",
+        f"    gone_group = tl.where(turn > 0, turn - 1, 0) % {size}",
+    ]
+    after = [f"gone = {tile('(whole_turns - 1)')} * FOLDED", f"gone_group = {size} - 1", *waiting]
+    return [
+        f"whole_turns = ({stop}{'' if begin == '0' else f' - {begin}'}) * {size}",
+        "for turn in range(0, whole_turns):",
+        group,
+        f"    start = {tile('turn')} * FOLDED",
+        *(before if waiting else []),
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in plain),
+        *(["if whole_turns > 0:", *(f"    {line}" for line in after)] if waiting else []),
+        *(second if spec.bounds else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
 
 

@@ -118,20 +118,64 @@ def normal_gate(x):
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
-# Quick forms for programs of 16 bits; ``native``: with an instruction of NVIDIA's, which the interpreter does not have
+# Quick forms for programs of 16 bits; ``native``: with an instruction of NVIDIA's, which the interpreter does not have.
+# Each is exact to 3e-5 of itself, an eighth of float16's rounding, where nothing else is said. Where there is a quick
+# form and no native one, kernels take the quick one with native forms inside (``kernel_text.py``).
+
+
+def quick_rcp(x):
+    return 1.0 / x
+
+
+def native_rcp(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def quick_lg2(x):
+    return tl.log2(x)
+
+
+def native_lg2(x):
+    # exact to 2e-7 of 1 near 1; numbers below the normal ones too
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def quick_exp(x):
+    return tl.exp2(x * 1.4426950408889634)
+
+
+def quick_decay(x):
+    return tl.where(x == float("-inf"), 0.0, quick_exp(-x))
+
+
+def quick_expm1(x):
+    # the series near 0, where exp(x) - 1 cancels
+    near = x + x * x * (0.5 + x * 0.16666667163372040)
+    return tl.where(tl.abs(x) < 0.03125, near, quick_exp(x) - 1.0)
+
+
+def series_log1p(x):
+    # within 1/16 of 0
+    return x * (1.0 + x * (-0.5 + x * (0.3333333432674408 + x * -0.25)))
 
 
 def quick_log(x):
-    return tl.log(x)
+    f = x - 1.0
+    return tl.where(tl.abs(f) < 0.0625, series_log1p(f), quick_lg2(x) * 0.6931471805599453)
+
+
+def quick_log2(x):
+    f = x - 1.0
+    return tl.where(tl.abs(f) < 0.0625, series_log1p(f) * 1.4426950408889634, quick_lg2(x))
+
+
+def quick_log1p(x):
+    return tl.where(tl.abs(x) < 0.0625, series_log1p(x), quick_lg2(1.0 + x) * 0.6931471805599453)
 
 
 def quick_tanh(x):
-    # exact to 1e-7 of 1, not of x: enough beside numbers of 16 bits
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-
-
-def native_log(x):
-    return tl.log(x)
+    near = x * (1.0 - x * x * 0.3333333432674408)
+    return tl.where(tl.abs(x) < 0.0625, near, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
 
 
 def native_tanh(x):
@@ -167,16 +211,8 @@ def quick_normal_gate(x):
     return 0.5 + 0.5 * quick_tanh(normal_argument(x))
 
 
-def native_normal_gate(x):
-    return 0.5 + 0.5 * native_tanh(normal_argument(x))
-
-
 def quick_gelu_none(x):
     return x * quick_normal_gate(x)
-
-
-def native_gelu_none(x):
-    return x * native_normal_gate(x)
 
 
 def quick_gelu_tanh(x):
@@ -184,8 +220,108 @@ def quick_gelu_tanh(x):
     return x * quick_gate(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
 
 
-def native_gelu_tanh(x):
-    return x * native_gate(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
+def quick_erf(x):
+    # tanh of a polynomial, up to where tanh is 1
+    q = tl.minimum(x * x, 32.0)
+    s = -0.0004463526162182593 + q * 3.5455135743904654e-05
+    return quick_tanh(x * (1.1283749568729675 + q * (0.1028519307319967 + q * (-0.000407925519620035 + q * s))))
+
+
+def quick_erfc(x):
+    # t exp(-x² + P(t)) with t = 2 / (2 + |x|)
+    z = tl.abs(x)
+    t = quick_rcp(1.0 + 0.5 * z)
+    s = 0.6845355730979733 + t * (-1.0231338635041927 + t * 0.3300703776906059)
+    s = -1.8272333736150592 + t * (1.4686814695200847 + t * (0.3670907904026398 + t * s))
+    tail = t * tl.exp2(z * z * -1.4426950408889634 + s)
+    return tl.where(x < 0.0, 2.0 - tail, tail)
+
+
+def quick_arctan(x):
+    big = tl.abs(x) > 1.0
+    y = tl.where(big, quick_rcp(x), x)
+    q = y * y
+    s = -0.12123917165092293 + q * (0.057477385499850035 + q * -0.013480485146897215)
+    y = y * (0.9999956303386272 + q * (-0.33299460926682767 + q * (0.19563598167743695 + q * s)))
+    return tl.where(big, tl.where(x < 0.0, -1.5707963267948966, 1.5707963267948966) - y, y)
+
+
+def quick_sinh(x):
+    a = tl.abs(x)
+    half = tl.exp2(a * 1.4426950408889634 - 1.0)
+    q = x * x
+    near = x * (1.0 + q * (0.16666667163372040 + q * 0.00833333376795053))
+    far = half - 0.25 * quick_rcp(half)
+    return tl.where(a < 0.25, near, tl.where(x < 0.0, -far, far))
+
+
+def quick_cosh(x):
+    half = tl.exp2(tl.abs(x) * 1.4426950408889634 - 1.0)
+    return half + 0.25 * quick_rcp(half)
+
+
+def sine_of_rest(x, turns, count):
+    # the sine of x - turns π, turns a multiple of 1/2; its sign follows the lowest bit of the count of half turns.
+    # Exact to 1e-5 of 1 up to 2²¹, beyond which neighbours in float32 lie a quarter apart: 0 there, NaN at infinity.
+    r = tl.fma(turns, -3.1415927410125732, x)
+    r = tl.fma(turns, 8.742277657347586e-08, r)
+    r = tl.where(tl.abs(x) < 2097152.0, tl.fma(turns, 3.430244902329324e-15, r), x * 0.0)
+    q = r * r
+    s = -0.16665483740020112 + q * (0.00831101770000767 + q * -0.0001846102793451776)
+    y = r * (0.9999989795274309 + q * s)
+    return (y.to(tl.int32, bitcast=True) ^ (count.to(tl.int32, bitcast=True) << 31)).to(tl.float32, bitcast=True)
+
+
+def quick_sin(x):
+    # 1.5 × 2²³: what is added to it is rounded to a whole number, which stands in the lowest bits
+    count = tl.fma(x, 0.3183098861837907, 12582912.0)
+    return sine_of_rest(x, count - 12582912.0, count)
+
+
+def quick_cos(x):
+    # sin(x + π/2), in half turns
+    count = tl.fma(x, 0.3183098861837907, 0.5) + 12582912.0
+    return sine_of_rest(x, (count - 12582912.0) - 0.5, count)
+
+
+def log1p_unit(z):
+    # log(1 + z) of z from 0 to 1, as a polynomial: exact to 9e-6 of itself
+    s = 0.32520678521417556 + z * (-0.21004887503157313 + z * (0.10122241631755972 + z * -0.023869180366084014))
+    return z * (0.9999915995611955 + z * (-0.4993613878938919 + z * s))
+
+
+def quick_softplus(x, beta, threshold):
+    y = x * beta
+    low = log1p_unit(tl.exp2(tl.abs(y) * -1.4426950408889634))
+    return tl.where(y > threshold, x, (tl.maximum(y, 0.0) + low) / beta)
+
+
+def quick_logsigmoid(x):
+    return tl.minimum(x, 0.0) - log1p_unit(tl.exp2(tl.abs(x) * -1.4426950408889634))
+
+
+def quick_logaddexp(a, b):
+    low = log1p_unit(tl.exp2(tl.abs(a - b) * -1.4426950408889634))
+    return tl.where(a == b, a + 0.6931471805599453, tl.maximum(a, b) + low)
+
+
+def mish_gate(x):
+    # tanh(softplus(x)) without logarithm: from exp(x), bounded where the quotient is 1
+    e = tl.exp(tl.minimum(x, 30.0))
+    n = e * (e + 2.0)
+    return n / (n + 2.0)
+
+
+def quick_mish_gate(x):
+    e = quick_exp(tl.minimum(x, 30.0))
+    n = e * (e + 2.0)
+    return n * quick_rcp(n + 2.0)
+
+
+def cosh(x):
+    # not from exp(|x|) where that is infinite and half of it is not
+    a = tl.abs(x)
+    return tl.where(a > 88.0, tl.exp(a - 0.6931471805599453), 0.5 * (tl.exp(a) + tl.exp(-a)))
 
 
 def sinh(x):
@@ -278,6 +414,21 @@ def power(x, n):
             base = base * base
             left = (left >> 1) & 9223372036854775807
         return result
+
+
+def quick_power(x, n):
+    # exact to 3e-5 of itself for exponents up to 64, in float32
+    if x.dtype.is_floating():
+        size = tl.abs(x)
+        y = tl.where(size == 1.0, 1.0, tl.exp2(n * quick_lg2(size)))
+        whole = tl.floor(n) == n
+        odd = whole & (tl.floor(n * 0.5) * 2.0 != n)
+        negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
+        none = tl.where(whole, False, (x < 0.0) & (size < float("inf")))
+        signed = tl.where(none, float("nan"), tl.where(negative, tl.where(odd, -y, y), y))
+        return tl.where(n == 0.0, 1.0, signed)
+    else:
+        return power(x, n)
 
 
 def gelu_none(x):
@@ -412,120 +563,6 @@ def grouped(program, tiles, turns, few):
     size = tl.minimum(tiles - first, few)
     rest = program % many
     return first + rest % size, rest // size
-
-
-# Random numbers, as ``program/philox.py`` defines them
-
-
-def turned(word, shift, factor):
-    return (word ^ (word >> shift)) * factor
-
-
-def mixed(word):
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return word ^ (word >> 15)
-
-
-def hashed(a, b, c):
-    return mixed(mixed(mixed(a) ^ b) ^ c)
-
-
-def word(seed, batch, place):
-    # an odd number of 32 bits: two rounds of 64 bits from seed, batch and place; shifts keep the sign
-    found = (place.to(tl.int64) * -0x61C8864680B583EB + batch * -0x2E4AB5CD2E6D12FD) ^ seed
-    found = (found ^ (found >> 32)) * -0x40A7B892E31B1A47
-    found = (found ^ (found >> 32)) * -0x6B2FB644ECCEEE15
-    return ((found >> 32) | 1).to(tl.int32)
-
-
-def mark(seed, col):
-    # the word of two columns, shifted so that this one's coin is in the upper bits of a product
-    pair = col.to(tl.int64) >> 1
-    low = ((word(seed, 0, (1 << 40) + (pair >> 6)).to(tl.int64) & 0xFFFFFFFF) >> 17) | 1
-    low = tl.where((pair & 1) != 0, low * 13795 % 32768, low)
-    low = tl.where((pair & 2) != 0, low * 18249 % 32768, low)
-    low = tl.where((pair & 4) != 0, low * 4817 % 32768, low)
-    low = tl.where((pair & 8) != 0, low * 3745 % 32768, low)
-    low = tl.where((pair & 16) != 0, low * 321 % 32768, low)
-    low = tl.where((pair & 32) != 0, low * 4737 % 32768, low)
-    found = (word(seed, 0, -1 - pair).to(tl.int64) & -32768) | low
-    return (found << (17 - (col.to(tl.int64) & 1) * 16)).to(tl.int32)
-
-
-def block_of(first, at, SIZE: tl.constexpr):
-    # of 128 columns each: one number where a tile lies in one
-    return first >> 7 if SIZE <= 128 else at >> 7
-
-
-def blended(row, block):
-    # as a block of columns meets it: two steps on for each, a step being the word with its halves exchanged
-    word = row.to(tl.uint32)
-    return word + ((word << 16) | (word >> 16)) * (block.to(tl.uint32) * 2)
-
-
-def coin(row, mark, block):
-    return ((blended(row, block) * mark.to(tl.uint32)) >> 17).to(tl.int32)
-
-
-def lot(seed, batch, i, j):
-    # as a coin, with a step of its own for each row; (word + 1/2) / 2**32, which may be rounded to 1
-    wide = tl.full((), 0, tl.int64) + seed
-    low, high, number = wide.to(tl.uint32), (wide >> 32).to(tl.uint32), batch.to(tl.uint32)
-    begin = mixed(hashed(low, high, number) + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
-    step = mixed(hashed(number, low, high) + i.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)) | 1
-    word = begin + j.to(tl.uint32) * step
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-
-
-def ticket(seed, batch, i, j):
-    # in float32 whatever the arithmetic
-    return tl.minimum(lot(seed, batch, i, j), 0.9999999403953552)
-
-
-def gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
-    return -tl.log(-log1p(-ticket(seed, batch, i, j).to(FLOAT)))
-
-
-def quick_log2(x):
-    # of positive normal numbers: exponent and significand as they stand in the bits, and a polynomial; exact to 3e-5
-    bits = x.to(tl.int32, bitcast=True)
-    m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    s = -0.4094755947589874 + m * 0.04392862692475319
-    s = 4.069756507873535 + m * (-3.520218849182129 + m * (1.6101775169372559 + m * s))
-    return m * s + (bits.to(tl.float32) * 1.1920928955078125e-07 - 128.7941589355469)
-
-
-def quick_gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
-    # exact to 2e-4, which is little beside logits of 16 bits; a GPU's own logarithms take twice the instructions
-    u = ticket(seed, batch, i, j)
-    near = u * (1.0 + u * (1.0 / 2.0 + u * (1.0 / 3.0 + u * (1.0 / 4.0))))
-    far = quick_log2(1.0 - u) * -0.6931471805599453
-    return quick_log2(tl.where(u < 0.0625, near, far)) * -0.6931471805599453
-
-
-def native_log2(x):
-    # exact to 2e-7 of 1, for normal numbers
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-def native_gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
-    # exact to 5e-5: a logarithm near 1 is exact to 2e-7 of 1, which is 4e-5 of it at 1 - 1 / 256; but for the least,
-    # one in ten thousand (below -2.2), which may be one step of u off: none is infinite, and there is no comparison
-    u = lot(seed, batch, i, j)
-    near = u * (1.0 + u * 0.5)
-    far = native_log2(1.0 - u * 0.9999999403953552) * -0.6931471805599453
-    return native_log2(tl.where(u < 0.00390625, near, far)) * -0.6931471805599453
-
-
-def uniform(seed, batch, i, j):
-    # Philox4x32-10 with counter (j, i, batch, 0); (first word + 1/2) / 2**32, in float32 whatever the arithmetic
-    zero = i * 0 + j * 0
-    c0 = (zero + j).to(tl.uint32)
-    c1 = (zero + i).to(tl.uint32)
-    c2 = (zero + batch).to(tl.uint32)
-    word, _w1, _w2, _w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
-    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
 
 
 # Products of float32 vectors whose elements are split into two or three bfloat16 numbers that add up to them. Of the

@@ -18,7 +18,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import k_loop
+from . import device_functions, k_loop, random_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 
@@ -26,9 +26,10 @@ _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 befor
 _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
-# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs; an attribute in a name is any word
-_FAST = (re.sub(r"\{\w+\}", r"\\w+", p.triton.partition("(")[0]) for p in PRIMITIVES.values() if p.fast)
-_QUICK = re.compile(rf"(?<![\w.])({'|'.join(_FAST)})\(")
+# Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
+_NAMED = (*vars(device_functions), *vars(random_functions))
+_FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
+_QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
@@ -162,7 +163,7 @@ class ExpressionWriter:
     def base(self, e: Expr) -> str:
         """Pointer to the first element of a leaf's batch element."""
         name = str(e.attrs[0])
-        batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
+        batch = "".join(f" + b{k} * {name}_b{k}" for k in self.spec.kept_batch)
         return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
 
     def pointer(self, e: Expr) -> str:
@@ -173,7 +174,8 @@ class ExpressionWriter:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+            group = "" if self.spec.group is None else f" + b{self.spec.group} * {name}_b{self.spec.group}"
+            return self.bind((e, "at"), f"{base}{group} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
@@ -341,10 +343,11 @@ class ExpressionWriter:
             self.shifts.append((number, total))
         name = f"shift{self.shifts.index((number, total))}"
         if self.spec.line:
-            text = f"tl.reshape({name}_box.load([tl.cast(batch, tl.int32), start]), [FOLDED])[None, :]"
+            batch = self.spec.batch_number()
+            text = f"tl.reshape({name}_box.load([tl.cast({batch}, tl.int32), start]), [FOLDED])[None, :]"
             return self.bind(name, text, True, name)
-        base = f"{name}_ptr + tl.cast(batch, tl.int64) * folded_size"
-        base = self.bind((name, "base"), base, False, f"{name}_base")
+        base = f"{name}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
+        base = self.bind((name, "base"), base, self.spec.group is not None, f"{name}_base")
         mask = ", mask=folded_in, other=0" if self.masked else ""
         return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
@@ -568,7 +571,8 @@ class ExpressionWriter:
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
         dims = self.spec.box_of[e]
-        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        group = "gone_group" if start == "gone" else f"b{self.spec.group}"
+        at = "".join(f"tl.cast({group if k == self.spec.group else f'b{k}'}, tl.int32), " for k in dims)
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text

@@ -45,6 +45,9 @@ class Spec:
     line: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
+    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    group: int | None = None  # the batch dimension that is folded too: results are summed over it
+    group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -79,6 +82,25 @@ class Spec:
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
+
+    @property
+    def kept_batch(self) -> list[int]:
+        """The batch dimensions of the results."""
+        return [k for k in range(self.rank) if k != self.group]
+
+    @property
+    def group_text(self) -> str:
+        """How many elements the folded batch dimension has."""
+        return str(self.group_size) if self.group_size else "group"
+
+    def batch_number(self) -> str:
+        """The number of a batch element among all, in a loop over folded ones too."""
+        if self.group is None:
+            return "batch"
+        text = "b0"
+        for k in range(1, self.rank):
+            text = f"({text} * n{k} + b{k})"
+        return text
 
     def keeps(self, e: Expr) -> bool:
         """Whether an expression varies along the kept axis."""

@@ -16,7 +16,7 @@ from typing import Any
 from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
-from . import device_functions, k_loop, tile_ranges
+from . import device_functions, k_loop, random_functions, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
 from .reductions import known
@@ -100,6 +100,7 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     must not specialize on."""
     count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
+    names += [name for k in spec.strided for name in name_strides(spec, k)]
     numbers = []
     for e in used:
         x = str(e.attrs[0])
@@ -112,11 +113,23 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
+    sizes += ["group"] if spec.group is not None and not spec.group_size else []
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
     names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
+
+
+def name_strides(spec: Spec, out: int) -> list[str]:
+    """The parameters that say where an output's batch elements, and its rows or columns, begin."""
+    return [*(f"out{out}_b{k}" for k in spec.kept_batch), f"out{out}_s"]
+
+
+def write_output_base(spec: Spec, out: int) -> str:
+    """A line that finds where the kept tile of an output with strides begins."""
+    batch = "".join(f" + b{k} * out{out}_b{k}" for k in spec.kept_batch)
+    return f"out{out}_base = out{out}{batch} + tl.cast(tile * KEPT, tl.int64) * out{out}_s"
 
 
 def write_prologue(spec: Spec) -> list[str]:
@@ -127,11 +140,11 @@ def write_prologue(spec: Spec) -> list[str]:
     if spec.split:
         lines = [*k_loop.PROLOGUE] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
-    for k in range(spec.rank - 1, 0, -1):
+    for k in reversed(spec.kept_batch[1:]):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
         lines.append(f"rest{k} = {rest} // n{k}")
         rest = f"rest{k}"
-    lines.append(f"b0 = tl.cast({rest}, tl.int64)")
+    lines += [f"b{k} = tl.cast({rest}, tl.int64)" for k in spec.kept_batch[:1]]
     return [
         *lines,
         "kept_at = tile * KEPT + tl.arange(0, KEPT)",
@@ -208,24 +221,37 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 lines.append(f"tl.store({out} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
                 continue
             width = v.spec.width(feature)
+            place = f"{out} + (out_at + {{}}) * {width}"
+            if at - 1 in v.spec.strided:
+                lines.append(write_output_base(v.spec, at - 1))
+                place = f"{out}_base + {{}} * {out}_s"
             if width <= TINY:
                 for f, text in enumerate(texts):
-                    lines.append(f"tl.store({out} + (out_at + kept_lane) * {width} + {f}, {text}, mask=kept_in)")
+                    lines.append(f"tl.store({place.format('kept_lane')} + {f}, {text}, mask=kept_in)")
                 continue
             lane, exists = v.lane(feature)
             mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
-            place = f"(out_at + kept_lane[:, None]) * {width} + {lane}[None, :]"
-            lines.append(f"tl.store({out} + {place}, {texts[0]}, mask={mask})")
+            lines.append(f"tl.store({place.format('kept_lane[:, None]')} + {lane}[None, :], {texts[0]}, mask={mask})")
     return lines
 
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py``, by name, in their order."""
-    source = inspect.getsource(device_functions)
-    lines = source.split("\n")
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    return {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
+    """The functions of ``device_functions.py`` and ``random_functions.py``, by name, in their order; a quick form
+    without a native one is followed by the same function with native forms inside."""
+    written: dict[str, str] = {}
+    for module in (device_functions, random_functions):
+        source = inspect.getsource(module)
+        lines = source.split("\n")
+        functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        written |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
+    found = {}
+    for name, text in written.items():
+        found[name] = text
+        native = name.replace("quick_", "native_")
+        if native not in written:
+            found[native] = text.replace("quick_", "native_")
+    return found
 
 
 def copy_device_functions(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ...common import batching
+from ...common import batching, result_layout
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.one_sided import Side
 from ..codegen import kernel_text
@@ -88,6 +89,9 @@ class _Lines(ExpressionWriter):
             return f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None])"
         lane, exists = self.lanes(e)
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+        if k in self.spec.strided:
+            self.before.append(kernel_text.write_output_base(self.spec, k))
+            return f"tl.store(out{k}_base + kept_lane[:, None] * out{k}_s + {lane}[None, :], {text}, mask={mask})"
         return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
 
 
@@ -120,17 +124,26 @@ class ElementwiseLaunch:
             raise Unsupported("a kernel's own numbers are float32")
         rank = len(sizes.batch)
         shape = functools.reduce(batching.broadcast_shapes, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
-        batch, views = batching.merge_batch_dims(shape, tensors)
+        length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
+        forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        strides = [
+            None if total else self._strides(e, side, leaves, form[0])
+            for e, form in zip(side.outputs, forms, strict=True)
+        ]
+        laid = {k: found for k, found in enumerate(strides) if found is not None}
+        batch, views, steps = batching.merge_batch_and_strides(
+            tuple(shape), tensors, [found[:rank] for found in laid.values()]
+        )
         letters = tuple(sorted(sizes.letters.items()))
         types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
         rooms = (0,) * len(leaves)
         spec = Spec(
             Fold(side.leaves, ()), over, types, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
         )
+        spec = replace(spec, strided=tuple(laid))
         widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")
-        length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
         kept = padded(length) if total else max(1, _BLOCK // max([16, *widths]))
         tiles = -(-length // kept)
         self.grid = tiles * torch.Size(batch).numel()
@@ -140,10 +153,11 @@ class ElementwiseLaunch:
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
         self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
-        forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
-        self.rooms = [Allocator(form, sizes.device) for form in forms]
+        self.rooms = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
-        self.template: list[Any] = []
+        self.template: list[Any] = [
+            n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])
+        ]
         self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
         given = iter(views)
         for k, v in enumerate(leaves):
@@ -159,6 +173,12 @@ class ElementwiseLaunch:
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
         tail = () if e.feature is None else (sizes.of(str(e.feature)),)
         return (*batch, length, *tail), torch.int32 if e.op in ("word", "mark") else _KINDS.get(e.dtype, sizes.compute)
+
+    @staticmethod
+    def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """A vector lies in memory as the first of the side's vectors that is given; None: contiguous."""
+        given = [v for x, v in zip(side.leaves, leaves, strict=True) if x.feature is not None and isinstance(v, Tensor)]
+        return None if e.feature is None or not (given and shape) else result_layout.find_strides(shape, given[0])
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [room() for room in self.rooms]
@@ -189,4 +209,5 @@ class ElementwiseLaunch:
         arguments = self.template.copy()
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
-        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments))
+        strides = tuple(room.strides for room in self.rooms)
+        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments), strides)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,27 @@ from . import exponent_shift, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 
+
+class ResultLayout(NamedTuple):
+    """How a result lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # None: contiguous
+    summed: bool  # its shape is that after a sum over batch dimensions; a kernel that does not sum has the whole batch
+    steps: tuple[int, ...]  # of the merged batch dimensions (0 where summed), and from one row or column to the next
+
+
+Layouts = Mapping[tuple[Expr, int], ResultLayout]  # by reduction and result: those that are not plainly contiguous
+
 _EDGED = 4  # arguments that say which tiles are visited
+# How many instances a multiprocessor must have if a batch dimension is folded too: loops of different length (masks)
+# need more of them to be as long everywhere, unless problems are so small that a sum afterwards costs the host more.
+# H200, heads of 64 and 128 with four query heads a key, 512 instances: 0.95 to 0.98 of the time with a sum afterwards,
+# with a causal mask 0.96 to 1.04; eight query heads, causal: 1.12. 1024 instances: 0.86 to 1.01.
+LEAST_INSTANCES = 3
+_LEAST_MASKED = 6
+_LITTLE = 2**28  # pairs
+_GROUP_SIZES = (2, 4, 8, 16)  # parts of the text: divisions are shifts (as a run-time number: 2.5 % of a kernel's time)
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -97,21 +117,28 @@ class FoldLaunch:
     dominates.
     """
 
-    def __init__(self, fold: Fold, over: str, values: Leaves, batch: tuple[int, ...], sizes: Sizes):
+    def __init__(
+        self,
+        fold: Fold,
+        over: str,
+        values: Leaves,
+        batch: tuple[int, ...],
+        sizes: Sizes,
+        layouts: Layouts | None = None,
+    ):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
+        self.layouts = {o: found for o in fold.outputs if (found := (layouts or {}).get(o)) is not None}
         # the leaves that masks depend on, and their places
         self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
-        self.count = torch.Size(batch).numel()  # batch elements
         self.prepare(values)
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
-        copied = self._choose_plan(leaves, plan)
-        self._split_folded_axis()
+        copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
         self._lay_out_results()
         self._lay_out_arguments(leaves)
@@ -119,6 +146,37 @@ class FoldLaunch:
         self.merged = any(self.before)  # whether calls need leaves with merged batch
         self.edges: list[Any] | None = None  # which tiles are visited, where masks depend on indices alone
         self.again: Callable[..., None] | None = None  # launches the compiled kernel
+
+    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
+        """Decide whether a batch dimension is folded too, and choose the plan; see :meth:`_choose_plan`.
+
+        A sum over query heads that share keys then takes place in registers. Instances do as much more work and are as
+        much fewer: where these are too few to keep all multiprocessors equally busy, results are summed afterwards."""
+        for group in (self._find_group(leaves), None):
+            size = 0 if group is None else self.batch[group]
+            size = size if size in _GROUP_SIZES else 0
+            self.spec = replace(self.spec, group=group, group_size=size)
+            self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
+            copied = self._choose_plan(leaves, plan)
+            self._split_folded_axis()
+            masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
+            least = _LEAST_MASKED if masked else LEAST_INSTANCES
+            least *= spec_from_tensors.processors(self.sizes.device)
+            if group is not None and self.parts == 1 and self.grid >= least:
+                break
+        return copied
+
+    def _find_group(self, leaves: Leaves) -> int | None:
+        """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
+        kernel computes once, before it walks the folded axis, does not vary along it."""
+        found = [self.layouts.get(o) for o in self.fold.outputs]
+        if self.spec.deep or not all(one is not None and one.summed for one in found):
+            return None
+        steps = [one.steps for one in found if one is not None]
+        dims = [k for k, n in enumerate(self.batch) if n > 1 and not any(s[k] for s in steps)]
+        asked = {e for e, _ in self.asked}
+        once = [v for e, v in leaves.items() if isinstance(v, Tensor) and (e in asked or not self.spec.folds(e))]
+        return dims[0] if len(dims) == 1 and not any(v.stride(dims[0]) for v in once) else None
 
     def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
         """Choose the tile and its schedule, unless ``plan`` is given.
@@ -133,7 +191,8 @@ class FoldLaunch:
             if descriptors.are_supported(device)
             else ()
         )
-        many = self.spec.deep or self.count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
+        pairs = math.prod(self.batch) * sizes.rows * sizes.cols
+        many = self.spec.deep or pairs >= spec_from_tensors.VERY_MANY
         many &= any(dims is not None for dims in copied)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
@@ -154,15 +213,28 @@ class FoldLaunch:
         by_turns = any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line)
+        strided = tuple(
+            k
+            for k, o in enumerate(self.fold.outputs)
+            if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
+        )
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
         self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.rooms = [Allocator(f, self.sizes.device) for f in self.outputs]
+        places = enumerate(map(self._layout, self.fold.outputs))
+        self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
+        pairs = zip(self.outputs, self.strides, strict=True)
+        self.rooms = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._held(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.cuts = self._cuts() if self.spec.split else []
+
+    def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
+        """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
+        found = self.layouts.get(output)
+        return None if found is None or (found.summed and self.spec.group is None) else found
 
     def _turns(self, spec: Spec, count: int) -> Tile | None:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
@@ -196,6 +268,10 @@ class FoldLaunch:
         self.template: list[Any] = []
         self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
         wide, most = False, max(*self.blocks, WIDEST)
+        for k in self.spec.strided:
+            *steps, step = self.layouts[self.fold.outputs[k]].steps
+            self.template += [*(steps[d] for d in self.spec.kept_batch), step]
+            wide |= step * most >= 2**31
         for e in self.kernel.leaves:
             v = values[e]
             self.fill.append((len(self.template), self.spec.fold.leaves.index(e), isinstance(v, Tensor)))
@@ -207,11 +283,13 @@ class FoldLaunch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
+        given = self.spec.group is not None and not self.spec.group_size
+        self.template += [self.batch[self.spec.group or 0]] if given else []
         self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
-        line = (self.lengths[1], self.count, self.blocks[1], self.sizes.device)
+        line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
         self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
             (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
@@ -279,7 +357,7 @@ class FoldLaunch:
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
         arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
-        return Recipe(self.again, tuple(self.outputs), tuple(arguments))
+        return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
         """How a replay computes the shifts of exponents, for leaves like these; None where torch computes them."""
@@ -324,6 +402,8 @@ class FoldLaunch:
 
     def _output(self, r: Expr, k: int) -> Form:
         shape, dtype = result_form(r, k, self.sizes)
+        layout = self._layout((r, k))
+        shape = shape if layout is None else layout.shape
         return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
@@ -379,10 +459,13 @@ class FoldLaunch:
         if self.data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)
+            summed = self._layout(self.fold.outputs[0])
+            kept = batch if summed is None or missing else summed.shape[: len(batch)]
             for e, v in values.items():
                 if isinstance(v, Tensor):
                     whole = v[None] if missing else v
-                    values[e] = whole.expand(*batch, *whole.shape[len(batch) :]).flatten(0, len(batch) - 1)
+                    whole = whole.expand(*batch, *whole.shape[len(batch) :])
+                    values[e] = whole[tuple(map(slice, kept))].flatten(0, len(batch) - 1)
             edges = bounds(values, self.lengths, self.blocks, self.sizes.device)
             return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
         edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))

@@ -7,6 +7,7 @@ no kernel needs are gathered by torch. :class:`PreparedFold` is made once and ca
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,14 +21,15 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching
-from ...common.evaluate import Allocator, Sizes
+from ...common import batching, result_layout
+from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
 from ..schedules import hopper
 from ..schedules.kernel_plan import overriding_plans, use_plan
-from .fold_kernel import FoldLaunch, Leaves
+from . import pick
+from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .record_launches import Made
 
 
@@ -44,10 +46,10 @@ class PreparedFold:
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
-        values, self.batch = merge_batches(fold, leaves, sizes)
+        values, self.batch, layouts = merge_batches_and_results(fold, leaves, sizes)
         self.picks, parts = list_kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
-        made = (prepare_launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
+        made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
@@ -91,7 +93,8 @@ class PartlyShownFold:
             return None
         one = self.ready.launches[0]
         forms = {one.outputs[k] for k in self.rest}
-        if len(forms) > 1 or one.spec.split or one.lists or not one.grid:
+        strided = any(one.strides[k] is not None for k in self.rest)
+        if len(forms) > 1 or one.spec.split or one.lists or not one.grid or strided:
             return None
         ((shape, dtype),) = forms
         self.step = torch.Size(shape).numel() * dtype.itemsize
@@ -131,21 +134,50 @@ class _Lazy:
 
 def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
     """The leaves of a fold, tensors with as few batch dimensions as their strides allow, and these dimensions."""
+    return merge_batches_and_results(fold, leaves, sizes)[:2]
+
+
+def merge_batches_and_results(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes
+) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout]]:
+    """The same; and how those results are laid out that are not contiguous, or may be summed over the batch."""
+    found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
+    for r, k in fold.outputs:
+        batch = result_layout.summed_batch(fold, r, leaves, sizes)
+        shape, _ = result_form(r, k, sizes, batch)
+        strides = result_layout.find_strides(shape, result_layout.find_model(fold, r, k, leaves))
+        if strides is not None or batch != sizes.batch:
+            found[r, k] = shape, strides, batch != sizes.batch
+    rank = len(sizes.batch)
+    wanted = [
+        [0 if own == 1 < n else s for n, own, s in zip(sizes.batch, shape, _dense(shape, strides), strict=False)]
+        for shape, strides, _ in found.values()
+    ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
-    batch, views = batching.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
-    return dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
+    tensors = [v for v in leaves if isinstance(v, Tensor)]
+    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, wanted)
+    layouts = {
+        key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
+        for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=True)
+    }
+    values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
+    return values, merged, layouts
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:
+    return strides or tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def prepare_launches(
-    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
+    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> list[FoldLaunch]:
     """The launches of one direction.
 
     Several kernels have a tile each, while a plan names one: if it is the default tile of the last kernel, as
     ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
-    if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes)) is not None:
+    if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes, layouts)) is not None:
         return [one]
-    made = lambda: [FoldLaunch(fold, over, values, batch, sizes) for fold in folds]
+    made = lambda: [FoldLaunch(fold, over, values, batch, sizes, layouts) for fold in folds]
     asked = dict(overriding_plans()).get(over)
     if asked is None or len(folds) == 1:
         return made()
@@ -160,14 +192,14 @@ def prepare_launches(
 
 
 def _share_one_launch(
-    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
+    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
     if not hopper.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
-    one = FoldLaunch(whole, over, values, batch, sizes)
+    one = FoldLaunch(whole, over, values, batch, sizes, layouts)
     return one if one.kernel.staged else None
 
 
@@ -216,11 +248,18 @@ def gather_labels(
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
+    if pick.takes(r, sizes):
+        found = [pick.run(r, _chunk(values, where), sizes, batch[-1]) for where in batching.iterate_outer(batch)]
+        return found[0] if len(batch) == 1 else torch.stack(found).view(*batch, *found[0].shape[1:])
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     feature = r.args[2].feature
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
     for where in batching.iterate_outer(batch):
-        part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
-        run_pick(r, part, sizes, batch[-1], out[where], elements)
+        run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
+
+
+def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
+    """The leaves of one index into the looped batch dimensions."""
+    return {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}

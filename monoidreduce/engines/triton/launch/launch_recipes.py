@@ -19,6 +19,7 @@ from ...common.torch_code import Step as ProgramStep
 from ...common.torch_code import number
 from .replay import Compute, Computed, Descriptor, Launch, Number, Place, Replay, Step, allocate
 
+Strides = tuple[int, ...] | None  # of a tensor; None: contiguous
 _ALIGNED = 128  # bytes: where the tensors of a buffer begin
 _NUMBERS = 64  # sets of numbers whose results are remembered
 _LITTLE = 2**20  # bytes
@@ -48,11 +49,13 @@ class FoundAtLaunch(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a kernel is launched again: what launches it, the forms of its outputs, and the arguments after them."""
+    """How a kernel is launched again: what launches it, the forms of its outputs, the arguments after them, and the
+    strides of the outputs (nothing: all are contiguous; None: this one is)."""
 
     again: Callable[..., None]
     outputs: tuple[Form, ...]
     arguments: tuple[Any, ...]
+    strides: tuple[Strides, ...] = ()
 
 
 class ProgramLaunch(NamedTuple):
@@ -107,12 +110,18 @@ class RecordedLaunches(NamedTuple):
         pairs = [zip(one.outputs, one.recipe.outputs, strict=True) for one in self.launches]
         return {name: form for found in pairs for name, form in found}
 
+    @property
+    def strides(self) -> dict[str, Strides]:
+        """The strides of those that are not contiguous, by name."""
+        pairs = [zip(one.outputs, one.recipe.strides, strict=False) for one in self.launches]
+        return {name: strides for found in pairs for name, strides in found if strides is not None}
+
 
 class Buffer:
     """Several tensors in one allocation, one behind the other: ``places`` says at which bytes."""
 
-    def __init__(self, name: str, forms: dict[str, Form]):
-        self.name, self.forms, self.places, size = name, forms, dict[str, int](), 0
+    def __init__(self, name: str, forms: dict[str, Form], strides: Mapping[str, Strides]):
+        self.name, self.forms, self.strides, self.places, size = name, forms, strides, dict[str, int](), 0
         for tensor, (shape, dtype) in forms.items():
             self.places[tensor] = size
             size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
@@ -121,10 +130,12 @@ class Buffer:
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The tensors in it. A buffer that comes back at an offset where numbers cannot begin is copied first."""
         whole = whole.clone() if whole.storage_offset() % _ALIGNED else whole
-        return {
-            name: whole[at : at + _bytes(*self.forms[name])].view(self.forms[name][1]).view(self.forms[name][0])
-            for name, at in self.places.items()
-        }
+        return {name: self._view(whole[at:], name) for name, at in self.places.items()}
+
+    def _view(self, rest: Tensor, name: str) -> Tensor:
+        shape, dtype = self.forms[name]
+        flat, strides = rest[: _bytes(shape, dtype)].view(dtype), self.strides.get(name)
+        return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -153,8 +164,9 @@ class ProgramReplay:
         parts: Mapping[str, tuple[str, int]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
-        self.kept = Buffer("kept", {name: forms[name] for name in kept or ()})
-        self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))})
+        strides = recorded.strides
+        self.kept = Buffer("kept", {name: forms[name] for name in kept or ()}, strides)
+        self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))}, strides)
         most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
         self.lean = self.between.size <= most  # step by step, intermediate results would be released sooner
         self.constants = dict(recorded.constants)
@@ -165,7 +177,7 @@ class ProgramReplay:
         if (arithmetic := recorded.numbers) is not None:
             steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
         for name in shown:
-            steps.append(self._allocated(name, *forms[name]))
+            steps.append(self._allocated(name, *forms[name], strides.get(name)))
         for buffer in (self.kept, self.between):
             if buffer.places:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
@@ -183,8 +195,8 @@ class ProgramReplay:
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
 
-    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
-        step = allocate(name, shape, dtype)
+    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
+        step = allocate(name, shape, dtype, strides)
         (self.places[name],) = step.made  # type: ignore[assignment]
         return step
 

@@ -125,10 +125,10 @@ class Compute:
 Step = Operation | Launch | Compute
 
 
-def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Operation:
-    """The step that allocates a contiguous tensor as the storage ``name``."""
-    place = Place(name, 0, dtype, shape, _contiguous(shape))
-    return Operation(_aten.empty.memory_format, (), {}, (place,), False)
+def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> Operation:
+    """The step that allocates a dense tensor as the storage ``name``; ``strides``: None for a contiguous one."""
+    place = Place(name, 0, dtype, shape, strides or _contiguous(shape))
+    return Operation(_aten.empty_strided.default, (shape, place.stride), {"dtype": dtype}, (place,), False)
 
 
 def places(value: Any) -> Iterator[Place]:
@@ -413,10 +413,12 @@ class _Writer(FunctionWriter):
         made = [p.store if p else "_" for p in step.made]
         self.whole |= {p.store: p for p in step.made if p}
         place = step.made[0] if step.made else None
-        if step.function in _ALLOCATES and place is not None and place.stride == _contiguous(place.shape):
+        if step.function in _ALLOCATES and place is not None and _is_dense(place):
             assert place.dtype is not None
             form = (place.shape, place.dtype)
-            self._line(f"{made[0]} = empty({self.hold(Allocator(form, self.device).model, ('room', form))})", made)
+            strides = None if place.stride == _contiguous(place.shape) else place.stride
+            model = Allocator(form, self.device, strides).model
+            self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
             return
         function = self.hold(_FASTER.get(step.function, step.function), step.function)
         given = [*map(self._value, step.arguments), *(f"{name}={self._value(v)}" for name, v in step.named.items())]
@@ -525,6 +527,17 @@ def _form(template: Any) -> tuple:
     """What tells descriptors apart."""
     more = (getattr(template, name, None) for name in ("padding", "layout"))
     return type(template), *map(tuple, (template.shape, template.strides, template.block_shape)), *more
+
+
+def _is_dense(place: Place) -> bool:
+    """Whether a tensor's memory has no gaps: ``empty_like`` then gives another one of the same strides."""
+    order = sorted(zip(place.stride, place.shape, strict=True))
+    steps, step = [(s, n) for s, n in order if n != 1], 1
+    for stride, length in steps:
+        if stride != step:
+            return False
+        step *= length
+    return True
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

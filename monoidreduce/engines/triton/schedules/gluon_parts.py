@@ -119,12 +119,15 @@ def load_resident(pointer: str, e: Expr, smem: str) -> str:
     return f"{smem}.store(tl.load({place}, mask=wide_in[:, None], other=0))"
 
 
-def store_vectors(out: int, width: int, smem: str, total: str, narrow: str | None) -> list[str]:
+def store_vectors(spec: Spec, out: int, width: int, smem: str, total: str) -> list[str]:
     """Store accumulators through shared memory, so that rows are written whole."""
-    place = f"out{out} + (out_at + wide_row[:, None]) * {width} + wide_lane[None, :]"
+    base, place = [], f"out{out} + (out_at + wide_row[:, None]) * {width}"
+    if out in spec.strided:
+        base, place = [kernel_text.write_output_base(spec, out)], f"out{out}_base + wide_row[:, None] * out{out}_s"
     return [
-        f"{smem}.store(({total}).to(tl.{narrow}))",
-        f"tl.store({place}, {smem}.load(WIDE), mask=wide_in[:, None])",
+        f"{smem}.store(({total}).to(tl.{spec.narrow}))",
+        *base,
+        f"tl.store({place} + wide_lane[None, :], {smem}.load(WIDE), mask=wide_in[:, None])",
     ]
 
 
@@ -246,25 +249,40 @@ class TileOrder:
                 lines.append(f"away = {away} - whole_first")
                 away = "away - tl.where(away < whole, 0, between)"
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
+        if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
+            lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
         return lines
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
+        if self.spec.group is not None:
+            step = f"({step} // {self.spec.group_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
         if not self.spec.bounds:
-            return step
+            return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
         at = f"({step} - whole_steps)"
+        at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
     def any(self, step: str = "step") -> str:
         """The tile of a step, where it may be either."""
-        if not self.sloped and not self.spec.bounds:
+        if not self.sloped and not self.spec.bounds and self.spec.group is None:
             return step
+        if self.spec.group is not None:
+            if not self.spec.bounds:
+                return self.whole(step)
+            return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
         whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
         return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
+
+    def enter_group(self, step: str = "step") -> list[str]:
+        """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""
+        if self.spec.group is None:
+            return []
+        return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
         return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step

@@ -448,7 +448,7 @@ class _Text:
                 stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
             else:
                 width = self.spec.width(feature)
-                stores += gluon_parts.store_vectors(k, width, "resident", texts[0], self.spec.narrow)
+                stores += gluon_parts.store_vectors(self.spec, k, width, "resident", texts[0])
         return [*self.v.inside, *stores]
 
 

@@ -50,6 +50,7 @@ def {name}(
     next_step = 0
     next_slot = 0
     next_start = ({next_tile}) * FOLDED
+    {next_group}
     {copy_blocks}
     {load_numbers}
     {store_numbers}
@@ -178,6 +179,7 @@ class _Text:
             lanes=gluon_parts.lanes(WIDTH, "{}" if self.toss is None else "neighbours({})"),
             before=v.before,
             next_tile=self.order.any("next_step"),
+            next_group=self.order.enter_group("next_step"),
             copy_blocks=self._copy_blocks(),
             load_numbers=self.load_numbers,
             store_numbers=self.store_numbers,
@@ -208,14 +210,16 @@ class _Text:
 
     def _number_places(self) -> dict[str, tuple[str, str]]:
         """The numbers of folded indices: their types, and where the next tile's begin."""
-        found, start = {}, "tl.cast(next_start, tl.int64)"
+        found, start, group = {}, "tl.cast(next_start, tl.int64)", self.spec.group
         for k in range(len(self.v.shifts)):
-            base = f"shift{k}_ptr + tl.cast(batch, tl.int64) * folded_size"
-            base = self.v.bind((f"shift{k}", "base"), base, False, f"shift{k}_base")
+            base = f"shift{k}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
+            if group is None:
+                base = self.v.bind((f"shift{k}", "base"), base, False, f"shift{k}_base")
             found[f"shift{k}"] = "float32", f"{base} + {start} + line"
         for e in self.v.ringed:
             x = leaf_name(e)
-            found[x] = self.spec.type_of[e], f"{self.v.base(e)} + {start} * {x}_s + line * {x}_s"
+            base = self.v.base(e) + ("" if group is None else f" + b{group} * {x}_b{group}")
+            found[x] = self.spec.type_of[e], f"{base} + {start} * {x}_s + line * {x}_s"
         return found
 
     def _number_lines(self) -> tuple[list[str], list[str]]:
@@ -252,6 +256,7 @@ class _Text:
             "next_step = tl.minimum(step + 1, steps - 1)",
             "next_slot = 1 - slot",
             f"next_start = ({self.order.any('next_step')}) * FOLDED",
+            *self.order.enter_group("next_step"),
             *self.load_numbers,
             f"mbarrier.wait(full.index(slot), (step // {_RING}) & 1)",
             self._start_score(0),
@@ -307,5 +312,5 @@ class _Text:
                 factor = self.v.number(scale)
                 factors.append(f"tl.convert_layout({factor}, SUMS)" if self.spec.keeps(scale) else factor)
             total = " * ".join([f"sum{k}", *factors])
-            lines += gluon_parts.store_vectors(k, WIDTH, smem, total, self.spec.narrow)
+            lines += gluon_parts.store_vectors(self.spec, k, WIDTH, smem, total)
         return lines

@@ -170,7 +170,12 @@ class _KernelText:
             tile=self.order.any(),
             depth=self.depth,
             phase=f"((step // {self.depth}) & 1) ^ 1",
-            produce=[*gluon_parts.load_ahead(self.spec, self.numbers, 2), *produce, *self._store_numbers()],
+            produce=[
+                *self.order.enter_group(),
+                *gluon_parts.load_ahead(self.spec, self.numbers, 2),
+                *produce,
+                *self._store_numbers(),
+            ],
         )
         return producer + consumers + self._entry(name, unspecialized)
 
@@ -412,7 +417,7 @@ class _ConsumerText:
             if scale is not ONE:
                 factor = self.v.number(scale)
                 total = f"({total} * {f'tl.convert_layout({factor}, SUMS)' if self.spec.keeps(scale) else factor})"
-            lines += gluon_parts.store_vectors(k, WIDTH, smem, total, self.spec.narrow)
+            lines += gluon_parts.store_vectors(self.spec, k, WIDTH, smem, total)
         return lines
 
 

@@ -20,6 +20,7 @@ from .....plan.op_counts import SPECIAL
 from .....program.constructors import ONE, ZERO, apply
 from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
+from .....program.primitives import PRIMITIVES
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
@@ -33,10 +34,6 @@ _MOST_SCORES = 3  # of a tile
 # kernels take 1.07 of the time of the compiler's schedule, with one 0.82 (H200; docs/internals/mlp-kernels.md).
 _NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 4}
 _REGISTERS = 224  # of a thread, for what a group holds
-# Functions that take few instructions in 16 bits. Weights that take longer than the MMAs want more warps than two
-# groups have: a gated MLP of softplus and tanh (mish) takes 1.10 of the compiler schedule's time; with these functions
-# it takes 0.80 to 0.87 (H200; docs/internals/mlp-kernels.md).
-_QUICK = ("exp", "exp2", "expm1", "gate", "gelu", "normal_gate", "sigmoid", "silu", "tanh")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
     ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
-    slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
+    slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     if (
         not products
         or (numbers and not ringed)

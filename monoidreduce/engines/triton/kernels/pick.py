@@ -1,0 +1,314 @@
+"""Gathers and scatters of single pairs: sums against ``index == t``, such as the gradient of a maximum.
+
+One axis holds the targets ``t`` (say rows), one each or a few. What the pairs weigh is computed from numbers by torch,
+products of their vectors by a kernel. Then
+
+- a **gather** (one result per row) adds weight × the vector at the target, row by row, in one kernel;
+- a **scatter** (one result per column) sorts the pairs by their target, so that each column's are neighbours. A kernel
+  adds runs of equal targets in pieces of a fixed length, a second one the few runs that cross from one piece into
+  others. The order of every sum is that of the rows, whatever runs first: results are bitwise equal in every run, and
+  one column that is the target of all rows takes no longer than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ...common.evaluate import Sizes
+from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
+from ..launch.launch_cache import Kernels
+
+_TEXT = '''"""Sums over single pairs, each given by its place on one axis."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matched_product(
+    out, place, near, far, side, other, matches, n_b, n_s, n_f, f_b, f_s, f_f,
+    DISTANCE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    batch = tl.program_id(1).to(tl.int64)
+    exists = at < side * matches
+    t = tl.load(place + batch * side * matches + at, mask=exists, other=-1).to(tl.int64)
+    hit = ((t >= 0) & (t < other) & exists)[:, None]
+    total = tl.zeros([ENTRIES], tl.float32)
+    for first in range(0, WIDTH, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        inside = hit & (lane < WIDTH)
+        x = tl.load(near + batch * n_b + (at // matches)[:, None] * n_s + lane * n_f, mask=inside, other=0)
+        y = tl.load(far + batch * f_b + t[:, None] * f_s + lane * f_f, mask=inside, other=0)
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+        if DISTANCE:
+            total += tl.sum((x - y) * (x - y), 1)
+        else:
+            total += tl.sum(x * y, 1)
+    tl.store(out + batch * side * matches + at, total, mask=exists)
+
+
+@triton.jit
+def vectors_at(near, far, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH: tl.constexpr):
+    # of pairs: the row's own, the target's, or their difference
+    if WHICH == 0:
+        return tl.load(near + row * n_s + lane * n_f, mask=inside, other=0).to(tl.float32)
+    elif WHICH == 1:
+        return tl.load(far + t * f_s + lane * f_f, mask=inside, other=0).to(tl.float32)
+    else:
+        x = tl.load(near + row * n_s + lane * n_f, mask=inside, other=0).to(tl.float32)
+        y = tl.load(far + t * f_s + lane * f_f, mask=inside, other=0).to(tl.float32)
+        if WHICH == 2:
+            return x - y
+        else:
+            return y - x
+
+
+@triton.jit
+def gather_sum(
+    out, place, weight, near, far, side, other, matches, n_b, n_s, n_f, f_b, f_s, f_f,
+    WHICH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(2) * LANES + tl.arange(0, LANES)[None, :]
+    exists = row < side
+    near += batch * n_b
+    far += batch * f_b
+    total = tl.zeros([ROWS, LANES], tl.float32)
+    for match in range(0, matches):
+        at = (batch * side + row) * matches + match
+        t = tl.load(place + at, mask=exists, other=-1).to(tl.int64)
+        hit = (t >= 0) & (t < other) & exists
+        w = tl.load(weight + at, mask=hit, other=0)
+        inside = hit[:, None] & (lane < WIDTH)
+        total += w[:, None] * vectors_at(near, far, n_s, n_f, f_s, f_f, row[:, None], t[:, None], lane, inside, WHICH)
+    tl.store(out + (batch * side + row)[:, None] * WIDTH + lane, total, mask=exists[:, None] & (lane < WIDTH))
+
+
+@triton.jit
+def add_in_run(a_first, a, b_first, b):
+    return a_first | b_first, tl.where(b_first != 0, b, a + b)
+
+
+@triton.jit
+def run_sums(
+    out, rest, key, order, weight, near, far, side, other, matches, entries, beyond, n_b, n_s, n_f, f_b, f_s, f_f,
+    WHICH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    piece = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)[None, :]
+    step = tl.arange(0, ENTRIES)
+    at = piece * ENTRIES + step
+    k = tl.load(key + at, mask=at < entries, other=beyond)
+    before = tl.load(key + at - 1, mask=(at > 0) & (at <= entries), other=-1)
+    after = tl.load(key + at + 1, mask=at + 1 < entries, other=beyond)
+    hit = k < beyond
+    e = tl.load(order + at, mask=hit, other=0).to(tl.int64)
+    w = tl.load(weight + e, mask=hit, other=0)
+    batch = (e // matches // side)[:, None]
+    row = (e // matches % side)[:, None]
+    t = (k.to(tl.int64) % other)[:, None]
+    inside = hit[:, None] & (lane < WIDTH)
+    x = vectors_at(near + batch * n_b, far + batch * f_b, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH)
+    x = w[:, None] * x
+    first = ((k != before) | (step == 0)).to(tl.int32)
+    flags = tl.broadcast_to(first[:, None], [ENTRIES, LANES])
+    _, total = tl.associative_scan((flags, x), 0, add_in_run)
+    leading = tl.sum(tl.where(step == 0, k, 0), 0)
+    continued = tl.sum(tl.where((step == 0) & (k == before), 1, 0), 0)
+    old = tl.where(k == leading, continued, 0) != 0  # of a run that began in an earlier piece
+    last = (k != after) | (step == ENTRIES - 1)
+    goes_on = k == after
+    store = hit[:, None] & (lane < WIDTH)
+    whole = last & (old == 0) & (goes_on == 0)
+    tl.store(out + k.to(tl.int64)[:, None] * WIDTH + lane, total, mask=store & whole[:, None])
+    slot = piece * 2 + tl.where(old, 0, 1)
+    part = last & (old | goes_on)
+    tl.store(rest + slot[:, None] * WIDTH + lane, total, mask=store & part[:, None])
+
+
+@triton.jit
+def join_runs(
+    out, rest, key, pieces, entries, beyond,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr, MANY: tl.constexpr,
+):
+    piece = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    end = piece * ENTRIES + ENTRIES - 1
+    k = tl.load(key + end, mask=end < entries, other=beyond)
+    after = tl.load(key + end + 1, mask=end + 1 < entries, other=beyond)
+    leading = tl.load(key + piece * ENTRIES)
+    before = tl.load(key + piece * ENTRIES - 1, mask=piece > 0, other=-1)
+    begins = (k < beyond) & (k == after) & ((leading != k) | (before != k))  # here, and goes on
+    if begins:
+        total = tl.load(rest + (piece * 2 + 1) * WIDTH + lane, mask=lane < WIDTH, other=0)
+        next = piece + 1
+        more = 1
+        while more != 0:
+            at = next + tl.arange(0, MANY)
+            same = tl.load(key + at * ENTRIES, mask=at < pieces, other=beyond) == k
+            block = rest + (at * 2)[:, None] * WIDTH + lane[None, :]
+            total += tl.sum(tl.load(block, mask=same[:, None] & (lane < WIDTH)[None, :], other=0), 0)
+            more = tl.min(same.to(tl.int32), 0)
+            next += MANY
+        tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=lane < WIDTH)
+'''
+_kernels = Kernels(_TEXT)
+_PIECE = 64  # pairs that one program instance of the scatter adds
+_WIDE = 128  # features of a program instance
+_PRODUCTS = ("dot", "sqdist")
+_SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
+
+
+def takes(r: Expr, sizes: Sizes) -> bool:
+    """True where kernels compute a pick: in float32, of targets and vectors as they are given."""
+    target, value, _ = r.args
+    if sizes.compute is not torch.float32 or target.op != "leaf" or not sizes.rows or not sizes.cols:
+        return False
+    if _operands(r) is None or (r.args[2] is ONE and _gathers(r)):  # numbers in their order are torch's own
+        return False
+    for e in topological([value], stop=lambda e: e.op in _PRODUCTS):
+        if e.op in _PRODUCTS:
+            x, y = e.args
+            if e.dtype != "float" or x.op != "leaf" or y.op != "leaf" or x.rows == y.rows or x.cols == y.cols:
+                return False
+        elif (e.op == "leaf" and e.is_pair) or (e.feature is not None and e.feature != target.feature):
+            return False
+    return True
+
+
+def run(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: int) -> Tensor:
+    """A pick of one batch chunk whose leaves are ``[batch, length(, features)]``: ``[batch, length(, features)]``."""
+    target, value, vector = r.args
+    by_rows = _by_rows(r)
+    place = values[target]
+    place = place.unsqueeze(-1) if target.feature is None else place
+    place = place.expand(batch, sizes.rows if by_rows else sizes.cols, place.shape[-1]).contiguous()
+    weight = _weigh_pairs(value, target, values, sizes, place, by_rows)
+    if vector is ONE:
+        which, near = 0, torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
+        far = near
+    else:
+        which, *leaves = _operands(r) or ()
+        near, far = (values[e].expand(batch, *values[e].shape[1:]) for e in leaves)
+    other = sizes.cols if by_rows else sizes.rows
+    found = (_gather if _gathers(r) else _scatter)(place, weight, which, near, far, other)
+    return found.squeeze(-1) if vector is ONE else found
+
+
+def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tuple[int, ...]) -> int:
+    """Bytes alive at once while a pick is computed, its result included."""
+    by_rows, feature = _by_rows(r), r.args[2].feature
+    side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
+    matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
+    width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
+    whole = 4 * width * math.prod(batch) * (side if _gathers(r) else other)
+    if len(batch) > 1:  # and, in turn, one of the looped batch dimensions
+        whole *= 2
+    held = 0 if values[r.args[0]].is_contiguous() else 8 * pairs
+    held += 0 if r.args[1].op == "leaf" else 4 * pairs
+    if not _gathers(r):
+        pieces = -(-pairs // _PIECE)
+        held += _SORTED_BYTES * pairs + 8 * width * pieces
+    return whole + held
+
+
+def _by_rows(r: Expr) -> bool:
+    """True when rows hold the targets, which are columns."""
+    return r.attrs[2][0] == "col"
+
+
+def _gathers(r: Expr) -> bool:
+    """True when the axis that holds the targets keeps its results."""
+    return (r.attrs[1] == "cols") == _by_rows(r)
+
+
+def _operands(r: Expr) -> tuple[int, Expr, Expr] | None:
+    """What is summed, as the kernels know it (``vectors_at``), with the vectors of the axis that holds the targets and
+    of the other one; None where it is something else."""
+    vector, by_rows = r.args[2], _by_rows(r)
+    if vector is ONE:
+        return 0, ONE, ONE
+    own = lambda e: e.op == "leaf" and e.feature is not None and e.rows != e.cols
+    if own(vector):
+        return (0 if vector.rows == by_rows else 1), vector, vector
+    if vector.op == "sub" and all(map(own, vector.args)) and vector.args[0].rows != vector.args[1].rows:
+        x, y = vector.args
+        return (2, x, y) if x.rows == by_rows else (3, y, x)
+    return None
+
+
+def _weigh_pairs(
+    value: Expr, target: Expr, values: Mapping[Expr, Any], sizes: Sizes, place: Tensor, by_rows: bool
+) -> Tensor:
+    """What each pair weighs ``[batch, side, matches]``, in float32."""
+    (value,) = one_number_per_match((value,), target)
+    evaluator, safe = MatchedPairs(sizes, {}), None
+    for e in topological([value], stop=lambda e: e.op in _PRODUCTS):
+        if e.op in _PRODUCTS:
+            evaluator.memo[e] = _multiply_pairs(e, values, place, by_rows)
+        elif e.op in ("leaf", "row_index", "col_index"):
+            safe = place.clamp(0, (sizes.cols if by_rows else sizes.rows) - 1) if safe is None else safe
+            evaluator.memo[e] = gather_leaf(e, dict(values), by_rows, slice(0, place.shape[1]), safe, sizes)
+    weight = evaluator.to_compute(evaluator(value), value)
+    if not isinstance(weight, Tensor):
+        return torch.full(place.shape, float(weight), dtype=torch.float32, device=place.device)
+    return weight.expand(place.shape).contiguous()
+
+
+def _multiply_pairs(e: Expr, values: Mapping[Expr, Any], place: Tensor, by_rows: bool) -> Tensor:
+    """⟨x_i, y_t⟩, or |x_i - y_t|², of all pairs."""
+    batch, side, matches = place.shape
+    near, far = (values[a].expand(batch, *values[a].shape[1:]) for a in sorted(e.args, key=lambda a: a.rows != by_rows))
+    out = torch.empty(place.shape, dtype=torch.float32, device=place.device)
+    width = near.shape[-1]
+    constants = dict(DISTANCE=e.op == "sqdist", WIDTH=width, LANES=min(_padded(width), _WIDE), ENTRIES=32)
+    arguments = (out, place, near, far, side, far.shape[1], matches, *near.stride(), *far.stride())
+    _kernels("matched_product", (-(-side * matches // 32), batch), arguments, constants)
+    return out
+
+
+def _gather(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int) -> Tensor:
+    batch, side, matches = place.shape
+    width = near.shape[-1]
+    out = torch.empty(batch, side, width, dtype=torch.float32, device=place.device)
+    lanes = min(_padded(width), _WIDE)
+    constants = dict(WHICH=which, WIDTH=width, LANES=lanes, ROWS=max(1, 2048 // lanes))
+    grid = (-(-side // constants["ROWS"]), batch, -(-width // lanes))
+    arguments = (out, place, weight, near, far, side, other, matches, *near.stride(), *far.stride())
+    _kernels("gather_sum", grid, arguments, constants)
+    return out
+
+
+def _scatter(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int) -> Tensor:
+    batch, side, matches = place.shape
+    width, entries, beyond = near.shape[-1], place.numel(), batch * other
+    out = torch.zeros(batch, other, width, dtype=torch.float32, device=place.device)
+    key = place
+    if batch > 1:
+        key = place + torch.arange(0, beyond, other, device=place.device).view(-1, 1, 1)
+    key = torch.where((place >= 0) & (place < other), key, beyond).flatten()
+    key = key.to(torch.int32) if beyond < 2**31 else key
+    key, order = key.sort(stable=True)
+    pieces = -(-entries // _PIECE)
+    rest = torch.empty(pieces, 2, width, dtype=torch.float32, device=place.device)
+    lanes = min(_padded(width), _WIDE)
+    constants = dict(WIDTH=width, LANES=lanes, ENTRIES=_PIECE)
+    grid, sizes = (pieces, -(-width // lanes)), (side, other, matches, entries, beyond)
+    arguments = (out, rest, key, order, weight, near, far, *sizes, *near.stride(), *far.stride())
+    _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants)
+    _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=16))
+    return out
+
+
+def _padded(width: int) -> int:
+    return 1 << max(width - 1, 0).bit_length()
