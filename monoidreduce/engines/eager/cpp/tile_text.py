@@ -140,7 +140,9 @@ class TileText:
 
     def _compare_index(self, e: Expr) -> str:
         """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
-        for x, y, sign in ((*e.args, _COMPARES[e.op]), (*e.args[::-1], _MIRROR[_COMPARES[e.op]])):
+        x, y = e.args
+        sign = _COMPARES[e.op]
+        for x, y, sign in ((x, y, sign), (y, x, _MIRROR[sign])):
             if (
                 x.op in ("row_index", "col_index")
                 and self.k.is_folded(x)
