@@ -92,7 +92,7 @@ def _check_triton() -> Finding:
 
 def _check_compiler() -> Finding:
     compiler = find_cpp_compiler()
-    return Finding("C++ compiler", OK if compiler else MISSING, compiler or "torch.compile on a CPU needs one")
+    return Finding("C++ compiler", OK if compiler else MISSING, compiler or "without one a CPU runs tiles in torch, slower; torch.compile needs one too")
 
 
 def _check_pictures() -> Finding:

@@ -140,9 +140,8 @@ class TileText:
 
     def _compare_index(self, e: Expr) -> str:
         """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
-        x, y = e.args
-        sign = _COMPARES[e.op]
-        for x, y, sign in ((x, y, sign), (y, x, _MIRROR[sign])):
+        (left, right), own = e.args, _COMPARES[e.op]
+        for x, y, sign in ((left, right, own), (right, left, _MIRROR[own])):
             if (
                 x.op in ("row_index", "col_index")
                 and self.k.is_folded(x)
