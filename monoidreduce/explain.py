@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engines import triton
+from .engines import eager, triton
 from .engines.common.evaluate import Sizes
 from .plan import budget
 from .plan.budget import format_ceil as _size
@@ -205,7 +205,7 @@ def _make_lines(
     if runs is None:
         return
     for part, fold in zip(runs.parts, data["folds"], strict=True):
-        yield _fold_line(part, fold)
+        yield _fold_line(part, fold, _describe_tiles(part, sizes))
     if runs.schedule == "dense":
         yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
@@ -227,11 +227,19 @@ def _stage_lines(stages: Sequence[Stage]) -> Iterator[str]:
         before = stage
 
 
-def _fold_line(part: Part, fold: Mapping[str, Any]) -> str:
+def _describe_tiles(part: Part, sizes: Sizes) -> str:
+    """What runs the tiles of a fold on a CPU."""
+    if sizes.device.type != "cpu" or part.choice.schedule != "flash":
+        return ""
+    numbers = frozenset(e for e in part.case.fold.leaves if not (e.rows or e.cols or e.feature is not None))
+    return f" in {eager.cpp.describe(part.case.fold, sizes, numbers)}"
+
+
+def _fold_line(part: Part, fold: Mapping[str, Any], tiles: str = "") -> str:
     where = "backward" if part.backward else "forward"
     skipped = f", {100 * fold['skipped']:.0f} % of the pairs skipped" if fold["skipped"] else ""
     share = f", {100 * fold['share_of_ceiling']:.0f} % of the products' ceiling" if fold["flops"] else ""
-    return f"  {where}: {fold['fold']}: {part.choice}; {_time(fold['seconds'])}{share}{skipped}"
+    return f"  {where}: {fold['fold']}: {part.choice}{tiles}; {_time(fold['seconds'])}{share}{skipped}"
 
 
 def _make_table(found: Cost, runs: Scheduled) -> Iterator[str]:

@@ -15,8 +15,8 @@ from ..errors import CacheError
 from . import disk, plan_records
 from .plan_records import Key, Record
 
-KERNELS = "kernels"
-_SUFFIXES = {plan_records.FOLDER: ".json", KERNELS: ".py"}
+KERNELS, LIBRARIES = "kernels", "cpp"
+_SUFFIXES = {plan_records.FOLDER: (".json",), KERNELS: (".py",), LIBRARIES: (".so", ".sum")}
 
 __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
@@ -42,7 +42,7 @@ def plans() -> list[Record]:
 
 
 def clear(*, kernels: bool = True) -> int:
-    """Delete all plans, and the kernels' sources unless ``kernels=False``; returns the number of files deleted.
+    """Delete all plans, and kernels' sources and compiled C++ unless ``kernels=False``; returns how many files went.
 
     Plans in this process's memory are dropped too. A missing cache counts as an empty one.
 
@@ -53,10 +53,11 @@ def clear(*, kernels: bool = True) -> int:
     0
     """
     count = 0
-    for name in (plan_records.FOLDER, KERNELS) if kernels else (plan_records.FOLDER,):
+    for name in _SUFFIXES if kernels else (plan_records.FOLDER,):
         place = disk.cache_root() / name
         if place.is_dir() and not place.is_symlink():
-            count += sum(disk.remove(file) for file in disk.list_files(place, _SUFFIXES[name]))
+            found = [file for suffix in _SUFFIXES[name] for file in disk.list_files(place, suffix)]
+            count += sum(map(disk.remove, found))
     plan_records.forget()
     return count
 

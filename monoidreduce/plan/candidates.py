@@ -43,7 +43,7 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
 
 
 def rank_untuned(case: Case) -> list[Choice]:
-    """The candidates that may run unmeasured: the default tiles, in any number of splits.
+    """The candidates that may run unmeasured: the default tiles, in any number of splits unless the engine names it.
 
     The cost model does not know about register spills: with a tile that it predicted 1 % faster, the gradient of a
     gated MLP took seven times as long."""
@@ -52,7 +52,8 @@ def rank_untuned(case: Case) -> list[Choice]:
     case, own = case.rounded(), dict(case.defaults)
     seconds = _estimate_once(case)
     found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
-    return _rank(case, [c for c in found if all(cost.same_tile(t, own[way]) for way, t in c.tiles)], seconds)
+    known = lambda c: all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles)
+    return _rank(case, [c for c in found if known(c)], seconds)
 
 
 def _estimate_once(case: Case) -> Callable[[Choice], float]:
@@ -90,6 +91,7 @@ def choose(case: Case, key: Key | None = None) -> Choice:
     ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
+    ranked += [least_memory_choice(case)] if any(t[4] > 1 for _, t in case.defaults) else []
     return next((c for c in ranked if cost.estimate(case, c).held <= limit), default_choice(case))
 
 

@@ -180,7 +180,7 @@ def run_gradient(
 # What they do
 
 _forwards: BoundedCache[tuple, tuple[Sizes, Runner, list]] = BoundedCache(_MOST)
-_backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner]] = BoundedCache(_MOST)
+_backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCache(_MOST)
 
 
 def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
@@ -216,18 +216,19 @@ def _backward(
 ) -> list[Tensor]:
     call, there = _known(name), iter(cotangents)
     values = call.join_values(tensors, numbers)
-    key = (name, *lengths, tensors[0].device)
+    key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
         gradients = call.steps.gradient(call.needs, call.given, len(call.program.results))
-        known = _backwards.keep(key, (sizes, GradientRunner(gradients, call.engine, can_record(call.engine, sizes))))
-    sizes, runner = known
+        runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
+        leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
+        forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
+        known = _backwards.keep(key, (sizes, runner, forms))
+    sizes, runner, forms = known
     others = [*results, *(next(there) if one else None for one in call.given)]
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(runner, (sizes, values, others), sizes)
-        leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
-        forms = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
         return own_tensors([g for g in found if g is not None], forms, [*tensors, *results, *cotangents], sizes.device)
 
 

@@ -18,6 +18,7 @@ from monoidreduce.reductions.kernel_lines import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
+SOFT = dict.fromkeys(("z_out", "log_out", "peak_out", "mean", "log", "peak"), "*fp32") | {"mean_out": "*bf16"}
 BEST = {"value_out": "*fp32", "place_out": "*i64", "value": "*fp32", "place": "*i64", "parts": "i32", "rows": "i32"}
 
 
@@ -32,6 +33,13 @@ CASES = [
     (strips._TEXT, *listed("*bf16", 2048, 4096, 64, 16)),
     (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
     (split_combine._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (
+        split_combine._TEXT,
+        "unite_softmax",
+        {**SOFT, "parts": "i32", "rows": "i32"},
+        dict(WIDTH=128, LANES=128, ROWS=1, NUMBERS=True, ALL=128, SOME=64, WAIT=False),
+        8,
+    ),
     (
         split_combine._TEXT,
         "unite_sum",

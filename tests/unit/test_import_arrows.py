@@ -60,7 +60,7 @@ PACKAGES: dict[str, set[str]] = {
     "sources": {"errors"},
     "stream": COMMON | {"engines.ranks", "engines.stream", "sources"},
     "autotune": {"errors", "plan", "runtime", "tuning", "sources"},
-    "explain": COMMON | {"engines.triton", "runtime"},
+    "explain": COMMON | {"engines.eager", "engines.triton", "runtime"},
     "op": COMMON | {"engines.ranks", "engines.stream", "runtime", "stream", "autotune", "explain"},  # the decorator
     "ops": COMMON | {"engines.ranks", "runtime", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics

@@ -141,11 +141,38 @@ def _supports_float32_output() -> bool:
     return True
 
 
+_ALIGNED = 8  # 16-bit numbers of 16 bytes
+
+
+def _wants_alignment(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _split_aligned(panel: Tensor, dim: int) -> int:
+    """Where a vendor GEMM on a panel is cut in two; 0 where it is not.
+
+    Rows of a panel begin on 16 bytes, but the vendor chooses a several times slower kernel where their length is no
+    multiple of that (50,257 classes): so all but the last few columns are one product, and those another."""
+    length = panel.shape[dim]
+    if not _wants_alignment(panel.device) or panel.dtype not in SIXTEEN or panel.stride(dim) != 1:
+        return 0
+    whole = length - length % _ALIGNED
+    return whole if whole != length and panel.stride(1 - dim) % _ALIGNED == 0 else 0
+
+
 def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
+    cut = _split_aligned(out, 1)
+    if cut:
+        _multiply_into_panel(out[:, cut:], x, y[cut:])
+        out, y = out[:, :cut], y[:cut]
+    _multiply_into_panel(out, x, y)
+
+
+def _multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == y.dtype == out.dtype:
         torch.mm(
-            _make_feature_major(x) if x.device.type == "cpu" and _COPY_RATIO * x.numel() <= out.numel() else x,
+            _make_feature_major(x) if _copies_first(x, out) else x,
             y.mT,
             out=out,
         )
@@ -162,14 +189,31 @@ _CAST_COLUMNS = 4096
 _COPY_RATIO = 16  # the output must be this many times larger than x for the transposed copy to be cheap
 
 
+def _copies_first(x: Tensor, out: Tensor) -> bool:
+    return _TRANSPOSE_FIRST and x.device.type == "cpu" and _COPY_RATIO * x.numel() <= out.numel()
+
+
 def _make_feature_major(x: Tensor) -> Tensor:
     """The same matrix, contiguous along rows: products of few rows with many columns then take 6 to 8 % less time
-    (Neoverse, 768 features and more)."""
+    (Neoverse, 768 features and more). With MKL they take up to 14 % more."""
     return x.mT.contiguous().mT
 
 
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded to the type of ``out``: once, or
+    where n is cut the sums of the last few n once before."""
+    cut = _split_aligned(weights, 1)
+    if cut:
+        _contract_into(out, weights[:, cut:], vectors[cut:], add)
+        add, weights, vectors = True, weights[:, :cut], vectors[:cut]
+    cut = _split_aligned(weights, 0)
+    if cut:
+        _contract_into(out[cut:], weights[cut:], vectors, add)
+        out, weights = out[:cut], weights[:cut]
+    _contract_into(out, weights, vectors, add)
+
+
+def _contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
     elif weights.device.type == "cuda" and _supports_float32_output():

@@ -126,7 +126,7 @@ class BatchChunk:
             return
         rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
         cols = split_range(self.sizes.cols, self.tiles.cols)
-        row_ranges, col_ranges, fixed = self._ranges(rows, cols)
+        row_ranges, col_ranges, fixed = tile_ranges(self.code, self.leaves, self.sizes, self.rows.start, rows, cols)
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
             for j, col in enumerate(cols):
@@ -179,33 +179,36 @@ class BatchChunk:
             values[position] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
         return values
 
-    def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
-        """Minimum and maximum, per tile, of every index and leaf that a condition reads; one host read per leaf."""
-        begin = self.rows.start
-        row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
-        col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
-        fixed: dict[Expr, tuple[float, float]] = {
-            size("rows"): (self.sizes.rows,) * 2,
-            size("cols"): (self.sizes.cols,) * 2,
-        }
-        for e in self.code.ranged:
-            v = self.leaves[e]
-            if not isinstance(v, Tensor):
-                fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
-                continue
-            if e.is_pair:  # reading it would cost as much as the tile
-                fixed[e] = EITHER if e.dtype == "bool" else NAN
-                continue
-            if not e.rows and not e.cols:
-                blocks, ranges = [v], [fixed]
-            else:
-                extents, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
-                blocks = [v[:, s] for s in extents]
-            kind = torch.int64 if e.dtype == "int" else torch.float64  # float64 would round integers beyond 2**53
-            ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in blocks]).tolist()
-            for r, (low, high) in zip(ranges, ends, strict=True):
-                r[e] = known(low, high)
-        return row_ranges, col_ranges, fixed
+
+def tile_ranges(
+    code: FoldCode, leaves: Mapping[Expr, Any], sizes: Sizes, begin: int, rows: list[slice], cols: list[slice]
+) -> tuple[list[dict], list[dict], dict]:
+    """Minimum and maximum, per tile, of every index and leaf that a condition reads; one host read per leaf.
+    ``begin``: the index of the first row that the leaves hold."""
+    row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
+    col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
+    fixed: dict[Expr, tuple[float, float]] = {
+        size("rows"): (sizes.rows,) * 2,
+        size("cols"): (sizes.cols,) * 2,
+    }
+    for e in code.ranged:
+        v = leaves[e]
+        if not isinstance(v, Tensor):
+            fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
+            continue
+        if e.is_pair:  # reading it would cost as much as the tile
+            fixed[e] = EITHER if e.dtype == "bool" else NAN
+            continue
+        if not e.rows and not e.cols:
+            blocks, ranges = [v], [fixed]
+        else:
+            extents, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
+            blocks = [v[:, s] for s in extents]
+        kind = torch.int64 if e.dtype == "int" else torch.float64  # float64 would round integers beyond 2**53
+        ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in blocks]).tolist()
+        for r, (low, high) in zip(ranges, ends, strict=True):
+            r[e] = known(low, high)
+    return row_ranges, col_ranges, fixed
 
 
 def compile_unconditional(fold: Fold, scalars: frozenset[Expr]) -> TileCode:

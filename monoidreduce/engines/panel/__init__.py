@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +22,17 @@ from ...plan import budget, panel_layout
 from ...plan import tiles as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
-from ...reductions import kind_of
+from ...reductions import kind_of, outputs_of
 from ...reductions.accumulator import Accumulator
+from ...reductions.sum import SumAccumulator
 from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
+from ..eager import cpp
 from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
 from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
+from . import aligned_features
 from .panel_program import (
     PanelLoop,
     as_program,
@@ -49,6 +53,7 @@ class Step(Protocol):
     ``begin``, then ``run_stages`` for every group of stages of every panel, then ``finish_stage`` for every stage."""
 
     splits_softmax_means: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+    aligns_features: bool  # whether vectors should begin on 16 bytes
     groups: tuple[range, ...]  # the stages that are done at once
 
     @staticmethod
@@ -107,7 +112,9 @@ def execute(
 ) -> list[Any]:
     """Run a program of one batch element, loop by loop; its outputs in the evaluator's layout. ``limit``: bytes that
     panels may take, the budget's if left out."""
-    return step_class.run_or_replay(functools.partial(_run_loops, step_class), program, inputs, sizes, limit)
+    given, aligned = aligned_features.pad(program, inputs, sizes) if step_class.aligns_features else (inputs, sizes)
+    found = step_class.run_or_replay(functools.partial(_run_loops, step_class), program, given, aligned, limit)
+    return found if aligned is sizes else aligned_features.cut(found, program, sizes)
 
 
 def least_bytes(program: Lowered, sizes: Sizes, step_class: StepClass, dtypes: set[torch.dtype]) -> int:
@@ -314,7 +321,7 @@ class _LoopPanel:
 class TorchStep:
     """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds inner products alone."""
 
-    splits_softmax_means = False
+    splits_softmax_means = aligns_features = False
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:
@@ -381,6 +388,8 @@ class TorchStep:
         for leaf, f in stage.products:
             given[leaf] = self._compute_product(f, panel)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
+        if self._run_cpp(at, panel, given):
+            return
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = self.code(stage.fold, frozenset(numbers))
         buffers, accumulators = self._tile_buffers(at, numbers), self.accumulators[at]
@@ -389,6 +398,24 @@ class TorchStep:
         for place, accumulator in enumerate(chunk.accumulators):
             if place not in accumulators:
                 panel.keep_results(at, place, _take_first(accumulator))
+
+    def _run_cpp(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
+        """Do a stage to a panel in generated C++; False if tiles of torch calls should."""
+        fold, own = self.loop.stages[at].fold, self.accumulators[at]
+        if type(self).code is not TorchStep.code or any(not isinstance(a, SumAccumulator) for a in own.values()):
+            return False
+        if panel.cols != slice(0, self.sizes.cols):
+            return False
+        totals = {fold.reductions[p]: a.total for p, a in own.items() if isinstance(a, SumAccumulator)}
+        found = cpp.run(fold, [given[e] for e in fold.leaves], replace(self.sizes, batch=(1,)), panel.rows, totals)
+        if found is None:
+            return False
+        results = iter(found)
+        for place, r in enumerate(fold.reductions):
+            values = [next(results)[0] for _ in outputs_of(r)]
+            if place not in own:
+                panel.keep_results(at, place, values)
+        return True
 
     def _tile_buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
         """One set of tile buffers per stage, kept from panel to panel."""

@@ -170,7 +170,10 @@ class ProgramReplay:
         self.kept = Buffer("kept", {name: forms[name] for name in kept or ()}, strides)
         self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))}, strides)
         most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
-        self.lean = self.between.size <= most  # step by step, intermediate results would be released sooner
+        # step by step, intermediate results would be released sooner; not so the parts of one fold, which are its last
+        cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
+        alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
+        self.lean = self.between.size - alive <= most
         self.constants = dict(recorded.constants)
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}

@@ -1,0 +1,378 @@
+"""Writes a fold as C++: one function that walks all tiles, with threads, and one that folds a tile for each variant.
+
+The *kept* axis is the one whose results stay (rows, unless every reduction folds rows); its blocks are the tasks. The
+other is the *folded* axis. A tile is three steps: matrix products fill its buffers, one loop over the pairs of each
+kept index does all the arithmetic and the sums, and matrix products contract what the loop wrote. Products of few
+features are done in the loop. Everything that a reduction accumulates lies in its results, so that a kept block may be
+left and taken up again.
+
+Folds that sum over both axes are walked in rounds: the blocks of both axes are dealt to as many sets as there are
+threads, and in round s set t meets set t + s. No two threads then write to one result, no result is held twice, and
+the order of every sum is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ....program.expression import Expr, topological
+from ....program.lower import Fold
+from ....program.primitives import PRIMITIVES
+from ....reductions import outputs_of
+from ..tile_code import Reducer
+from . import support
+from .primitive_text import NUMBER, Unsupported, literal, write_primitive
+from .tile_text import PAD, TileText
+
+HEAD = 13  # arguments before the leaves
+LEAF = 5  # numbers of a leaf among the arguments
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the text depends on beside the fold: the type of arithmetic, features, tiles and the leaves' forms."""
+
+    single: bool
+    widths: tuple[tuple[str, int], ...]
+    block: tuple[int, int]  # kept, folded
+    numbers: tuple[Expr, ...]  # leaves and sizes that are Python numbers
+    pairs: tuple[tuple[Expr, str, int], ...]  # leaves per pair: type in C++, stride along the folded axis (2: any)
+    swapped: bool
+    transposed: bool = False  # folded operands of products are copied with features first, before the walk
+
+    def width(self, e: Expr) -> int:
+        letter = str(e.feature).lstrip("#")
+        return int(letter) if letter.isdigit() else dict(self.widths)[letter]
+
+
+@dataclass
+class Room:
+    """Offsets, in numbers, into the memory of a thread."""
+
+    total: int = 0
+    names: dict[object, int] = field(default_factory=dict)
+
+    def take(self, name: object, count: int) -> int:
+        if name not in self.names:
+            self.names[name] = self.total
+            self.total += -(-count // 16) * 16
+        return self.names[name]
+
+
+class KernelText:
+    """The text of one fold; ``variants``: the reducers of each variant of its tiles."""
+
+    def __init__(self, fold: Fold, variants: Sequence[tuple[Reducer, ...]], form: Form):
+        self.fold, self.variants, self.form = fold, variants, form
+        self.room = Room()
+        self.kept_axis = "rows" if not form.swapped else "cols"
+        self.leaf_at = {e: HEAD + LEAF * k for k, e in enumerate(fold.leaves)}
+        self.number_at = {e: k for k, e in enumerate(form.numbers)}
+        at, self.output_at = HEAD + LEAF * len(fold.leaves), {}
+        for r in fold.reductions:
+            self.output_at[r] = at
+            at += len(outputs_of(r))
+        self.arguments = at
+        self.kept_vectors: dict[Expr, int] = {}
+        self.packed: dict[Expr, int] = {}  # folded leaves that are copied, and the features of those before
+        bodies = [TileText(self, k, reducers).write() for k, reducers in enumerate(variants)]
+        own = [*bodies, self._load_rows(), self._pack_tile(), self._walk()]
+        self.text = "\n".join([*self._head("".join(bodies)), *own])
+
+    def is_kept(self, e: Expr) -> bool:
+        return e.cols if self.form.swapped else e.rows
+
+    def is_folded(self, e: Expr) -> bool:
+        return e.rows if self.form.swapped else e.cols
+
+    def folds(self, r: Expr) -> bool:
+        """Whether a reduction is over the folded axis."""
+        return (r.attrs[1] == "cols") != self.form.swapped
+
+    @property
+    def mixed(self) -> bool:
+        return any(not self.folds(r) for r in self.fold.reductions)
+
+    def output(self, r: Expr, k: int) -> str:
+        """The address of a result of batch element ``b``."""
+        feature, number = outputs_of(r)[k]
+        length = "K" if self.folds(r) else "N"
+        width = "" if feature is None else f" * {self.feature_width(feature)}"
+        kind = "F" if number == "float" else "I"
+        return f"(({kind}*)a[{self.output_at[r] + k}] + b * {length}{width})"
+
+    def feature_width(self, feature: object) -> int:
+        letter = str(feature).lstrip("#")
+        return int(letter) if letter.isdigit() else dict(self.form.widths)[letter]
+
+    def _head(self, used: str) -> list[str]:
+        """The fixed part; ``used``: the text that calls its functions."""
+        kind = "float" if self.form.single else "double"
+        block, folded = self.form.block
+        return [
+            f"typedef {kind} F;",
+            f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
+            support.TYPES,
+            support.FUNCTIONS,
+            *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
+            support.TILES,
+            *(text for name, text in support.REDUCTIONS.items() if name in used),
+        ]
+
+    # Vectors of the kept axis, read once for a block -----------------------------------------------------------
+
+    def kept_vectors_call(self, e: Expr) -> str:
+        """C++ that gives a block of kept vectors; ``load_rows`` has copied those that cannot be read in place."""
+        width = self.form.width(e)
+        room = self.room.take(("kept", e), width * self.form.block[0])
+        self.kept_vectors[e] = room
+        if e.op == "leaf":
+            return f"find_vectors(a + {self.leaf_at[e]}, b, i0, {width}, w + {room})"
+        return f"{{w + {room}, {width}}}"
+
+    @property
+    def packed_width(self) -> int:
+        """Features of all folded leaves that are copied."""
+        return sum(self.form.width(e) for e in self.packed)
+
+    def packed_call(self, e: Expr) -> str:
+        """C++ that gives the copy of a tile's folded vectors, features first."""
+        before = self.packed.setdefault(e, self.packed_width)
+        width = self.form.width(e)
+        across = "((N + BN - 1) / BN)"
+        return f"(const F*)a[11] + a[0] * {across} * BN * {before} + (b * {across} + j0 / BN) * {width} * BN"
+
+    def _pack_tile(self) -> str:
+        lines = []
+        for e in self.packed:
+            call = self.packed_call(e)
+            lines.append(f"load_features(a + {self.leaf_at[e]}, b, j0, n, {self.form.width(e)}, (F*)({call}), BN);")
+        head = "static const bool PACKS = " + ("true" if self.packed else "false") + ";\n"
+        return f"""{head}static void pack_tile(const I* a, I b, I j0) {{
+  const I N = a[2];
+  const int n = (int)(N - j0 < BN ? N - j0 : BN); (void)n;
+  {chr(10).join(lines)}
+}}
+"""
+
+    def pack_lines(self, e: Expr, room: int, index: str, start: str, count: str) -> list[str]:
+        """Lines that compute a vector expression of one side, index by index."""
+        names: dict[Expr, str] = {}
+        outer: list[str] = []
+        inner: list[str] = []
+        for n in topological([e]):
+            if n.op == "const":
+                names[n] = literal(n.const, n.dtype)
+                continue
+            names[n] = f"p{len(names)}"
+            if n in self.number_at:
+                kind = "double" if n.dtype == "float" else "I"
+                text = f"(({kind} const*)a[10])[{self.number_at[n]}]"
+            elif n.op == "leaf":
+                at, axis = self.leaf_at[n], n.rows or n.cols
+                place = f"b * a[{at + 1}]" + (f" + ({start} + {index}) * a[{at + 2}]" if axis else "")
+                if n.feature is not None:
+                    text = f"read_number((const char*)a[{at}], {place} + f * a[{at + 3}], (int)a[{at + 4}])"
+                else:
+                    kind = {"float": "F", "int": "I", "bool": "uint8_t"}[n.dtype]
+                    text = f"((const {kind}*)a[{at}])[{place}]"
+            elif n.op == "spread":
+                text = names[n.args[0]]
+            elif n.op in PRIMITIVES:
+                text = write_primitive(n, [names[a] for a in n.args], self.form.single)
+            else:
+                raise Unsupported(f"{n.op} of one side has no C++ form")
+            (outer if n.feature is None else inner).append(
+                f"const {NUMBER[n.dtype]} {names[n]} = ({NUMBER[n.dtype]})({text});"
+            )
+        width = self.form.width(e)
+        return [
+            f"for (int {index} = 0; {index} < {count}; {index}++) {{",
+            *outer,
+            f"for (int f = 0; f < {width}; f++) {{",
+            *inner,
+            f"w[{room} + (I){index} * {width} + f] = {names[e]};",
+            "}",
+            "}",
+        ]
+
+    def _load_rows(self) -> str:
+        lines = []
+        for e, room in self.kept_vectors.items():
+            if e.op == "leaf":
+                lines.append(f"load_vectors(a + {self.leaf_at[e]}, b, i0, m, {self.form.width(e)}, w + {room});")
+            else:
+                lines += self.pack_lines(e, room, "i", "i0", "m")
+        return "static void load_rows(const I* a, I b, I i0, int m, F* w) {\n  " + "\n  ".join(lines) + "\n}\n"
+
+    # The walk over tiles ------------------------------------------------------------------------------------
+
+    def _walk(self) -> str:
+        init, finish = [], []
+        for r in self.fold.reductions:
+            if not self.folds(r):
+                continue
+            init += _init_lines(self, r)
+            finish += _finish_lines(self, r)
+        cases = "\n".join(
+            f"    case {k + 1}: tile_{k}(a, b, i0, m, j0, n, w); break;" for k in range(len(self.variants))
+        )
+        head = "const I K = a[1], N = a[2]; (void)K; (void)N;"
+        parts = [
+            f"static void start_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(init) + "\n}",
+            f"static void finish_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(finish) + "\n}",
+            f"""static void tile(const I* a, I b, I row, I col, F* w) {{
+  {head}
+  const I i0 = row * BM, j0 = col * BN, across = (N + BN - 1) / BN;
+  const int m = (int)(K - i0 < BM ? K - i0 : BM), n = (int)(N - j0 < BN ? N - j0 : BN);
+  const int which = a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + col] : 1;
+  switch (which) {{
+{cases}
+  }}
+}}""",
+            _RUN_MIXED if self.mixed else _RUN_KEPT,
+        ]
+        return "\n".join(parts)
+
+
+_TASKS = """
+template <class Task> static void run_tasks(int threads, I count, Limit limit, Task task) {
+  I next = 0;
+  auto work = [&](int own) {
+    if (limit) limit(1);
+    for (;;) {
+      const I k = __atomic_fetch_add(&next, (I)1, __ATOMIC_RELAXED);
+      if (k >= count) break;
+      task(k, own);
+    }
+    if (limit) limit(0);
+  };
+  if (threads > count) threads = (int)count;
+  if (threads <= 1) { work(0); return; }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+  work(omp_get_thread_num());
+#else
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; t++) others.emplace_back(work, t);
+  work(0);
+  for (auto& t : others) t.join();
+#endif
+}
+"""
+
+_RUN_KEPT = (
+    _TASKS
+    + """
+extern "C" int run_fold(const I* a) {
+  gemm_ = (Gemm)a[8];
+  const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
+  run_tasks((int)a[3], a[0] * rows, (Limit)a[9], [&](I k, int own) {
+    const I b = k / rows, row = rows - 1 - k % rows, i0 = row * BM;  // the last first: of causal rows the longest
+    const int m = (int)(a[1] - i0 < BM ? a[1] - i0 : BM);
+    F* w = (F*)a[6] + own * a[7];
+    start_rows(a, b, i0, m);
+    load_rows(a, b, i0, m, w);
+    for (I col = 0; col < cols; col++) tile(a, b, row, col, w);
+    finish_rows(a, b, i0, m);
+  });
+  return 0;
+}
+"""
+)
+
+_RUN_MIXED = (
+    _TASKS
+    + """
+static int set_of(I block, int sets) {
+  const int x = (int)(block % (2 * sets));
+  return x < sets ? x : 2 * sets - 1 - x;
+}
+extern "C" int run_fold(const I* a) {
+  gemm_ = (Gemm)a[8];
+  const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
+  const int sets = a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3];
+  for (int round = 0; round < sets; round++)
+    run_tasks((int)a[3], a[0] * sets, (Limit)a[9], [&](I k, int own) {
+      const I b = k / sets;
+      const int mine = (int)(k % sets), theirs = (mine + round) % sets;
+      F* w = (F*)a[6] + own * a[7];
+      for (I row = 0; row < rows; row++) {
+        if (set_of(row, sets) != mine) continue;
+        const I i0 = row * BM;
+        const int m = (int)(a[1] - i0 < BM ? a[1] - i0 : BM);
+        if (round == 0) start_rows(a, b, i0, m);
+        load_rows(a, b, i0, m, w);
+        for (I col = 0; col < cols; col++)
+          if (set_of(col, sets) == theirs) tile(a, b, row, col, w);
+        if (round == sets - 1) finish_rows(a, b, i0, m);
+      }
+    });
+  return 0;
+}
+"""
+)
+
+
+def _init_lines(k: KernelText, r: Expr) -> list[str]:
+    """Kept results of no pairs."""
+    kind, _, params = r.attrs
+    if kind in ("sum", "pick"):
+        feature, number = outputs_of(r)[0]
+        width = 1 if feature is None else k.feature_width(feature)
+        size = "sizeof(F)" if number == "float" else "sizeof(I)"
+        return [f"memset({k.output(r, 0)} + i0 * {width}, 0, (size_t)m * {width} * {size});"]
+    if kind == "soft":
+        count = len(outputs_of(r))
+        lines = [
+            f"for (int i = 0; i < m; i++) {{ {k.output(r, count - 1)}[i0 + i] = -INF; "
+            f"{k.output(r, count - 2)}[i0 + i] = 0; }}"
+        ]
+        for v in range(1, count - 2):
+            feature = outputs_of(r)[v][0]
+            width = 1 if feature is None else k.feature_width(feature)
+            lines.append(f"memset({k.output(r, v)} + i0 * {width}, 0, (size_t)m * {width} * sizeof(F));")
+        return lines
+    if kind in ("best", "topk"):
+        count = params[0] if kind == "topk" else 1
+        worst = "(-INF)" if params[-1] else "INF"
+        return [
+            f"for (I i = i0 * {count}; i < (i0 + m) * {count}; i++) {{ {k.output(r, 0)}[i] = {worst}; "
+            f"{k.output(r, 1)}[i] = -1; }}"
+        ]
+    raise Unsupported(f"{kind} has no C++ form")
+
+
+def _finish_lines(k: KernelText, r: Expr) -> list[str]:
+    """Kept results from what was accumulated in them."""
+    kind, _, params = r.attrs
+    if kind == "soft":
+        count = len(outputs_of(r))
+        lines = [
+            "for (int i = 0; i < m; i++) {",
+            f"  F *peak = {k.output(r, count - 1)} + i0 + i, *log_total = {k.output(r, count - 2)} + i0 + i;",
+            "  const F total = *log_total, safe = (*peak == INF || *peak == -INF) ? (F)0 : *peak;",
+            "  const F seen = total == 0 ? (F)1 : total;  // a row that sees nothing has mean 0",
+        ]
+        for v in range(1, count - 2):
+            feature = outputs_of(r)[v][0]
+            width = 1 if feature is None else k.feature_width(feature)
+            lines.append(
+                f"  {{ F* v = {k.output(r, v)} + (i0 + i) * {width}; for (int f = 0; f < {width}; f++) v[f] /= seen; }}"
+            )
+        return [
+            *lines,
+            "  *log_total = total == 0 ? -INF : (F)__builtin_log((double)total);",
+            f"  *peak = safe; {k.output(r, 0)}[i0 + i] = *log_total + safe;",
+            "}",
+        ]
+    if kind == "topk":
+        worst = "(-INF)" if params[1] else "INF"
+        return [
+            f"for (I i = i0 * {params[0]}; i < (i0 + m) * {params[0]}; i++) "
+            f"if ({k.output(r, 0)}[i] == {worst}) {k.output(r, 1)}[i] = -1;"
+        ]
+    return []

@@ -1,0 +1,439 @@
+"""The fixed part of every generated C++ file: functions of one number, reading of leaves, and threads.
+
+Functions of one number are branch-free, so that compilers vectorise the loops that call them. They follow torch on
+infinities and NaN, and their error is below 2 units in the last place (``tests/unit/engines/test_cpp_functions.py``
+compares them with float64). Functions of float other than ``exp`` compute in double where that saves a case.
+"""
+
+from __future__ import annotations
+
+TYPES = """
+#include <cstdint>
+#include <cstring>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#include <thread>
+#include <vector>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+typedef int64_t I;
+typedef uint32_t U;
+static const F INF = (F)__builtin_inf(), NaN = (F)__builtin_nan("");
+template <class A, class B> INLINE A bits(B x) {
+  static_assert(sizeof(A) == sizeof(B), "");
+  A y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+"""
+
+FUNCTIONS = """
+INLINE float exp_(float x) {
+  float c = x < -104.0f ? -104.0f : x;  // NaN stays
+  c = c > 89.0f ? 89.0f : c;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.0f;
+  const int32_t k = (int32_t)n, half = k >> 1;  // in two steps: results may be subnormal
+  return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
+}
+INLINE float exp_weight(float x) {  // 0 where the result would be subnormal
+  float c = x < -87.33f ? -88.1f : x;
+  c = c > 89.0f ? 89.0f : c;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.0f;
+  return p * bits<float>(((int32_t)n + 127) << 23);
+}
+INLINE double exp_(double x) {
+  double c = x < -746.0 ? -746.0 : x;
+  c = c > 710.0 ? 710.0 : c;
+  const double shifted = c * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  double r = c - n * 0.693147180369123816490;
+  r = r - n * 1.90821492927058770002e-10;
+  double p = 2.51013469283503402e-8;
+  p = p * r + 2.76213386691429238e-7;
+  p = p * r + 2.75572664186123037e-6;
+  p = p * r + 2.48015186413959936e-5;
+  p = p * r + 1.98412698643805133e-4;
+  p = p * r + 1.38888889189391678e-3;
+  p = p * r + 8.3333333333297935e-3;
+  p = p * r + 4.16666666666206386e-2;
+  p = p * r + 0.166666666666666675;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.0;
+  const int64_t k = (int64_t)(bits<uint64_t>(shifted) << 13) >> 13, half = k >> 1;  // the integer in the low bits
+  return p * bits<double>((half + 1023) << 52) * bits<double>((k - half + 1023) << 52);
+}
+INLINE double exp_weight(double x) { return exp_(x); }
+INLINE double log_(double x) {  // of positive normal numbers
+  const int64_t b = bits<int64_t>(x), e = ((b >> 52) & 2047) - 1023;
+  double m = bits<double>((b & 0xfffffffffffffLL) | 0x3ff0000000000000LL), k = (double)(int32_t)e;
+  const bool high = m > 1.4142135623730951;
+  m = high ? 0.5 * m : m;
+  k = high ? k + 1.0 : k;
+  const double s = (m - 1.0) / (m + 1.0), q = s * s;
+  double p = 1.0 / 17;
+  p = p * q + 1.0 / 15;
+  p = p * q + 1.0 / 13;
+  p = p * q + 1.0 / 11;
+  p = p * q + 1.0 / 9;
+  p = p * q + 1.0 / 7;
+  p = p * q + 1.0 / 5;
+  p = p * q + 1.0 / 3;
+  return 2.0 * (s + s * q * p) + k * 0.6931471805599453;
+}
+INLINE float log_(float x) {
+  const float y = (float)log_((double)x);
+  const float z = x == 0.0f ? -(float)INF : x < 0.0f ? (float)NaN : y;
+  return (x == (float)INF) | (x != x) ? x : z;
+}
+INLINE float log1p_(float x) {
+  const double d = x, s = d / (2.0 + d), q = s * s;  // near 0 the logarithm as a series, else that of 1 + x
+  double p = 1.0 / 9;
+  p = p * q + 1.0 / 7;
+  p = p * q + 1.0 / 5;
+  p = p * q + 1.0 / 3;
+  const float far = (float)log_(1.0 + d);
+  const float z = (x > -0.125f) & (x < 0.125f) ? (float)(2.0 * (s + s * q * p)) : far;
+  const float w = x == -1.0f ? -(float)INF : x < -1.0f ? (float)NaN : z;
+  const float v = x == 0.0f ? x : w;
+  return (x == (float)INF) | (x != x) ? x : v;
+}
+INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 2^n does not overflow
+  float c = x < -30.0f ? -30.0f : x;
+  c = c > 89.0f ? 89.0f : c;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r;
+  const float half = bits<float>(((int32_t)n + 126) << 23), y = 2.0f * (half * p + (half - 0.5f));
+  return (x == 0.0f) | (x == (float)INF) ? x : y;
+}
+INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+INLINE float tanh_(float x) {  // in double, where 1 - 2 / (exp(2x) + 1) loses nothing that a float holds
+  const double d = x, c = d < -20.0 ? -20.0 : d > 20.0 ? 20.0 : d, q = c * c;
+  const double near = c + c * q * (-1.0 / 3 + q * (2.0 / 15 - q * (17.0 / 315)));
+  const float y = (float)((q < 1e-3) ? near : 1.0 - 2.0 / (exp_(2.0 * c) + 1.0));
+  return x == 0.0f ? x : y;
+}
+INLINE double erfc_(double a) {  // of a >= 1: a polynomial of 1 / (1 + a / 2), times exp(-a^2)
+  const double t = 1.0 / (1.0 + 0.5 * a);
+  double p = 0.0755846725097827114;
+  p = p * t - 0.389768147233131778;
+  p = p * t + 0.818704560715947102;
+  p = p * t - 0.847079020806625899;
+  p = p * t + 0.433305751118138927;
+  p = p * t - 0.213177307128779746;
+  p = p * t + 0.146809246578008024;
+  p = p * t + 0.162786896717898247;
+  p = p * t + 0.248848185537314304;
+  p = p * t + 0.281896320402425372;
+  p = p * t + 0.282106396895504391;
+  p = p * t - 3.04729289852378646e-7;
+  return p * exp_(-a * a);
+}
+INLINE double erf_near(double x) {  // of |x| <= 1
+  const double s = x * x;
+  double p = -1.04691103321512084e-7;
+  p = p * s + 1.53063731636410843e-6;
+  p = p * s - 1.47950314006620446e-5;
+  p = p * s + 1.20462612697797974e-4;
+  p = p * s - 8.54793373651963316e-4;
+  p = p * s + 5.22396719354389972e-3;
+  p = p * s - 2.68661690505993239e-2;
+  p = p * s + 0.112837916585487128;
+  p = p * s - 0.376126389028086136;
+  p = p * s + 1.12837916709549382;
+  return p * x;
+}
+INLINE double erf_wide(double x) {
+  const double a = x < 0.0 ? -x : x, c = a > 10.5 ? 10.5 : a, far = 1.0 - erfc_(c < 1.0 ? 1.0 : c);
+  const double y = a <= 1.0 ? erf_near(x) : x < 0.0 ? -far : far;
+  return x != x ? x : y;
+}
+INLINE double erfc_wide(double x) {
+  const double a = x < 0.0 ? -x : x, c = a > 10.5 ? 10.5 : a, far = erfc_(c < 1.0 ? 1.0 : c);
+  const double y = a <= 1.0 ? 1.0 - erf_near(x) : x < 0.0 ? 2.0 - far : a > 10.5 ? 0.0 : far;
+  return x != x ? x : y;
+}
+INLINE float erf_(float x) { return (float)erf_wide(x); }
+INLINE float erfc_(float x) { return (float)erfc_wide(x); }
+INLINE float normal_gate_(float x) { return (float)(0.5 * erfc_wide(-0.70710678118654752 * (double)x)); }
+INLINE float gelu_none(float x) { return x * normal_gate_(x); }
+INLINE float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + tanh_(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+INLINE float softplus_(float x, float beta, float threshold) {
+  const float b = x * beta;
+  return b > threshold ? x : log1p_(exp_(b)) / beta;
+}
+INLINE float logsigmoid_(float x) {
+  const float a = x < 0.0f ? x : -x;
+  return (x < 0.0f ? x : 0.0f) - log1p_(exp_(a));
+}
+INLINE float logaddexp_(float a, float b) {
+  const float m = a > b ? a : b, d = a > b ? b - a : a - b;
+  const float y = m + log1p_(exp_(d));
+  return (a == b) & ((m == (float)INF) | (m == -(float)INF)) ? m : y;
+}
+template <class T> INLINE T decay_(T x) { return x == -(T)INF ? (T)0 : exp_(-x); }
+template <class T> INLINE T minimum_(T a, T b) { return (a < b) | (a != a) ? a : b; }
+template <class T> INLINE T maximum_(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> INLINE T sign_(T x) { return (T)((x > 0) - (x < 0)); }
+INLINE float floor_(float x) { return __builtin_floorf(x); }
+INLINE double floor_(double x) { return __builtin_floor(x); }
+INLINE I floor_(I x) { return x; }
+INLINE float ceil_(float x) { return __builtin_ceilf(x); }
+INLINE double ceil_(double x) { return __builtin_ceil(x); }
+INLINE I ceil_(I x) { return x; }
+INLINE float round_(float x) { return __builtin_rintf(x); }
+INLINE double round_(double x) { return __builtin_rint(x); }
+INLINE I round_(I x) { return x; }
+INLINE float trunc_(float x) { return __builtin_truncf(x); }
+INLINE double trunc_(double x) { return __builtin_trunc(x); }
+INLINE I trunc_(I x) { return x; }
+INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
+INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
+INLINE I floor_divide_(I a, I b) { const I q = a / b; return q - (a % b != 0 && ((a < 0) != (b < 0))); }
+INLINE I remainder_(I a, I b) { const I r = a % b; return r + (r != 0 && ((r < 0) != (b < 0)) ? b : 0); }
+template <class T> INLINE T nan_to_num_(T x, T nan, T most, T least) {
+  return x != x ? nan : x == (T)INF ? most : x == -(T)INF ? least : x;
+}
+"""
+
+DRAWS = """
+INLINE U turn(U w, int shift, U factor) { return (w ^ (w >> shift)) * factor; }
+INLINE U mix(U w) { w = turn(turn(w, 16, 0x21F0AAADu), 15, 0xD35A2D97u); return w ^ (w >> 15); }
+INLINE U hash_words(U a, U b, U c) { return mix(mix(mix(a) ^ b) ^ c); }
+INLINE U draw_begin(I seed, I batch, I i) {
+  return mix(hash_words((U)seed, (U)(seed >> 32), (U)batch) + (U)i * 0x9E3779B9u);
+}
+INLINE U draw_step(I seed, I batch, I i) {
+  return mix(hash_words((U)batch, (U)seed, (U)(seed >> 32)) + (U)i * 0x85EBCA6Bu) | 1u;
+}
+INLINE float as_uniform(U word) {
+  const float u = ((float)word + 0.5f) * 2.3283064365386963e-10f, most = 0.99999994039535522f;
+  return u > most ? most : u;
+}
+INLINE float gumbel_(U begin, U step, U j) {
+  const U w = turn(turn(j * step + begin, 16, 0x21F0AAADu), 15, 0xD35A2D97u);
+  return -log_(-log1p_(-as_uniform(w)));
+}
+INLINE I coin_(U word, U mark, U col) {
+  const U step = word << 16 | word >> 16;
+  return (I)(((step * (col / 128 * 2) + word) * mark) >> 17);
+}
+"""
+
+TILES = """
+typedef void (*Gemm)(const char*, const char*, const int*, const int*, const int*, const F*, const F*, const int*,
+                     const F*, const int*, const F*, F*, const int*);
+typedef void (*Limit)(int);
+static Gemm gemm_;
+// c[m, n] (+)= alpha a[m, k] b[n, k]^T
+static void multiply(F* c, int ldc, const F* a, int lda, const F* b, int ldb, int m, int n, int k, F alpha) {
+  const F zero = 0;
+  gemm_("T", "N", &n, &m, &k, &alpha, b, &ldb, a, &lda, &zero, c, &ldc);
+}
+// the same with b[k, n], as load_features writes it
+static void multiply_packed(F* c, int ldc, const F* a, int lda, const F* b, int m, int n, int k, F alpha) {
+  const F zero = 0;
+  gemm_("N", "N", &n, &m, &k, &alpha, b, &BN, a, &lda, &zero, c, &ldc);
+}
+// out[m, d] += w[m, n] v[n, d]
+static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+  const F one = 1;
+  gemm_("N", "N", &d, &m, &n, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+}
+// out[n, d] += w[m, n]^T v[m, d]
+static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+  const F one = 1;
+  gemm_("N", "T", &d, &n, &m, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+}
+INLINE float from_bf16(uint16_t x) { return bits<float>((U)x << 16); }
+INLINE float from_half(uint16_t h) {
+  const U sign = (U)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
+  const float sub = (float)m * 5.9604644775390625e-8f;
+  const U body = e == 31 ? 0x7f800000u | m << 13 : (e + 112) << 23 | m << 13;
+  return bits<float>(sign | (e ? body : bits<U>(sub)));
+}
+INLINE F read_number(const char* p, I at, int kind) {
+  switch (kind) {
+    case 0: return (F)((const float*)p)[at];
+    case 1: return (F)((const double*)p)[at];
+    case 2: return (F)from_bf16(((const uint16_t*)p)[at]);
+    default: return (F)from_half(((const uint16_t*)p)[at]);
+  }
+}
+// A leaf in the list of arguments: address, stride of the batch, of the axis and of features, kind of number.
+struct Vectors { const F* at; int ld; };
+static Vectors load_vectors(const I* leaf, I b, I start, int count, int width, F* room) {
+  const char* p = (const char*)leaf[0];
+  const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
+  const int kind = (int)leaf[4];
+  if (kind == (sizeof(F) == 4 ? 0 : 1) && feature == 1 && step >= width && step < 2147483647)
+    return {(const F*)p + first, (int)step};
+  for (int l = 0; l < count; l++)
+    for (int f = 0; f < width; f++) room[(I)l * width + f] = read_number(p, first + l * step + f * feature, kind);
+  return {room, width};
+}
+// The same block again, after load_vectors.
+INLINE Vectors find_vectors(const I* leaf, I b, I start, int width, const F* room) {
+  const bool direct = leaf[4] == (sizeof(F) == 4 ? 0 : 1) && leaf[3] == 1 && leaf[2] >= width && leaf[2] < 2147483647;
+  if (direct) return {(const F*)leaf[0] + b * leaf[1] + start * leaf[2], (int)leaf[2]};
+  return {room, width};
+}
+// The same with features first: room[f][l], `stride` numbers from one feature to the next.
+static void load_features(const I* leaf, I b, I start, int count, int width, F* room, int stride) {
+  const char* p = (const char*)leaf[0];
+  const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
+  const int kind = (int)leaf[4];
+  if (kind == (sizeof(F) == 4 ? 0 : 1)) {
+    const F* const from = (const F*)p + first;
+    for (int start = 0; start < count; start += 16) {  // 16 vectors at a time: whole lines of the cache are written
+      const int stop = start + 16 < count ? start + 16 : count;
+      for (int f = 0; f < width; f++)
+        for (int l = start; l < stop; l++) room[(I)f * stride + l] = from[l * step + f * feature];
+    }
+    return;
+  }
+  for (int f = 0; f < width; f++)
+    for (int l = 0; l < count; l++) room[f * stride + l] = read_number(p, first + l * step + f * feature, kind);
+}
+"""
+
+REDUCTIONS = {  # what some folds use, by the name that they call
+    "distances": """
+// Squared distances of many features, as a product of vectors centred on the tile; close pairs are computed directly.
+// The squared norms are held as two numbers each: their rounding would be the largest error.
+static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
+  const int ld = d + 4;
+  F* const centre = right + (I)n * ld;
+  for (int f = 0; f < d; f++) {
+    double s = 0;
+    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
+    centre[f] = (F)(s / n);
+  }
+  F most = 0;
+  for (int j = 0; j < n; j++) {
+    double s = 0;
+    F* const r = right + (I)j * ld;
+    for (int f = 0; f < d; f++) { const F v = y.at[(I)j * y.ld + f] - centre[f]; r[f] = v; s += (double)v * v; }
+    const F high = (F)s;
+    r[d] = 1; r[d + 1] = 1; r[d + 2] = high; r[d + 3] = (F)(s - (double)high);
+    most = high > most ? high : most;
+  }
+  for (int i = 0; i < m; i++) {
+    double s = 0;
+    F* const l = left + (I)i * ld;
+    for (int f = 0; f < d; f++) { const F v = x.at[(I)i * x.ld + f] - centre[f]; l[f] = -2 * v; s += (double)v * v; }
+    const F high = (F)s;
+    l[d] = high; l[d + 1] = (F)(s - (double)high); l[d + 2] = 1; l[d + 3] = 1;
+  }
+  multiply(out, ldo, left, ld, right, ld, m, n, ld, 1);
+  for (int i = 0; i < m; i++) {
+    F* const o = out + (I)i * ldo;
+    const F bound = (F)1e-2 * (left[(I)i * ld + d] + most);
+    int32_t any = 0;
+    _Pragma("omp simd reduction(|:any)")
+    for (int j = 0; j < n; j++) any |= (int32_t)(o[j] < bound);
+    if (!any) continue;
+    const F* const p = x.at + (I)i * x.ld;
+    for (int j = 0; j < n; j++) {
+      if (!(o[j] < bound)) continue;
+      const F* const q = y.at + (I)j * y.ld;
+      F s = 0;
+      _Pragma("omp simd reduction(+:s)")
+      for (int f = 0; f < d; f++) s += (p[f] - q[f]) * (p[f] - q[f]);
+      o[j] = s;
+    }
+  }
+}
+""",
+    "contract_gap": """
+// Vectors of both sides less the mean of the folded ones (times sign): left = x - mean, right = mean - y.
+static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, F* right) {
+  F* const mean = right + (I)n * d;
+  for (int f = 0; f < d; f++) {
+    double s = 0;
+    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
+    mean[f] = (F)(s / n);
+  }
+  for (int i = 0; i < m; i++)
+    for (int f = 0; f < d; f++) left[(I)i * d + f] = sign * (x.at[(I)i * x.ld + f] - mean[f]);
+  for (int j = 0; j < n; j++)
+    for (int f = 0; f < d; f++) right[(I)j * d + f] = sign * (mean[f] - y.at[(I)j * y.ld + f]);
+  return 0;
+}
+// out += the sum of weight (x - y), from what centre() made; `sums`: of the weights over the axis that is summed.
+static void contract_gap(F* out, const F* weight, const F* left, const F* right, const F* sums, int m, int n, int d,
+                         bool folds) {
+  const F* const own = folds ? left : right;
+  for (int i = 0; i < (folds ? m : n); i++)
+    for (int f = 0; f < d; f++) out[(I)i * d + f] += sums[i] * own[(I)i * d + f];
+  if (folds) contract(out, d, weight, LD, right, d, m, n, d);
+  else contract_rows(out, d, weight, LD, left, d, m, n, d);
+}
+""",
+    "select_best": """
+// The best number so far and its place; the first of equals, NaN before all.
+template <bool LARGEST> static void select_best(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
+  if (*value != *value) return;
+  if (odd) {
+    int j = 0;
+    while (x[j] == x[j]) j++;
+    *value = x[j]; *place = j0 + j;
+  } else if (LARGEST ? best > *value : best < *value) {
+    int j = 0;
+    while (x[j] != best) j++;
+    *value = best; *place = j0 + j;
+  }
+}
+""",
+    "select_top": """
+// The k best so far, best first and the first of equals first; NaN is the largest of all.
+template <int TOP, bool LARGEST>
+static void select_top(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
+  auto better = [](F a, F b) { return LARGEST ? a > b || (a != a && b == b) : a < b || (b != b && a == a); };
+  int j = 0;
+  auto insert = [&](F v, I at) {
+    int s = TOP - 1;
+    while (s > 0 && (place[s - 1] < 0 || better(v, value[s - 1]))) {
+      value[s] = value[s - 1]; place[s] = place[s - 1]; s--;
+    }
+    value[s] = v; place[s] = at;
+  };
+  for (; j < n && place[TOP - 1] < 0; j++) insert(x[j], j0 + j);
+  if (j == n || !(odd || better(best, value[TOP - 1]))) return;
+  for (; j < n;) {
+    const F edge = value[TOP - 1];
+    const int stop = j + 16 <= n ? j + 16 : n;
+    if (stop - j == 16 && !odd && edge == edge) {
+      int32_t any = 0;
+      for (int l = 0; l < 16; l++) any |= (int32_t)(LARGEST ? x[j + l] > edge : x[j + l] < edge);
+      if (!any) { j = stop; continue; }
+    }
+    for (; j < stop; j++) if (better(x[j], value[TOP - 1])) insert(x[j], j0 + j);
+  }
+}
+""",
+}

@@ -1,0 +1,608 @@
+"""Writes the C++ function that folds one tile: products, the loop over pairs, contractions (see ``kernel_text.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ....program.contract import Contraction
+from ....program.expression import Expr, topological
+from ....program.primitives import PRIMITIVES
+from ....reductions import outputs_of
+from ..tile_code import FEW_FEATURES, Reducer
+from .primitive_text import NUMBER, Unsupported, literal, write_primitive
+
+if TYPE_CHECKING:
+    from .kernel_text import KernelText
+
+FEW = 8  # features up to which products are done in the loop over pairs
+FEW_SUMS = 4  # features of a result up to which they are
+PAD = 16  # numbers between two rows of a buffer: rows 2 kB apart would meet in the same lines of the cache
+MOST_K = 64  # of a top-k: its list is kept sorted by insertion
+_COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _is_softmax_exponent(x: Expr) -> bool:
+    """A pair number minus a number of one side: weights of a softmax, where what is below 1e-38 is nothing."""
+    return x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float"
+
+
+class TileText:
+    """The text of one variant: ``reducers`` say what each reduction reads of a tile."""
+
+    def __init__(self, kernel: KernelText, number: int, reducers: tuple[Reducer, ...]):
+        self.k, self.number, self.reducers = kernel, number, reducers
+        self.top: list[str] = []  # once for the tile
+        self.row: list[str] = []  # once for each kept index
+        self.after: list[str] = []  # once, after the loops
+        self.names: dict[object, str] = {}  # values of the tile and of the kept index
+        self.own: dict[object, str] = {}  # values of the loop that is being written
+        self.lines: list[str] = []  # of that loop
+        self.slots: dict[object, str] = {}  # tile-sized buffers by what they hold
+        self.alpha: dict[Expr, str] = {}
+        self.alias: dict[Expr, Expr] = {}
+        self.count = 0
+
+    # Values -------------------------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        self.count += 1
+        return f"t{self.count}"
+
+    def level(self, e: Expr) -> tuple[dict[object, str], list[str]]:
+        if self.k.is_folded(e):
+            return self.own, self.lines
+        return self.names, self.row if self.k.is_kept(e) else self.top
+
+    def get(self, e: Expr) -> str:
+        """The name of a number, written where it belongs if it is not yet."""
+        stop = lambda n: n in self.own or n in self.names or n.op in ("dot", "sqdist")
+        for n in topological([e], stop=stop):
+            if n not in self.own and n not in self.names:
+                known, lines = self.level(n)
+                text = self._text(n)
+                if n.op in ("const", "nan"):
+                    known[n] = text
+                    continue
+                known[n] = self.name()
+                lines.append(f"const {NUMBER[n.dtype]} {known[n]} = {text};")
+        return self.own[e] if e in self.own else self.names[e]
+
+    def _text(self, e: Expr) -> str:
+        e = self.alias.get(e, e)
+        if e.op == "const":
+            return literal(e.const, e.dtype)
+        if e.op == "nan":
+            return "NaN"
+        if e in self.k.number_at:
+            at = self.k.number_at[e]
+            return f"({NUMBER[e.dtype]})((const {'double' if e.dtype == 'float' else 'I'}*)a[10])[{at}]"
+        if e.op == "leaf":
+            return self._leaf(e)
+        if e.op in ("row_index", "col_index"):
+            return f"(I)({'j0 + j' if self.k.is_folded(e) else 'i0 + i'}{self._begin(e)})"
+        if e.op in ("dot", "sqdist"):
+            return f"{self.slots[e]}[j]" if e in self.slots else self._small_product(e)
+        if e.op in _COMPARES and (text := self._compare_index(e)):
+            return text
+        if e.op == "gumbel":
+            return self._gumbel(e)
+        if e.op == "coin":
+            row, mark, col = (self.get(a) for a in e.args)
+            return f"coin_((U){row}, (U){mark}, (U){col})"
+        if e.op not in PRIMITIVES or e.feature is not None:
+            raise Unsupported(f"{e.op} has no C++ form")
+        if e.op == "div" and e.dtype == "float" and e.args[1].dtype == "float" and e.args[1] in self.k.number_at:
+            own = self.once(
+                ("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top
+            )
+            return f"(F)({self.get(e.args[0])}) * {own}"
+        if e.op == "exp" and _is_softmax_exponent(e.args[0]):
+            return f"exp_weight({self.get(e.args[0])})"
+        return write_primitive(e, [self.get(a) for a in e.args], self.k.form.single)
+
+    def _leaf(self, e: Expr) -> str:
+        if e.feature is not None:
+            raise Unsupported("a vector where a number is read")
+        at = self.k.leaf_at[e]
+        kind = {"float": "F", "int": "I", "bool": "uint8_t"}[e.dtype]
+        if e.is_pair:
+            _, kind, step = next(p for p in self.k.form.pairs if p[0] is e)
+            kept, folded = (3, 2) if self.k.form.swapped else (2, 3)
+            pointer = self.once(
+                ("pair", e),
+                f"const {kind}*",
+                f"(const {kind}*)a[{at}] + b * a[{at + 1}] + (i0 + i) * a[{at + kept}] + j0 * a[{at + folded}]",
+                self.row,
+            )
+            where = {0: "0", 1: "j"}.get(step, f"j * a[{at + folded}]")
+            if kind == "uint16_t":
+                return f"(F)from_{'half' if step >= 10 else 'bf16'}({pointer}[{where}])"
+            return f"({NUMBER[e.dtype]})({pointer}[{where}]{' != 0' if e.dtype == 'bool' else ''})"
+        if self.k.is_folded(e):
+            pointer = self.once(
+                ("col", e), f"const {kind}*", f"(const {kind}*)a[{at}] + b * a[{at + 1}] + j0", self.top
+            )
+            return f"({NUMBER[e.dtype]})({pointer}[j])"
+        place = f"b * a[{at + 1}]" + (f" + (i0 + i) * a[{at + 2}]" if self.k.is_kept(e) else "")
+        return f"({NUMBER[e.dtype]})((const {kind}*)a[{at}])[{place}]"
+
+    def once(self, key: object, kind: str, text: str, lines: list[str]) -> str:
+        if key not in self.names:
+            self.names[key] = self.name()
+            lines.append(f"{kind} const {self.names[key]} = {text};")
+        return self.names[key]
+
+    def _begin(self, e: Expr) -> str:
+        """What is added to an index of the rows: the leaves may hold some rows of many."""
+        return " + a[12]" if e.op == "row_index" else ""
+
+    def _compare_index(self, e: Expr) -> str:
+        """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
+        for x, y, sign in ((*e.args, _COMPARES[e.op]), (*e.args[::-1], _MIRROR[_COMPARES[e.op]])):
+            if (
+                x.op in ("row_index", "col_index")
+                and self.k.is_folded(x)
+                and not self.k.is_folded(y)
+                and y.dtype == "int"
+            ):
+                there = self.get(y)
+                lines = self.row if self.k.is_kept(y) else self.top
+                at = f"({there} - j0{self._begin(x).replace('+', '-')})"
+                text = f"(int32_t)({at} < -1 ? -1 : {at} > BN ? BN : {at})"
+                return f"(j {sign} {self.once(('at', y), 'int32_t', text, lines)})"
+        return ""
+
+    def _gumbel(self, e: Expr) -> str:
+        if not self.k.form.single:
+            raise Unsupported("gumbel has no C++ form in double")
+        seed, batch, i, j = e.args
+        place = self.get(j)
+        three = ", ".join(self.get(a) for a in (seed, batch, i))
+        folded = any(self.k.is_folded(a) for a in (seed, batch, i))
+        known, lines = (self.own, self.lines) if folded else (self.names, self.row)
+        for what in ("begin", "step"):
+            if (what, e) not in known:
+                known[what, e] = self.name()
+                lines.append(f"const U {known[what, e]} = draw_{what}({three});")
+        return f"gumbel_({known['begin', e]}, {known['step', e]}, (U){place})"
+
+    # Vectors ------------------------------------------------------------------------------------------------
+
+    def component(self, e: Expr, f: int) -> str:
+        """Feature ``f`` of a vector, as a number."""
+        if e.feature is None:
+            return self.get(e)
+        known, lines = self.level(e)
+        if (e, f) in self.own or (e, f) in self.names:
+            return self.own.get((e, f)) or self.names[e, f]
+        if e.op == "leaf" and not e.is_pair and e.dtype == "float":
+            if self.k.is_folded(e):
+                start = self.features(e)
+                text = f"{self.once(('feature', e, f), 'const F*', f'{start} + {f} * BN', self.top)}[j]"
+            else:
+                at = self.k.leaf_at[e]
+                place = f"b * a[{at + 1}]" + (f" + (i0 + i) * a[{at + 2}]" if self.k.is_kept(e) else "")
+                text = f"read_number((const char*)a[{at}], {place} + {f} * a[{at + 3}], (int)a[{at + 4}])"
+        elif e.op == "spread":
+            return self.get(e.args[0])
+        elif e.op in PRIMITIVES:
+            text = write_primitive(e, [self.component(a, f) for a in e.args], self.k.form.single)
+        else:
+            raise Unsupported(f"{e.op} of vectors has no C++ form")
+        known[e, f] = self.name()
+        lines.append(f"const {NUMBER[e.dtype]} {known[e, f]} = {text};")
+        return known[e, f]
+
+    def features(self, e: Expr) -> str:
+        """A folded leaf of the tile with its features first."""
+        width, at = self.k.form.width(e), self.k.leaf_at[e]
+        room = self.k.room.take(("features", e), width * self.k.form.block[1])
+        if ("features", e) not in self.names:
+            self.names["features", e] = self.name()
+            own = self.names["features", e]
+            self.top.append(f"F* const {own} = w + {room}; load_features(a + {at}, b, j0, n, {width}, {own}, BN);")
+        return self.names["features", e]
+
+    def vectors(self, e: Expr) -> str:
+        """The name of a block of vectors of one side, as an operand of products."""
+        key = ("vectors", e)
+        if key in self.names:
+            return self.names[key]
+        if e.is_pair or e.dtype != "float" or not (self.k.is_kept(e) or self.k.is_folded(e)):
+            raise Unsupported("an operand that is no float vector of one side")
+        own = self.names[key] = self.name()
+        width = self.k.form.width(e)
+        if self.k.is_kept(e):
+            self.top.append(f"const Vectors {own} = {self.k.kept_vectors_call(e)};")
+        elif e.op == "leaf":
+            room = self.k.room.take(key, width * self.k.form.block[1])
+            at = self.k.leaf_at[e]
+            self.top.append(f"const Vectors {own} = load_vectors(a + {at}, b, j0, n, {width}, w + {room});")
+        else:
+            room = self.k.room.take(key, width * self.k.form.block[1])
+            self.top.append(f"const Vectors {own} = {{w + {room}, {width}}};")
+            self.top += self.k.pack_lines(e, room, "j", "j0", "n")
+        return own
+
+    # Products -----------------------------------------------------------------------------------------------
+
+    def is_small(self, e: Expr) -> bool:
+        return self.k.form.width(e.args[0]) <= (FEW if e.op == "dot" else FEW_FEATURES)
+
+    def sides(self, x: Expr, y: Expr) -> tuple[Expr, Expr]:
+        """The kept and the folded one of two vectors."""
+        if self.k.is_kept(x) and self.k.is_folded(y) and not (x.is_pair or y.is_pair):
+            return x, y
+        if self.k.is_kept(y) and self.k.is_folded(x) and not (x.is_pair or y.is_pair):
+            return y, x
+        raise Unsupported("a product of vectors that are not of two sides")
+
+    def _small_product(self, e: Expr) -> str:
+        kept, folded = self.sides(*e.args)
+        total = ""
+        for f in range(self.k.form.width(kept)):
+            x, y = self.component(kept, f), self.component(folded, f)
+            if e.op == "sqdist":
+                own = self.name()
+                self.lines.append(f"const F {own} = {x} - {y};")
+                x = y = own
+            term, own = f"{x} * {y}" + (f" + {total}" if total else ""), self.name()
+            self.lines.append(f"const F {own} = {term};")
+            total = own
+        return total or "(F)0"
+
+    def prepare_products(self, roots: Iterable[Expr]) -> None:
+        """Give every product of many features its buffer, and scalar factors of it to the product itself."""
+        order = topological(roots, stop=lambda n: n.op in ("dot", "sqdist"))
+        uses: dict[Expr, int] = {}
+        for used in (*roots, *(a for e in order if e.op not in ("dot", "sqdist") for a in e.args)):
+            uses[used] = uses.get(used, 0) + 1
+        for e in order:
+            if e.op == "mul" and e.dtype == "float":
+                for x, factor in (e.args, e.args[::-1]):
+                    scalar = factor.op == "const" or factor in self.k.number_at
+                    if x.op == "dot" and scalar and uses[x] == 1 and x not in self.alpha and not self.is_small(x):
+                        self.alpha[x], self.alias[e] = self.get(factor), x
+                        break
+        for e in order:
+            if e.op in ("dot", "sqdist") and e.dtype != "float":
+                raise Unsupported("a product of integers")
+            if e.op in ("dot", "sqdist") and not self.is_small(e):
+                self.slot(e)
+                self._product(e)
+
+    def slot(self, key: object) -> str:
+        """A buffer of one tile."""
+        if key not in self.slots:
+            self.slots[key] = f"S{len(self.slots)}"
+        return self.slots[key]
+
+    def slot_room(self, name: str) -> int:
+        block, folded = self.k.form.block
+        return self.k.room.take(("slot", name), block * (folded + PAD))
+
+    def _product(self, e: Expr) -> None:
+        kept, folded = self.sides(*e.args)
+        width, (block, across) = self.k.form.width(kept), self.k.form.block
+        x, out, alpha = self.vectors(kept), self.slot_room(self.slots[e]), self.alpha.get(e, "(F)1")
+        if e.op == "dot" and self.k.form.transposed and folded.op == "leaf":
+            y = self.once(("packed", folded), "const F*", self.k.packed_call(folded), self.top)
+            self.top.append(f"multiply_packed(w + {out}, LD, {x}.at, {x}.ld, {y}, m, n, {width}, {alpha});")
+            return
+        y = self.vectors(folded)
+        if e.op == "dot":
+            self.top.append(f"multiply(w + {out}, LD, {x}.at, {x}.ld, {y}.at, {y}.ld, m, n, {width}, {alpha});")
+            return
+        left = self.k.room.take("left", block * (width + 4))
+        right = self.k.room.take("right", (across + 2) * (width + 4))
+        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, w + {left}, w + {right});")
+
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def write(self) -> str:
+        roots = [n for r in self.reducers for n in (*r.roots, *(c.weight for v in r.values for c in v if not c.walk))]
+        if any(c.walk for r in self.reducers for v in r.values for c in v) or any(e.feature is not None for e in roots):
+            raise Unsupported("a sum of vectors per pair")
+        self.prepare_products(dict.fromkeys(roots))
+        groups = {"pick": [], "sum": [], "soft": [], "best": [], "topk": []}  # type: dict[str, list[Reducer]]
+        for r in self.reducers:
+            kind = self.k.fold.reductions[r.place].attrs[0]
+            if kind not in groups:
+                raise Unsupported(f"{kind} has no C++ form")
+            groups[kind].append(r)
+        rest = [g for kind, g in groups.items() if g and kind != "pick"]
+        self.shared = len(rest) > 1 or len(groups["soft"]) > 1
+        loops = [line for r in groups["pick"] for line in self._pick(r)]  # before anything is overwritten
+        if groups["sum"]:
+            loops += self._sums(groups["sum"])
+        for r in groups["soft"]:
+            loops += self._softmax(r)
+        for r in (*groups["best"], *groups["topk"]):
+            loops += self._select(r)
+        rows = [f"F* const {s} = w + {self.slot_room(s)} + (I)i * LD;" for s in dict.fromkeys(self.slots.values())]
+        inside = "\n    ".join([*rows, *self.row, *loops])
+        head = "\n  ".join(self.top)
+        tail = "\n  ".join(self.after)
+        return f"""static void tile_{self.number}(const I* a, I b, I i0, int m, I j0, int n, F* w) {{
+  const I K = a[1], N = a[2]; (void)K; (void)N;
+  {head}
+  for (int i = 0; i < m; i++) {{
+    {inside}
+  }}
+  {tail}
+}}
+"""
+
+    def begin_loop(self) -> None:
+        self.own, self.lines = {}, []
+
+    def end_loop(self, reductions: dict[str, list[str]], extra: list[str]) -> list[str]:
+        """The text of a loop over the folded indices: its values, then ``extra``."""
+        said = "".join(f" reduction({op}:{', '.join(names)})" for op, names in reductions.items() if names)
+        inside = [f"  {line}" for line in (*self.lines, *extra)]
+        return [f'_Pragma("omp simd{said}")', "for (int j = 0; j < n; j++) {", *inside, "}"]
+
+    def _sums(self, reducers: list[Reducer]) -> list[str]:
+        self.begin_loop()
+        before, extra, behind, names = [], [], [], []  # type: list[str], list[str], list[str], list[str]
+        stored: dict[Expr, str] = {}
+        for r in reducers:
+            red = self.k.fold.reductions[r.place]
+            for c in r.values[0]:
+                self._add(red, 0, c, self.get(c.weight), before, extra, behind, names, stored)
+        return [*before, *self.end_loop({"+": names}, extra), *behind]
+
+    def _add(
+        self,
+        red: Expr,
+        result: int,
+        c: Contraction,
+        weight: str,
+        before: list[str],
+        extra: list[str],
+        behind: list[str],
+        names: list[str],
+        stored: dict[Expr, str],
+        key: Expr | None = None,
+    ) -> None:
+        """Add Σ weight × vector of one contraction to a result: lines before, in and behind the loop."""
+        folds, out = self.k.folds(red), self.k.output(red, result)
+        number = NUMBER["int" if outputs_of(red)[result][1] == "int" else "float"]
+        feature = outputs_of(red)[result][0]
+        width = -1 if feature is None else self.k.feature_width(feature)
+        if width > FEW_SUMS and not (c.minus is not None and width <= FEW_FEATURES):
+            self._contract(red, result, c, weight, extra, behind, before, names, stored, key or c.weight)
+            return
+        for f in range(max(1, abs(width))):
+            value = weight
+            if c.minus is not None:
+                assert c.vector is not None
+                value = f"{weight} * ({self.component(c.vector, f)} - {self.component(c.minus, f)})"
+            elif c.vector is not None:
+                value = f"{weight} * {self.component(c.vector, f)}"
+            step = "" if width < 0 else f" * {width} + {f}"
+            if folds:
+                own = self.name()
+                names.append(own)
+                before.append(f"{number} {own} = 0;")
+                extra.append(f"{own} += {value};")
+                behind.append(f"{out}[(i0 + i){step}] += {own};")
+            elif number == "I":
+                pointer = self.once(("out", red, result), f"{number}*", f"{out} + j0", self.top)
+                extra.append(f"{pointer}[j] += {value};")
+            else:  # the sums of a tile first: one long chain of additions would lose digits
+                many = max(1, width)
+                room = self.k.room.take(("cols", red), many * self.k.form.block[1])
+                if ("cols", red) not in self.names:
+                    self.names["cols", red] = self.name()
+                    own = self.names["cols", red]
+                    self.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {many} * BN);")
+                    self.after.append(
+                        f"for (int j = 0; j < n; j++) for (int f = 0; f < {many}; f++) "
+                        f"{out}[(j0 + j) * {many} + f] += {own}[f * BN + j];"
+                    )
+                own = self.names["cols", red]
+                pointer = self.once(("cols", red, f), "F*", f"{own} + {f} * BN", self.top)
+                extra.append(f"{pointer}[j] += {value};")
+
+    def _contract(
+        self,
+        red: Expr,
+        result: int,
+        c: Contraction,
+        weight: str,
+        extra: list[str],
+        behind: list[str],
+        before: list[str],
+        names: list[str],
+        stored: dict[Expr, str],
+        key: Expr,
+    ) -> None:
+        """The same by a matrix product, after the loops."""
+        assert c.vector is not None
+        folds, width = self.k.folds(red), self.k.feature_width(outputs_of(red)[result][0])
+        if key not in stored:
+            free = [s for s in self.slots.values() if s not in stored.values()] if not self.shared else []
+            stored[key] = free[0] if free else self.slot(("stored", red, result, key))
+            extra.append(f"{stored[key]}[j] = {weight};")
+        slot = stored[key]
+        at = f"w + {self.slot_room(slot)}"
+        out = self.k.output(red, result)
+        if c.minus is None:
+            v = self.vectors(c.vector)
+            if folds:
+                self.after.append(f"contract({out} + i0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
+            else:
+                self.after.append(
+                    f"contract_rows({out} + j0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});"
+                )
+            return
+        kept, folded = self.sides(c.vector, c.minus)
+        sign = 1 if kept is c.vector else -1
+        block, across = self.k.form.block
+        x, y = self.vectors(kept), self.vectors(folded)
+        left = self.k.room.take(("gap", kept, folded, sign), block * width)
+        right = self.k.room.take(("gap", folded, kept, sign), (across + 1) * width)
+        own = self.once(
+            ("gap", kept, folded, sign),
+            "int",
+            f"centre({x}, {y}, m, n, {width}, {sign}, w + {left}, w + {right})",
+            self.top,
+        )
+        total = self.k.room.take(("weights", red), block if folds else across)
+        if folds:
+            sums = self.name()
+            names.append(sums)
+            before.append(f"F {sums} = 0;")
+            extra.append(f"{sums} += {weight};")
+            behind.append(f"w[{total} + i] = {sums};")
+        else:
+            self.top.append(f"memset(w + {total}, 0, sizeof(F) * BN);")
+            pointer = self.once(("weights", red), "F*", f"w + {total}", self.top)
+            extra.append(f"{pointer}[j] += {weight};")
+        arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}"
+        start = "i0" if folds else "j0"
+        self.after.append(
+            f"(void){own}; contract_gap({out} + {start} * {width}, {arguments}, {'true' if folds else 'false'});"
+        )
+
+    def _softmax(self, r: Reducer) -> list[str]:
+        red = self.k.fold.reductions[r.place]
+        if not self.k.folds(red):
+            return self._kept_softmax(r, red)
+        count, logit = len(outputs_of(red)), r.roots[0]
+        self.begin_loop()
+        x = self.get(logit)
+        place = self.alias.get(logit, logit)
+        in_place = not self.shared and place in self.slots
+        if in_place:
+            slot, write = self.slots[place], []
+        else:
+            read_again = any(self.k.is_folded(c.weight) for v in r.values for c in v)  # values made of products too
+            free = [] if self.shared or read_again else list(self.slots.values())
+            slot = free[0] if free else self.slot(("logit", red))
+            write = [f"{slot}[j] = {x};"]
+        top, lines = self.name(), [f"const F* const unused_{r.place} = 0; (void)unused_{r.place};"]
+        lines = [f"F {top} = -INF;"]
+        lines += self.end_loop({"max": [top]}, [*write, f"{top} = {x} > {top} ? {x} : {top};"])
+        peak, total = self.k.output(red, count - 1), self.k.output(red, count - 2)
+        old, new, safe, shrink, sums = (self.name() for _ in range(5))
+        lines += [
+            f"const F {old} = {peak}[i0 + i], {new} = {old} > {top} ? {old} : {top};",
+            f"const F {safe} = {new} == INF || {new} == -INF ? (F)0 : {new};",
+            f"const F {shrink} = exp_({old} - {safe});",
+            f"{peak}[i0 + i] = {new};",
+        ]
+        self.begin_loop()
+        weight = self.name()
+        before, extra, behind, names = [f"F {sums} = 0;"], [], [], [sums]  # type: list[str], list[str], list[str], list[str]
+        stored: dict[Expr, str] = {}
+        self.lines.append(f"const F {weight} = exp_weight({slot}[j] - {safe});")
+        for v, parts in enumerate(r.values, 1):
+            feature = outputs_of(red)[v][0]
+            width = 1 if feature is None else self.k.feature_width(feature)
+            behind.append(
+                f"if ({shrink} != 1) {{ F* v = {self.k.output(red, v)} + (i0 + i) * {width}; "
+                f"for (int f = 0; f < {width}; f++) v[f] *= {shrink}; }}"
+            )
+            for c in parts:
+                plain = c.weight.op == "const" and c.weight.const == 1
+                own = weight
+                if not plain:
+                    own = self.name()
+                    self.lines.append(f"const F {own} = {weight} * {self.get(c.weight)};")
+                if plain:
+                    stored.setdefault(c.weight, "")
+                    if not stored[c.weight]:
+                        del stored[c.weight]
+                        if self._goes_by_product(red, v, c):
+                            stored[c.weight] = slot
+                            extra.append(f"{slot}[j] = {weight};")
+                self._add(red, v, c, own, before, extra, behind, names, stored)
+        extra.append(f"{sums} += {weight};")
+        lines += [*before, *self.end_loop({"+": names}, extra)]
+        return [*lines, f"{total}[i0 + i] = {total}[i0 + i] * {shrink} + {sums};", *behind]
+
+    def _kept_softmax(self, r: Reducer, red: Expr) -> list[str]:
+        """A softmax over the kept axis, beside reductions over the other: the tile's maxima in the loop over pairs,
+        its weights after all of them. The fold's end turns peaks and totals into results (``__init__.py``)."""
+        if r.values:
+            raise Unsupported("a softmax mean over the kept axis, beside reductions over the other")
+        count, across = len(outputs_of(red)), self.k.form.block[1]
+        self.begin_loop()
+        x, place = self.get(r.roots[0]), self.alias.get(r.roots[0], r.roots[0])
+        plain = place in self.slots
+        slot = self.slots[place] if plain else self.slot(("logit", red))
+        top, sums = (self.k.room.take((what, red), across) for what in ("top", "sums"))
+        peak, total = self.k.output(red, count - 1), self.k.output(red, count - 2)
+        most = self.once(("top", red), "F*", f"w + {top}", self.top)
+        self.top.append(f"for (int j = 0; j < n; j++) {most}[j] = {peak}[j0 + j];")
+        write = [] if plain else [f"{slot}[j] = {x};"]
+        lines = self.end_loop({}, [*write, f"{most}[j] = {x} > {most}[j] ? {x} : {most}[j];"])
+        self.after += [
+            f"{{ F* const sums = w + {sums}; F *peak = {peak} + j0, *total = {total} + j0;",
+            "for (int j = 0; j < n; j++) {",
+            f"  const F old = peak[j], top = {most}[j], safe = top == INF || top == -INF ? (F)0 : top;",
+            f"  total[j] *= exp_(old - safe); peak[j] = top; {most}[j] = safe; sums[j] = 0;",
+            "}",
+            "for (int i = 0; i < m; i++) {",
+            f"  const F* const x = w + {self.slot_room(slot)} + (I)i * LD;",
+            '  _Pragma("omp simd")',
+            f"  for (int j = 0; j < n; j++) sums[j] += exp_weight(x[j] - {most}[j]);",
+            "}",
+            "for (int j = 0; j < n; j++) total[j] += sums[j]; }",
+        ]
+        return lines
+
+    def _goes_by_product(self, red: Expr, result: int, c: Contraction) -> bool:
+        feature = outputs_of(red)[result][0]
+        width = -1 if feature is None else self.k.feature_width(feature)
+        return width > FEW_SUMS and not (c.minus is not None and width <= FEW_FEATURES)
+
+    def _pick(self, r: Reducer) -> list[str]:
+        """The number at one folded index."""
+        red = self.k.fold.reductions[r.place]
+        target = red.args[0]
+        if not self.k.folds(red) or self.k.is_folded(target) or target.dtype != "int" or r.roots[0].dtype != "float":
+            raise Unsupported("a label of the kept axis")
+        there, self_loop = self.get(target), self.name()
+        self.begin_loop()
+        x = self.get(r.roots[0])
+        inside = " ".join(self.lines)
+        return [
+            f"const I {self_loop} = {there} - j0;",
+            f"if ({self_loop} >= 0 && {self_loop} < n) {{ const int j = (int){self_loop}; {inside} "
+            f"{self.k.output(red, 0)}[i0 + i] += {x}; }}",
+        ]
+
+    def _select(self, r: Reducer) -> list[str]:
+        """A best, or a top-k: the tile's numbers are kept for one index, and looked at only where one is better."""
+        red = self.k.fold.reductions[r.place]
+        kind, _, params = red.attrs
+        if not self.k.folds(red) or r.roots[0].dtype != "float":
+            raise Unsupported(f"{kind} of integers, or over the kept axis")
+        count, largest = (params[0] if kind == "topk" else 1), params[-1]
+        if count > MOST_K:
+            raise Unsupported(f"more than the {MOST_K} best")
+        self.begin_loop()
+        x = self.get(r.roots[0])
+        row = self.k.room.take(("scanned", red), self.k.form.block[1])
+        best, odd = self.name(), self.name()
+        sign, op, worst = (">", "max", "-INF") if largest else ("<", "min", "INF")
+        scanned = f"scanned{r.place}"
+        extra = [
+            f"{scanned}[j] = {x};",
+            f"{best} = {x} {sign} {best} ? {x} : {best};",
+            f"{odd} |= (int32_t)({x} != {x});",
+        ]
+        lines = [f"F* const {scanned} = w + {row};", f"F {best} = {worst}; int32_t {odd} = 0;"]
+        lines += self.end_loop({op: [best], "|": [odd]}, extra)
+        values, places = (f"{self.k.output(red, k)} + (i0 + i) * {count}" for k in (0, 1))
+        call = (
+            f"select_best<{'true' if largest else 'false'}>"
+            if kind == "best"
+            else f"select_top<{count}, {'true' if largest else 'false'}>"
+        )
+        return [*lines, f"{call}({scanned}, n, j0, {best}, {odd}, {values}, {places});"]

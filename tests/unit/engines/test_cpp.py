@@ -1,0 +1,328 @@
+"""Folds as generated C++, against the reference engine in float64: layers, extremes, layouts, threads, the cache."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import warnings
+from typing import no_type_check
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import Col, Pair, Row
+from monoidreduce.engines.eager import cpp
+from monoidreduce.engines.eager.cpp import compiler, support
+
+pytestmark = pytest.mark.skipif(
+    compiler.current_compiler() is None or compiler.gemm_addresses() is None, reason="no C++ compiler, or no BLAS"
+)
+R = torch.randn
+
+
+@pytest.fixture(autouse=True)
+def at_any_size(monkeypatch):
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The folds that ran as C++ (True) or were handed on (False)."""
+    found, run = [], cpp.run
+
+    def watched(*args):
+        result = run(*args)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(cpp, "run", watched)
+    return found
+
+
+def results(layer, given, engine):
+    given = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in given]
+    with mr.use(engine=engine):
+        outputs = layer(*given)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    total = sum(
+        (x * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in outputs if x.requires_grad
+    )
+    wanted = [t for t in given if t.is_floating_point()]
+    gradients = torch.autograd.grad(total, wanted, allow_unused=True) if isinstance(total, torch.Tensor) else []
+    return outputs + [g for g in gradients if g is not None]
+
+
+def check(layer, *given, tolerance=4e-6):
+    """Values and gradients as the reference engine has them in float64."""
+    wide = [t.double() if t.is_floating_point() else t for t in given]
+    for found, truth in zip(results(layer, given, "eager"), results(layer, wide, "reference"), strict=True):
+        if not found.is_floating_point():
+            assert torch.equal(found, truth)
+            continue
+        known = truth.isfinite()
+        assert torch.equal(found.isfinite(), known)
+        assert torch.equal(found.isnan(), truth.isnan())
+        error = (found.double() - truth)[known].abs().max() if known.any() else torch.zeros(())
+        assert error <= tolerance * truth[known].abs().max().clamp_min(1e-30)
+
+
+@mr.op
+@no_type_check
+def mixed(x: Row["d"], y: Col["d"], a: Row, c: Col):
+    s = x @ y
+    sums = mr.sum(torch.tanh(s) * c), mr.sum(torch.sigmoid(s - a), over="rows")
+    return (*sums, mr.max(s + c), mr.logsumexp(2.0 * s), mr.logsumexp(s, over="rows"))
+
+
+@mr.op
+@no_type_check
+def distances(x: Row["d"], y: Col["d"]):
+    s = -mr.sqdist(x, y)
+    return mr.softmax_mean(s, y), mr.logsumexp(s)
+
+
+@mr.op
+@no_type_check
+def activations(x: Row["d"], p: Col["d"], q: Col["n"]):
+    s = x @ p
+    t = F.gelu(s) + torch.log1p(torch.exp(-torch.abs(s))) + F.softplus(s) + torch.expm1(-s * s) + F.logsigmoid(s)
+    return mr.sum(t * q)
+
+
+@mr.op
+@no_type_check
+def biased(x: Row["d"], y: Col["d"], v: Col["e"], bias: Pair):
+    return mr.softmax_mean(torch.where(bias > -1.0, x @ y + bias, -torch.inf), v)
+
+
+@mr.op
+@no_type_check
+def columns(x: Row["d"], y: Col["d"]):
+    s = x @ y
+    return mr.logsumexp(s, over="rows"), mr.topk(s, 5, over="rows").values
+
+
+CASES = {
+    "causal": (lambda q, k, v: mr.ops.attention(q, k, v, causal=True), lambda: [R(2, 1, 300, 24) for _ in range(3)]),
+    "cross-entropy": (
+        lambda x, w, t: mr.ops.cross_entropy(x, w, t, reduction="none"),
+        lambda: [R(70, 24), R(700, 24), torch.randint(0, 700, (70,))],
+    ),
+    "mixed": (mixed, lambda: [R(150, 12) / 3, R(700, 12) / 3, R(150), R(700)]),
+    "near points": (distances, lambda: [R(150, 3), R(600, 3)]),
+    "many features": (distances, lambda: [R(70, 24) / 3, R(600, 24) / 3]),
+    "activations": (activations, lambda: [R(70, 5), R(600, 5), R(600, 3)]),
+    "a bias per pair": (biased, lambda: [R(2, 40, 9), R(2, 530, 9), R(2, 530, 7), R(40, 530)]),
+    "over rows": (columns, lambda: [R(600, 9), R(50, 9)]),
+    "neighbours": (lambda x, y: tuple(mr.ops.knn(x, y, 10, metric="sqeuclidean")), lambda: [R(60, 3), R(1100, 3)]),
+    "entropy": (mr.ops.linear_entropy, lambda: [R(70, 16), R(700, 16)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_and_their_gradients_are_the_references(name, ran):
+    layer, make = CASES[name]
+    check(layer, *make())
+    assert ran[0]
+
+
+def test_double_and_sixteen_bits(ran):
+    q, k, v = (R(1, 1, 130, 16) for _ in range(3))
+    check(mr.ops.attention, *(t.double() for t in (q, k, v)), tolerance=1e-13)
+    narrow = [t.bfloat16() for t in (q, k, v)]
+    with mr.use(engine="eager"):
+        found = mr.ops.attention(*narrow)
+    truth = F.scaled_dot_product_attention(*(t.double() for t in narrow))
+    assert (found.double() - truth).abs().max() < 2e-2 and any(ran)
+
+
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, 1e30])
+def test_infinities_nan_and_rows_that_see_nothing(odd):
+    """As tiles of torch calls have them: which results are finite, and those that are."""
+    x, y, bias = R(40, 6), R(530, 6), R(40, 530)
+    bias[3] = -torch.inf  # sees nothing
+    bias[5, 7] = odd
+    bias[6, :512] = odd
+
+    def run():
+        with mr.use(engine="eager"):
+            return biased(x, y, y, bias)
+
+    found = run()
+    os.environ["MONOIDREDUCE_CPP"] = "never"
+    truth = run()
+    torch.testing.assert_close(found, truth, equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[3], torch.zeros(6))
+
+
+def test_top_k_with_nan_infinities_and_ties():
+    s = torch.randint(0, 9, (20, 700)).float()
+    s[1, 5] = s[2, 600] = torch.nan
+    s[3, ::2] = torch.inf
+    s[4, 3:] = torch.nan
+
+    @mr.op
+    @no_type_check
+    def best(p: Pair):
+        return mr.topk(p, 5, largest=True), mr.topk(p, 5, largest=False), mr.argmax(p)
+
+    with mr.use(engine="eager"):
+        (high, high_at), (low, low_at), first = best(s)
+    for value, place, sorted_values in (
+        (high, high_at, s.sort(dim=-1, descending=True, stable=True)),
+        (low, low_at, s.sort(dim=-1, stable=True)),
+    ):
+        assert torch.equal(value.nan_to_num(nan=-5.0), sorted_values.values[:, :5].nan_to_num(nan=-5.0))
+        seen = value.isfinite()
+        assert torch.equal(place[seen], sorted_values.indices[:, :5][seen])
+    assert torch.equal(first, s.argmax(-1))
+
+
+def test_layouts_batches_and_broadcast_inputs():
+    q = R(3, 2, 24, 130).mT
+    k, v = R(3, 1, 200, 24).expand(3, 2, 200, 24), R(1, 1, 200, 48)[..., ::2].expand(3, 2, 200, 24)
+    check(mr.ops.attention, q, k, v)
+
+
+def test_threads_and_repeated_runs_have_equal_bits(ran):
+    q, k, v = (R(1, 1, 700, 16) for _ in range(3))
+    one = [results(mr.ops.attention, (q, k, v), "eager") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*one, strict=True))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        many = [results(mr.ops.attention, (q, k, v), "eager") for _ in range(2)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*many, strict=True)) and all(ran)
+    for a, b in zip(one[0], many[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_functions_are_as_exact_as_torchs(tmp_path):
+    """Over their whole range, infinities and NaN: no more than twice torch's error, and 1.5 units in the last place."""
+    functions = {
+        "exp_": torch.exp,
+        "log_": torch.log,
+        "log1p_": torch.log1p,
+        "expm1_": torch.expm1,
+        "tanh_": torch.tanh,
+        "erf_": torch.erf,
+        "logsigmoid_": F.logsigmoid,
+    }
+    text = "typedef float F; static const int BM = 1, BN = 1, LD = 1;" + support.TYPES + support.FUNCTIONS
+    for name in functions:
+        loop = f"for (int j = 0; j < n; j++) y[j] = {name}(x[j]);"
+        text += f'extern "C" void f_{name}(F* y, const F* x, int n) {{ {loop} }}\n'
+    source, library = tmp_path / "f.cpp", tmp_path / "f.so"
+    source.write_text(text)
+    found = compiler.current_compiler()
+    subprocess.run([found.path, *found.flags, str(source), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    odd = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1.0, 1e-40, 88.7, 89.0, -103.0, -104.0])
+    x = torch.cat([torch.linspace(-2, 2, 9999), torch.linspace(-100, 90, 9999), torch.logspace(-40, 38, 999), odd])
+    x = torch.cat([x, -x])
+    for name, truth in functions.items():
+        y = torch.empty_like(x)
+        getattr(loaded, f"f_{name}")(ctypes.c_void_p(y.data_ptr()), ctypes.c_void_p(x.data_ptr()), len(x))
+        want, own = truth(x.double()), truth(x)
+        assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.isinf(), want.float().isinf()), name
+        known = want.float().isfinite()
+        unit = want.abs().clamp_min(2.0**-126)[known] * 2.0**-23
+        error, allowed = ((t.double() - want)[known].abs() / unit for t in (y, own))
+        assert error.max() <= max(2 * allowed.max(), 1.5 / 2), name
+
+
+def test_small_work_and_what_has_no_form_run_in_torch(monkeypatch, ran):
+    monkeypatch.delenv("MONOIDREDUCE_CPP")
+    x, y = R(20, 4), R(30, 4)
+    with mr.use(engine="eager"):
+        distances(x, y)
+    assert not any(ran)
+
+    @mr.op
+    @no_type_check
+    def arcs(x: Row["d"], y: Col["d"]):
+        return mr.sum(torch.atan(x @ y))
+
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    with mr.use(engine="eager"):
+        torch.testing.assert_close(arcs(x, y), torch.atan(x @ y.T).sum(1))
+    assert not any(ran)
+
+
+def _use(folder, monkeypatch):
+    """A cache folder of its own, and nothing loaded."""
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(folder))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    compiler._noted.clear()
+    cpp._compile.cache_clear()
+
+
+def test_damaged_and_missing_files_are_compiled_again(tmp_path, monkeypatch):
+    x, y = R(40, 5), R(50, 5)
+    _use(tmp_path, monkeypatch)
+    with mr.use(engine="eager"), torch.no_grad():
+        first = columns(x, y)
+    (library,) = (tmp_path / "cpp").glob("*.so")
+    good = library.read_bytes()
+    for damage in (b"", good[: len(good) // 2]):
+        library.unlink()  # a new file: this process has the old one loaded
+        library.write_bytes(damage)
+        library.chmod(0o600)
+        _use(tmp_path, monkeypatch)
+        with mr.use(engine="eager"), torch.no_grad():
+            again = columns(x, y)
+        assert torch.equal(again[0], first[0]) and library.read_bytes() == good
+    assert mr.cache.clear() == 2 and not library.exists()
+
+
+def test_without_a_compiler_torch_runs_with_one_note(tmp_path, monkeypatch):
+    x, y = R(40, 5), R(50, 5)
+    _use(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with mr.use(engine="eager"), torch.no_grad():
+            found = [columns(x, y)[0] for _ in range(2)]
+    torch.testing.assert_close(found[0], (x @ y.T).logsumexp(0))
+    assert [w.category for w in told] == [mr.FallbackWarning] and not list(tmp_path.glob("cpp/*"))
+
+
+@pytest.mark.slow  # each of them imports torch
+def test_two_processes_compile_at_once(tmp_path):
+    code = (
+        "import torch, monoidreduce as mr; torch.manual_seed(0); x = torch.randn(40, 5)\n"
+        "with mr.use(engine='eager'): print(mr.ops.kernel_sum(x, x, x[:, :1]).sum().item())"
+    )
+    environment = {**os.environ, "MONOIDREDUCE_CACHE": str(tmp_path), "MONOIDREDUCE_CPP": "always"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [p.communicate(timeout=120)[0] for p in both]
+    assert said[0] == said[1] != "" and len(list((tmp_path / "cpp").glob("*.so"))) == 1
+
+
+def test_memory_is_a_few_tiles(monkeypatch):
+    """The buffers of a thread do not grow with the lengths, and a budget that they exceed is kept by torch's tiles."""
+    q = R(1, 1, 2048, 16)
+    sizes = []
+    empty = torch.empty
+    monkeypatch.setattr(cpp.torch, "empty", lambda *a, **k: (sizes.append(a[0]), empty(*a, **k))[1])
+    with mr.use(engine="eager"), torch.no_grad():
+        mr.ops.attention(q, q, q)
+        numbers = [n for n in sizes if isinstance(n, int)]
+        assert sum(numbers) < torch.get_num_threads() * 2**18 + 2048 * 16 + 2**10
+        with mr.budget("100kB"):
+            found = mr.ops.attention(q, q, q)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q), rtol=1e-4, atol=1e-5)
+
+
+def test_explain_says_what_runs_the_tiles(monkeypatch):
+    x = R(64, 8)
+    with mr.use(engine="eager"):
+        assert "in C++;" in str(distances.explain(x, x))
+        monkeypatch.setenv("MONOIDREDUCE_CPP", "never")
+        assert "in torch;" in str(distances.explain(x, x))
