@@ -13,7 +13,7 @@ products of their vectors by a kernel. Then
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
