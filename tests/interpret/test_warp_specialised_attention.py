@@ -210,7 +210,7 @@ def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch)
         assert attention.choose_tile(spec, torch.device("cpu"), length, count) == tile
 
 
-@pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)
+@pytest.mark.parametrize("by_turns", [64, 128], indirect=True)
 @pytest.mark.parametrize("name", SLANTED)
 def test_lines_against_float64(name, by_turns):
     check_slanted(name, "cpu")

@@ -578,9 +578,10 @@ class ExpressionWriter:
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        at = f"{self.pointer(e)} + {first}" if first else self.pointer(e)
+        stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
+        base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {e.attrs[0]}_s" if folded else self.kept_offset(e, "[:, None]")
-        text = f"tl.load({at} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
         return self.bind(key, text, folded, name)

@@ -159,10 +159,10 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     if max(widths) <= _NARROW:
         return None
     for schedule in SCHEDULES:
-        changes = {} if tile is None else dict(folded=tile[1], ring=max(tile[3], schedule.groups))
+        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        if suits and schedule.shared_bytes(*widths, staged, **changes) <= _SHARED:
-            return replace(schedule, widest=max(widths), **changes) if changes else schedule
+        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
+            return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
     return None
 
 

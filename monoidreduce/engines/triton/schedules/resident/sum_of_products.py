@@ -184,7 +184,7 @@ class _KernelText:
     def _resident_tiles(self) -> dict[str, int]:
         """The resident tiles, and those through which sums are stored that are as wide as no resident tile of their
         group: the features of each slice, by name."""
-        found = {}
+        found: dict[str, int] = {}
         for at, group in enumerate(self.work):
             for e in self.kept[at]:
                 found |= {f"{leaf_name(e)}_kept{suffix(k)}": n for k, (_, n) in enumerate(self.spec.slices(e.feature))}
@@ -363,8 +363,8 @@ class _ConsumerText:
         blocks, hold = {}, []
         for e in [*self.residents][: work.held]:
             blocks[e] = [f"{leaf_name(e)}_block{suffix(k)}" for k in range(len(self.residents[e]))]
-            for x, smem in zip(blocks[e], self.residents[e], strict=True):
-                hold.append(f"{x} = {smem}.load(tl.DotOperandLayout(0, SCORES, 2))")
+            for x, tile in zip(blocks[e], self.residents[e], strict=True):
+                hold.append(f"{x} = {tile}.load(tl.DotOperandLayout(0, SCORES, 2))")
         begin = []
         for p in {p.place: p for p in work.products}.values():
             for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
