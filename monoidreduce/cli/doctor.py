@@ -92,7 +92,8 @@ def _check_triton() -> Finding:
 
 def _check_compiler() -> Finding:
     compiler = find_cpp_compiler()
-    return Finding("C++ compiler", OK if compiler else MISSING, compiler or "torch.compile on a CPU needs one")
+    without = "a CPU then runs tiles in torch, slower; torch.compile on a CPU needs one too"
+    return Finding("C++ compiler", OK if compiler else MISSING, compiler or without)
 
 
 def _check_pictures() -> Finding:

@@ -39,6 +39,7 @@ _BACKWARD = f"program_gradient(str call, {VALUES}, Tensor[] results, Tensor[] co
 _MOST = 1024  # kinds of calls of all programs
 _lock = threading.Lock()
 _CALLS: dict[str, Call] = {}  # kept: a compiled graph may hold the name for as long as the process lives
+_KNOWN: dict[str, Call] = {}  # any call of a program, by what is left of the name without the flags
 
 
 @dataclass(frozen=True)
@@ -129,22 +130,29 @@ class Call:
 def name(call: Call) -> str:
     """The name of a call: a digest of its program's text, and what else it holds."""
     program = call.program
+    parts = [digest_program(program.lowered), ".".join(sorted(program.numbers)), program.out, call.engine, call.frame]
     flags = ["".join("01"[one] for one in part) for part in ((call.keep,), call.needs, call.given)]
-    numbers = ".".join(sorted(program.numbers))
-    parts = [digest_program(program.lowered), numbers, str(program.out), call.engine, str(call.frame), *flags]
-    found = " ".join(parts)
+    which = " ".join(map(str, parts))
+    found = "|".join([which, *flags])
     with _lock:
         _CALLS[found] = call
+        _KNOWN.setdefault(which, call)
     return found
 
 
 def _known(name: str) -> Call:
-    if name not in _CALLS:
+    """The call of this name; a backward is known where its forward is."""
+    found = _CALLS.get(name)
+    if found is not None:
+        return found
+    which, *flags = name.split("|")
+    if which not in _KNOWN:
         raise EngineError(
             detail="a graph from another process names a program that this process has not met",
             fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
         )
-    return _CALLS[name]
+    (keep,), needs, given = (tuple(one == "1" for one in part) for part in flags)
+    return _CALLS.setdefault(name, replace(_KNOWN[which], keep=keep, needs=needs, given=given))
 
 
 # Calls of the operators

@@ -123,6 +123,7 @@ def test_small_kernels_compile(capability, tmp_path):
     found = list(map(json.loads, said.stdout.splitlines()))
     assert {kernel["kernel"] for kernel in found} == {
         "best_listed",
+        "run_sums",
         "shift",
         "unite_best",
         "unite_softmax",

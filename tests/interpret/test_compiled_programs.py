@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.runtime import program_operator
 
 LABELS = torch.tensor([3, 1, -100, 4, 0, 5, 2, 2])
 
@@ -161,6 +162,19 @@ def test_gradients_of_rows_are_kept_in_a_graph(monkeypatch):
     torch.testing.assert_close(gradients(compiled, args, g), gradients(potential, args, g))
     forward, backward = (op(*given) for op, given in met)
     assert len(forward) > 1 and len(backward) == 1
+
+
+def test_a_backward_is_known_by_its_forward(monkeypatch):
+    """As where a graph comes from a cache on disk, and only its forward was traced here."""
+    args, met = tensors((5, 16), (7, 16), (7, 16)), []
+    y = torch.compile(ops.attention, fullgraph=True, backend=watched(met))(*args)
+    y.sum().backward()
+    (_, _), (gradient, given) = met
+    monkeypatch.delitem(program_operator._CALLS, given[0])
+    for found, a in zip(gradient(*given), args, strict=True):
+        torch.testing.assert_close(found, a.grad)
+    with pytest.raises(mr.EngineError, match="another process"):
+        gradient("unheard of|0|111|1", *given[1:])
 
 
 def test_transforms_inside_a_graph():

@@ -13,8 +13,8 @@ from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
-from monoidreduce.plan.environment import EnvironmentVariable
 from monoidreduce.plan.schedule import follow
+from monoidreduce.plan.settings import EnvironmentVariable
 from monoidreduce.runtime import autograd, call_context, fused_expressions, replay
 from tests.support import internals
 from tests.support.new_lengths import functions_of

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import outputs_of
-from .evaluate import Sizes, traced_length
+from .evaluate import Sizes, result_form, traced_length
 
 
 def find_model(fold: Fold, r: Expr, k: int, leaves: Sequence[Any]) -> Tensor | None:
@@ -74,3 +75,12 @@ def find_strides(shape: tuple[int, ...], model: Tensor | None) -> tuple[int, ...
         strides[d] = step
         step *= shape[d]
     return (*strides, 1)
+
+
+def allocate_result(fold: Fold, r: Expr, k: int, leaves: Sequence[Any], sizes: Sizes) -> Tensor:
+    """Room for a result, in the memory order of the input that it belongs to."""
+    shape, dtype = result_form(r, k, sizes)
+    strides = find_strides(shape, find_model(fold, r, k, leaves))
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=sizes.device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device)

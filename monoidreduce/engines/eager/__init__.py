@@ -19,9 +19,10 @@ from ...plan import tiles as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
-from ...reductions import kind_of, outputs_of
-from ..common import batching, result_layout, skip_small_tiles
-from ..common.evaluate import Sizes, pair_result_form, result_form
+from ...reductions import kind_of
+from ..common import batching, skip_small_tiles
+from ..common.evaluate import Sizes, pair_result_form
+from ..common.result_layout import allocate_result
 from . import branch_and_bound, cpp
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
@@ -47,7 +48,7 @@ def run(
     }
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
     kept = [(r, k) for r, k in fold.outputs if r not in written]
-    rooms = [_allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
+    rooms = [allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
     shape, views, _ = batching.merge_batch_and_strides(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
@@ -85,19 +86,14 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
     if many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found
     if (found := cpp.run(fold, leaves, sizes)) is not None:
-        return _finish_cpp(fold, found, leaves, sizes)
+        return _scale_results(fold, found, leaves, sizes)
     return None if many else branch_and_bound.run(fold, leaves, sizes, tiles)
 
 
 _SEARCHED = 2**34  # pairs
 
 
-def _finish_cpp(fold: Fold, found: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """The results of generated code, scaled."""
-    results = [
-        t.view(*sizes.batch, *t.shape[t.dim() - 1 - (outputs_of(r)[k][0] is not None) :])
-        for t, (r, k) in zip(found, fold.outputs, strict=True)
-    ]
+def _scale_results(fold: Fold, results: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     values = dict(zip(fold.leaves, leaves, strict=True))
     values |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     _apply_scales(fold, dict(zip(fold.outputs, results, strict=True)), values)
@@ -149,12 +145,3 @@ def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: d
 def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:
     """How many numbers a pair holds at once: more than one only for reductions of whole vectors."""
     return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
-
-
-def _allocate_result(fold: Fold, r: Expr, k: int, leaves: Sequence[Any], sizes: Sizes) -> Tensor:
-    """Room for a result, in the memory order of the input that it belongs to."""
-    shape, dtype = result_form(r, k, sizes)
-    strides = result_layout.find_strides(shape, result_layout.find_model(fold, r, k, leaves))
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=sizes.device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device)

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
-from ....plan.environment import EnvironmentVariable
+from ....plan import settings
+from ....plan.settings import EnvironmentVariable
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import batching, matmul, skip_small_tiles, tile_counter
-from ...common.evaluate import Sizes, result_form
+from ...common.evaluate import Sizes
+from ...common.result_layout import allocate_result
 from ..tile_code import Reducer, TileCode
 from ..tile_walk import FoldCode, compile_fold, split_range, tile_ranges
 from . import compiler
@@ -66,7 +67,7 @@ def run(
     panel: slice | None = None,
     totals: Mapping[Expr, Tensor] | None = None,
 ) -> list[Tensor] | None:
-    """Run a fold as C++; None if tiles of torch calls should. Results are ``[*merged batch, length(, features)]``.
+    """Run a fold as C++; None if tiles of torch calls should.
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun."""
     part = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start)
@@ -83,7 +84,11 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     setting = _SETTING.read()
     if setting == "never" or sizes.device.type != "cpu" or sizes.compute not in (torch.float32, torch.float64):
         return False
-    if matmul.dry_run_sizes.get() is not None or skip_small_tiles.active() is not None or budget.shrink_factor() > 1:
+    if (
+        matmul.dry_run_sizes.get() is not None
+        or skip_small_tiles.active() is not None
+        or settings.current.get().shrink > 1
+    ):
         return False
     if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
         return False
@@ -149,7 +154,11 @@ def _run(
     code = compile_fold(fold, frozenset(numbers))
     constants = numbers | {size(axis): whole.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     given = {e: _prepare_leaf(e, v, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
-    shape, views = batching.merge_batch_dims(sizes.batch, list(given.values()))
+    rooms = [totals[r] if r in totals else allocate_result(fold, r, k, leaves, sizes) for r, k in fold.outputs]
+    count = len(sizes.batch)
+    shape, views, _ = batching.merge_batch_and_strides(
+        sizes.batch, list(given.values()), [t.stride()[:count] for t in rooms]
+    )
     swapped = all(r.attrs[1] == "rows" for r in fold.reductions)
     threads = max(1, torch.get_num_threads())
     widest = max([0, *(sizes.of(letter) for letter in fold.letters)])
@@ -165,7 +174,7 @@ def _run(
         swapped,
     )
     kept, folded = (sizes.cols, sizes.rows) if swapped else (sizes.rows, sizes.cols)
-    limit = budget.requested()
+    limit = settings.now().budget
     item, padded = sizes.compute.itemsize, -(-folded // block[1]) * block[1]
     if limit is None and kept >= PACK_ROWS:
         wide = replace(form, transposed=True)
@@ -178,7 +187,10 @@ def _run(
     if kernel.packed:
         step = max(1, PACK_BYTES // (kernel.packed * padded * item))
     copies = torch.empty(min(step, shape[-1]) * padded * kernel.packed, dtype=sizes.compute)
-    outputs = [totals[r] if r in totals else _allocate(r, k, shape, sizes, swapped) for r, k in fold.outputs]
+    for (r, k), t in zip(fold.outputs, rooms, strict=True):
+        if r not in totals:
+            _begin_result(r, k, t, swapped)
+    outputs = [t.unsqueeze(0) if not count else t.view(*shape, *t.shape[count:]) for t in rooms]
     memory = torch.empty(threads * kernel.room, dtype=sizes.compute)
     packed = b"".join(_pack_number(e, v) for e, v in constants.items())
     held = ctypes.create_string_buffer(packed, max(1, len(packed)))
@@ -194,13 +206,14 @@ def _run(
             assert len(head) == HEAD
             for e in fold.leaves:
                 head += _describe_leaf(e, parts[e][where][own]) if e in parts else [0] * LEAF
-            head += [o[where][own].data_ptr() for o in outputs]
+            for o in (o[where][own] for o in outputs):
+                head += [o.data_ptr(), o.stride(0), o.stride(1)]
             arguments = (ctypes.c_int64 * len(head))(*head)
             kernel.call(ctypes.addressof(arguments))
     for computed, rows, cols in tables.counts:
         tile_counter.count_tile(computed, 1, rows, cols)
-    _finish_kept(fold, outputs, swapped)
-    return outputs
+    _finish_kept(fold, rooms, swapped)
+    return rooms
 
 
 def _finish_kept(fold: Fold, outputs: list[Tensor], swapped: bool) -> None:
@@ -223,12 +236,11 @@ def _choose_block(shape: tuple[int, ...], kept: int, conditional: bool, threads:
     return block, CONDITIONAL if conditional else FOLDED
 
 
-def _allocate(r: Expr, k: int, shape: tuple[int, ...], sizes: Sizes, swapped: bool) -> Tensor:
-    form, dtype = result_form(r, k, sizes, shape)
-    fill = (r.attrs[1] == "rows") != swapped  # sums over the kept axis are added to from the start
-    if fill and r.attrs[0] == "soft" and k == len(outputs_of(r)) - 1:
-        return torch.full(form, -math.inf, dtype=dtype)  # its peaks
-    return (torch.zeros if fill else torch.empty)(form, dtype=dtype)
+def _begin_result(r: Expr, k: int, room: Tensor, swapped: bool) -> Tensor:
+    """A result over the kept axis, which is added to from the start: zeros, and no peak."""
+    if (r.attrs[1] == "rows") != swapped:
+        room.fill_(-math.inf if r.attrs[0] == "soft" and k == len(outputs_of(r)) - 1 else 0)
+    return room
 
 
 def _prepare_leaf(e: Expr, v: Tensor, sizes: Sizes) -> Tensor:

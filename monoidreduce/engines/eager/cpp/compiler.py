@@ -33,6 +33,8 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-tree-pre", "-fno-
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
 _noted = threading.Event()
+if hasattr(os, "register_at_fork"):  # a child must not wait for a thread that it does not have
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .tile_text import PAD, TileText
 
 HEAD = 13  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
+OUTPUT = 3  # and of a result: address, stride of the batch, stride of its axis
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class KernelText:
         at, self.output_at = HEAD + LEAF * len(fold.leaves), {}
         for r in fold.reductions:
             self.output_at[r] = at
-            at += len(outputs_of(r))
+            at += OUTPUT * len(outputs_of(r))
         self.arguments = at
         self.kept_vectors: dict[Expr, int] = {}
         self.packed: dict[Expr, int] = {}  # folded leaves that are copied, and the features of those before
@@ -94,13 +95,14 @@ class KernelText:
     def mixed(self) -> bool:
         return any(not self.folds(r) for r in self.fold.reductions)
 
-    def output(self, r: Expr, k: int) -> str:
-        """The address of a result of batch element ``b``."""
-        feature, number = outputs_of(r)[k]
-        length = "K" if self.folds(r) else "N"
-        width = "" if feature is None else f" * {self.feature_width(feature)}"
-        kind = "F" if number == "float" else "I"
-        return f"(({kind}*)a[{self.output_at[r] + k}] + b * {length}{width})"
+    def output(self, r: Expr, k: int, index: str) -> str:
+        """The address of the result of batch element ``b`` at an index: of a number, or of a vector."""
+        at, kind = self.output_at[r] + OUTPUT * k, "F" if outputs_of(r)[k][1] == "float" else "I"
+        return f"(({kind}*)a[{at}] + b * a[{at + 1}] + ({index}) * a[{at + 2}])"
+
+    def pitch(self, r: Expr, k: int) -> str:
+        """Numbers from one vector of a result to the next."""
+        return f"(int)a[{self.output_at[r] + OUTPUT * k + 2}]"
 
     def feature_width(self, feature: object) -> int:
         letter = str(feature).lstrip("#")
@@ -317,62 +319,54 @@ extern "C" int run_fold(const I* a) {
 )
 
 
+def _width(k: KernelText, r: Expr, result: int) -> int:
+    feature = outputs_of(r)[result][0]
+    return 1 if feature is None else k.feature_width(feature)
+
+
 def _init_lines(k: KernelText, r: Expr) -> list[str]:
     """Kept results of no pairs."""
     kind, _, params = r.attrs
+    count = len(outputs_of(r))
+    clear = lambda v: f"memset({k.output(r, v, 'i0 + i')}, 0, {_width(k, r, v)} * {outputs_size(r, v)});"
     if kind in ("sum", "pick"):
-        feature, number = outputs_of(r)[0]
-        width = 1 if feature is None else k.feature_width(feature)
-        size = "sizeof(F)" if number == "float" else "sizeof(I)"
-        return [f"memset({k.output(r, 0)} + i0 * {width}, 0, (size_t)m * {width} * {size});"]
-    if kind == "soft":
-        count = len(outputs_of(r))
-        lines = [
-            f"for (int i = 0; i < m; i++) {{ {k.output(r, count - 1)}[i0 + i] = -INF; "
-            f"{k.output(r, count - 2)}[i0 + i] = 0; }}"
-        ]
-        for v in range(1, count - 2):
-            feature = outputs_of(r)[v][0]
-            width = 1 if feature is None else k.feature_width(feature)
-            lines.append(f"memset({k.output(r, v)} + i0 * {width}, 0, (size_t)m * {width} * sizeof(F));")
-        return lines
-    if kind in ("best", "topk"):
-        count = params[0] if kind == "topk" else 1
+        lines = [clear(0)]
+    elif kind == "soft":
+        lines = [f"*{k.output(r, count - 1, 'i0 + i')} = -INF;", *(clear(v) for v in range(1, count - 1))]
+    elif kind in ("best", "topk"):
         worst = "(-INF)" if params[-1] else "INF"
-        return [
-            f"for (I i = i0 * {count}; i < (i0 + m) * {count}; i++) {{ {k.output(r, 0)}[i] = {worst}; "
-            f"{k.output(r, 1)}[i] = -1; }}"
-        ]
-    raise Unsupported(f"{kind} has no C++ form")
+        inside = f"{k.output(r, 0, 'i0 + i')}[s] = {worst}; {k.output(r, 1, 'i0 + i')}[s] = -1;"
+        lines = [f"for (int s = 0; s < {_width(k, r, 0)}; s++) {{ {inside} }}"]
+    else:
+        raise Unsupported(f"{kind} has no C++ form")
+    return ["for (int i = 0; i < m; i++) {", *lines, "}"]
+
+
+def outputs_size(r: Expr, result: int) -> str:
+    return "sizeof(F)" if outputs_of(r)[result][1] == "float" else "sizeof(I)"
 
 
 def _finish_lines(k: KernelText, r: Expr) -> list[str]:
     """Kept results from what was accumulated in them."""
     kind, _, params = r.attrs
+    count = len(outputs_of(r))
     if kind == "soft":
-        count = len(outputs_of(r))
         lines = [
-            "for (int i = 0; i < m; i++) {",
-            f"  F *peak = {k.output(r, count - 1)} + i0 + i, *log_total = {k.output(r, count - 2)} + i0 + i;",
-            "  const F total = *log_total, safe = (*peak == INF || *peak == -INF) ? (F)0 : *peak;",
-            "  const F seen = total == 0 ? (F)1 : total;  // a row that sees nothing has mean 0",
+            f"F *peak = {k.output(r, count - 1, 'i0 + i')}, *log_total = {k.output(r, count - 2, 'i0 + i')};",
+            "const F total = *log_total, safe = (*peak == INF || *peak == -INF) ? (F)0 : *peak;",
+            "const F seen = total == 0 ? (F)1 : total;  // a row that sees nothing has mean 0",
         ]
         for v in range(1, count - 2):
-            feature = outputs_of(r)[v][0]
-            width = 1 if feature is None else k.feature_width(feature)
-            lines.append(
-                f"  {{ F* v = {k.output(r, v)} + (i0 + i) * {width}; for (int f = 0; f < {width}; f++) v[f] /= seen; }}"
-            )
-        return [
-            *lines,
-            "  *log_total = total == 0 ? -INF : (F)__builtin_log((double)total);",
-            f"  *peak = safe; {k.output(r, 0)}[i0 + i] = *log_total + safe;",
-            "}",
+            loop = f"for (int f = 0; f < {_width(k, r, v)}; f++) v[f] /= seen;"
+            lines.append(f"{{ F* v = {k.output(r, v, 'i0 + i')}; {loop} }}")
+        lines += [
+            "*log_total = total == 0 ? -INF : (F)__builtin_log((double)total);",
+            f"*peak = safe; *{k.output(r, 0, 'i0 + i')} = *log_total + safe;",
         ]
-    if kind == "topk":
+    elif kind == "topk":
         worst = "(-INF)" if params[1] else "INF"
-        return [
-            f"for (I i = i0 * {params[0]}; i < (i0 + m) * {params[0]}; i++) "
-            f"if ({k.output(r, 0)}[i] == {worst}) {k.output(r, 1)}[i] = -1;"
-        ]
-    return []
+        change = f"if ({k.output(r, 0, 'i0 + i')}[s] == {worst}) {k.output(r, 1, 'i0 + i')}[s] = -1;"
+        lines = [f"for (int s = 0; s < {params[0]}; s++) {change}"]
+    else:
+        return []
+    return ["for (int i = 0; i < m; i++) {", *lines, "}"]

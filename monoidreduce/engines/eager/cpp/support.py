@@ -385,13 +385,13 @@ static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, 
   return 0;
 }
 // out += the sum of weight (x - y), from what centre() made; `sums`: of the weights over the axis that is summed.
-static void contract_gap(F* out, const F* weight, const F* left, const F* right, const F* sums, int m, int n, int d,
-                         bool folds) {
+static void contract_gap(F* out, int ldo, const F* weight, const F* left, const F* right, const F* sums, int m, int n,
+                         int d, bool folds) {
   const F* const own = folds ? left : right;
   for (int i = 0; i < (folds ? m : n); i++)
-    for (int f = 0; f < d; f++) out[(I)i * d + f] += sums[i] * own[(I)i * d + f];
-  if (folds) contract(out, d, weight, LD, right, d, m, n, d);
-  else contract_rows(out, d, weight, LD, left, d, m, n, d);
+    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += sums[i] * own[(I)i * d + f];
+  if (folds) contract(out, ldo, weight, LD, right, d, m, n, d);
+  else contract_rows(out, ldo, weight, LD, left, d, m, n, d);
 }
 """,
     "select_best": """

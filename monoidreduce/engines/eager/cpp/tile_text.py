@@ -140,7 +140,8 @@ class TileText:
 
     def _compare_index(self, e: Expr) -> str:
         """A comparison of the folded index with a number of the kept one: in 32 bits, counted from the tile's start."""
-        for x, y, sign in ((*e.args, _COMPARES[e.op]), (*e.args[::-1], _MIRROR[_COMPARES[e.op]])):
+        (left, right), own = e.args, _COMPARES[e.op]
+        for x, y, sign in ((left, right, own), (right, left, _MIRROR[own])):
             if (
                 x.op in ("row_index", "col_index")
                 and self.k.is_folded(x)
@@ -368,7 +369,7 @@ class TileText:
         key: Expr | None = None,
     ) -> None:
         """Add Σ weight × vector of one contraction to a result: lines before, in and behind the loop."""
-        folds, out = self.k.folds(red), self.k.output(red, result)
+        folds = self.k.folds(red)
         number = NUMBER["int" if outputs_of(red)[result][1] == "int" else "float"]
         feature = outputs_of(red)[result][0]
         width = -1 if feature is None else self.k.feature_width(feature)
@@ -382,15 +383,15 @@ class TileText:
                 value = f"{weight} * ({self.component(c.vector, f)} - {self.component(c.minus, f)})"
             elif c.vector is not None:
                 value = f"{weight} * {self.component(c.vector, f)}"
-            step = "" if width < 0 else f" * {width} + {f}"
+            place = f"[{max(0, f)}]"
             if folds:
                 own = self.name()
                 names.append(own)
                 before.append(f"{number} {own} = 0;")
                 extra.append(f"{own} += {value};")
-                behind.append(f"{out}[(i0 + i){step}] += {own};")
+                behind.append(f"{self.k.output(red, result, 'i0 + i')}{place} += {own};")
             elif number == "I":
-                pointer = self.once(("out", red, result), f"{number}*", f"{out} + j0", self.top)
+                pointer = self.once(("out", red, result), f"{number}*", self.k.output(red, result, "j0"), self.top)
                 extra.append(f"{pointer}[j] += {value};")
             else:  # the sums of a tile first: one long chain of additions would lose digits
                 many = max(1, width)
@@ -401,7 +402,7 @@ class TileText:
                     self.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {many} * BN);")
                     self.after.append(
                         f"for (int j = 0; j < n; j++) for (int f = 0; f < {many}; f++) "
-                        f"{out}[(j0 + j) * {many} + f] += {own}[f * BN + j];"
+                        f"{self.k.output(red, result, 'j0 + j')}[f] += {own}[f * BN + j];"
                     )
                 own = self.names["cols", red]
                 pointer = self.once(("cols", red, f), "F*", f"{own} + {f} * BN", self.top)
@@ -429,15 +430,13 @@ class TileText:
             extra.append(f"{stored[key]}[j] = {weight};")
         slot = stored[key]
         at = f"w + {self.slot_room(slot)}"
-        out = self.k.output(red, result)
+        out, pitch = self.k.output(red, result, "i0" if folds else "j0"), self.k.pitch(red, result)
         if c.minus is None:
             v = self.vectors(c.vector)
             if folds:
-                self.after.append(f"contract({out} + i0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
+                self.after.append(f"contract({out}, {pitch}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
             else:
-                self.after.append(
-                    f"contract_rows({out} + j0 * {width}, {width}, {at}, LD, {v}.at, {v}.ld, m, n, {width});"
-                )
+                self.after.append(f"contract_rows({out}, {pitch}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
             return
         kept, folded = self.sides(c.vector, c.minus)
         sign = 1 if kept is c.vector else -1
@@ -463,10 +462,7 @@ class TileText:
             pointer = self.once(("weights", red), "F*", f"w + {total}", self.top)
             extra.append(f"{pointer}[j] += {weight};")
         arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}"
-        start = "i0" if folds else "j0"
-        self.after.append(
-            f"(void){own}; contract_gap({out} + {start} * {width}, {arguments}, {'true' if folds else 'false'});"
-        )
+        self.after.append(f"(void){own}; contract_gap({out}, {pitch}, {arguments}, {'true' if folds else 'false'});")
 
     def _softmax(self, r: Reducer) -> list[str]:
         red = self.k.fold.reductions[r.place]
@@ -487,13 +483,13 @@ class TileText:
         top, lines = self.name(), [f"const F* const unused_{r.place} = 0; (void)unused_{r.place};"]
         lines = [f"F {top} = -INF;"]
         lines += self.end_loop({"max": [top]}, [*write, f"{top} = {x} > {top} ? {x} : {top};"])
-        peak, total = self.k.output(red, count - 1), self.k.output(red, count - 2)
+        peak, total = (f"*{self.k.output(red, count - k, 'i0 + i')}" for k in (1, 2))
         old, new, safe, shrink, sums = (self.name() for _ in range(5))
         lines += [
-            f"const F {old} = {peak}[i0 + i], {new} = {old} > {top} ? {old} : {top};",
+            f"const F {old} = {peak}, {new} = {old} > {top} ? {old} : {top};",
             f"const F {safe} = {new} == INF || {new} == -INF ? (F)0 : {new};",
             f"const F {shrink} = exp_({old} - {safe});",
-            f"{peak}[i0 + i] = {new};",
+            f"{peak} = {new};",
         ]
         self.begin_loop()
         weight = self.name()
@@ -504,7 +500,7 @@ class TileText:
             feature = outputs_of(red)[v][0]
             width = 1 if feature is None else self.k.feature_width(feature)
             behind.append(
-                f"if ({shrink} != 1) {{ F* v = {self.k.output(red, v)} + (i0 + i) * {width}; "
+                f"if ({shrink} != 1) {{ F* v = {self.k.output(red, v, 'i0 + i')}; "
                 f"for (int f = 0; f < {width}; f++) v[f] *= {shrink}; }}"
             )
             for c in parts:
@@ -523,7 +519,7 @@ class TileText:
                 self._add(red, v, c, own, before, extra, behind, names, stored)
         extra.append(f"{sums} += {weight};")
         lines += [*before, *self.end_loop({"+": names}, extra)]
-        return [*lines, f"{total}[i0 + i] = {total}[i0 + i] * {shrink} + {sums};", *behind]
+        return [*lines, f"{total} = {total} * {shrink} + {sums};", *behind]
 
     def _kept_softmax(self, r: Reducer, red: Expr) -> list[str]:
         """A softmax over the kept axis, beside reductions over the other: the tile's maxima in the loop over pairs,
@@ -536,13 +532,13 @@ class TileText:
         plain = place in self.slots
         slot = self.slots[place] if plain else self.slot(("logit", red))
         top, sums = (self.k.room.take((what, red), across) for what in ("top", "sums"))
-        peak, total = self.k.output(red, count - 1), self.k.output(red, count - 2)
+        peak, total = (self.k.output(red, count - k, "j0") for k in (1, 2))
         most = self.once(("top", red), "F*", f"w + {top}", self.top)
-        self.top.append(f"for (int j = 0; j < n; j++) {most}[j] = {peak}[j0 + j];")
+        self.top.append(f"for (int j = 0; j < n; j++) {most}[j] = {peak}[j];")
         write = [] if plain else [f"{slot}[j] = {x};"]
         lines = self.end_loop({}, [*write, f"{most}[j] = {x} > {most}[j] ? {x} : {most}[j];"])
         self.after += [
-            f"{{ F* const sums = w + {sums}; F *peak = {peak} + j0, *total = {total} + j0;",
+            f"{{ F* const sums = w + {sums}; F *peak = {peak}, *total = {total};",
             "for (int j = 0; j < n; j++) {",
             f"  const F old = peak[j], top = {most}[j], safe = top == INF || top == -INF ? (F)0 : top;",
             f"  total[j] *= exp_(old - safe); peak[j] = top; {most}[j] = safe; sums[j] = 0;",
@@ -574,7 +570,7 @@ class TileText:
         return [
             f"const I {self_loop} = {there} - j0;",
             f"if ({self_loop} >= 0 && {self_loop} < n) {{ const int j = (int){self_loop}; {inside} "
-            f"{self.k.output(red, 0)}[i0 + i] += {x}; }}",
+            f"*{self.k.output(red, 0, 'i0 + i')} += {x}; }}",
         ]
 
     def _select(self, r: Reducer) -> list[str]:
@@ -599,7 +595,7 @@ class TileText:
         ]
         lines = [f"F* const {scanned} = w + {row};", f"F {best} = {worst}; int32_t {odd} = 0;"]
         lines += self.end_loop({op: [best], "|": [odd]}, extra)
-        values, places = (f"{self.k.output(red, k)} + (i0 + i) * {count}" for k in (0, 1))
+        values, places = (self.k.output(red, k, "i0 + i") for k in (0, 1))
         call = (
             f"select_best<{'true' if largest else 'false'}>"
             if kind == "best"

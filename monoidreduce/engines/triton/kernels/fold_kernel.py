@@ -29,7 +29,7 @@ from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import few_rows, hopper, spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_few_splits, count_splits, shrink
+from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
@@ -217,9 +217,6 @@ class FoldLaunch:
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
         processors = spec_from_tensors.processors(self.sizes.device)
-        if self.few is not None and not self.plan.parts:
-            splits = count_few_splits(self.tiles * self.count, folded, processors)
-            self.plan = replace(self.plan, parts=splits)
         self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.parts
 

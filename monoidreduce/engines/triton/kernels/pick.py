@@ -13,7 +13,7 @@ products of their vectors by a kernel. Then
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -236,7 +236,7 @@ def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tup
     side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
-    leaves = [] if feature is None else (_operands(r) or ())[1:]
+    leaves: Sequence[Expr] = () if feature is None else (_operands(r) or ())[1:]
     item = 4 if raised or not leaves else max(values[e].element_size() for e in leaves)
     whole = item * width * math.prod(batch) * (side if _gathers(r) else other)
     if len(batch) > 1:  # and, in turn, one of the looped batch dimensions

@@ -115,6 +115,8 @@ def choose_few_plan(
     room, least = family.shared * family.spare, 1 + family.ahead
     while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
         plan = smaller
+    if processors <= 1:  # of a device elsewhere: the cost model chooses the splits
+        return plan
     instances, tiles = count * -(-lengths[0] // block), -(-lengths[1] // plan.block_folded)
     plan = replace(plan, parts=count_few_splits(instances, tiles, processors))
     idle = instances * plan.parts < ONE_WAVE * processors
