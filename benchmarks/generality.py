@@ -6,13 +6,12 @@ A seeded generator draws bodies (a score, one or two functions, a condition, a r
 compared with float64, values and gradients: its error may be at most twice that of plain torch in the same precision.
 Then both forms are timed in turns, forward and with gradients, and their memory is measured. ``--tiny`` draws the same
 bodies at sizes for a CPU and only shows that everything runs. On a GPU what is compared is compiled first, by several
-processes at once. Writes ``generality-DATE.json`` and ``.md``.
+processes at once, which then measure in turn. Writes ``generality-DATE.json`` and ``.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import fcntl
 import importlib.metadata
@@ -25,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,10 +41,12 @@ from monoidreduce import Col, Row
 from .cpu import commit, environment
 
 ROUNDS = 15  # of the contenders in turns; the median counts
+PREPARATION = 150.0  # seconds after which a process begins to compile no other layer
 TINY = 64  # sizes are divided by this where everything is only shown to run
 RULE = 2.0  # our error against float64, over plain torch's
 FLOOR = 1e-3  # relative errors below are the rounding of results
 BEST = 8  # of a topk
+WHAT = ("forward", "both")  # is timed
 
 # Of numbers per pair, for symbols and for tensors
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -140,9 +142,9 @@ def draw_layers(seed: int, count: int) -> list[Layer]:
     rng = random.Random(seed)
     found: list[Layer] = []
     while len(found) < count:
-        (score,) = rng.choices(list(SCORES), SCORES.values())
+        (score,) = rng.choices(list(SCORES), list(SCORES.values()))
         functions = tuple(rng.sample(sorted(FUNCTIONS), rng.choice((1, 1, 2))))
-        (reduction,) = rng.choices(list(REDUCTIONS), REDUCTIONS.values())
+        (reduction,) = rng.choices(list(REDUCTIONS), list(REDUCTIONS.values()))
         causal = rng.random() < 0.25 and (reduction in NEUTRAL or reduction in ("sum", "sum of vectors"))
         layer = Layer(score, functions, causal, reduction, *rng.choice(SIZES))
         if layer not in found:
@@ -168,6 +170,7 @@ def make_ours(layer: Layer) -> Callable[..., Tensor]:
     """The layer in the pair language."""
     has_z, has_b = layer.score.endswith("z)"), layer.score.endswith("b")
 
+    @no_type_check
     def fold(x: Any, y: Any, z: Any, b: Any, v: Any) -> Any:
         s = -mr.sqdist(x, y) if layer.score.startswith("-") else x @ y
         s = s + b if has_b else s * torch.sigmoid(x @ z) if has_z else s
@@ -319,87 +322,106 @@ def peak(step: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def measure(layer: Layer, rounds: int) -> dict[str, Any]:
-    """Milliseconds and megabytes of both forms."""
+Steps = dict[str, tuple[Callable[[], None], Callable[[], None]]]
+
+
+def make_steps(layer: Layer) -> Steps:
+    """Both forms of a layer on a GPU, each run once: compiled."""
     given = layer.inputs("cuda", torch.bfloat16)
-    compiled = torch.compile(make_dense(layer), dynamic=False)
-    made = {"ours": steps(make_ours(layer), given), "dense": steps(compiled, given)}
+    made = {"ours": make_ours(layer), "dense": torch.compile(make_dense(layer), dynamic=False)}
+    found = {name: steps(fn, given) for name, fn in made.items()}
+    for own in found.values():
+        for step in own:
+            step()
+    torch.cuda.synchronize()
+    return found
+
+
+def measure(layer: Layer, made: Steps, rounds: int) -> dict[str, Any]:
+    """Milliseconds and megabytes of both forms."""
     row: dict[str, Any] = {"layer": layer.name}
-    for k, what in enumerate(("forward", "both")):
+    for k, what in enumerate(WHAT):
         times = time_in_turns({name: own[k] for name, own in made.items()}, rounds)
         row[what] = {name: round(t, 4) for name, t in times.items()}
         row[what]["ratio"] = round(times["ours"] / times["dense"], 3)
     row["MB"] = {name: round(peak(own[1]), 1) for name, own in made.items()}
-    torch._dynamo.reset()
     torch.cuda.empty_cache()
     return row
 
 
-# The run
+# The run: several processes compile and check layers at once; then each in turn measures its own
 
 
-def prepare(layers: list[Layer], which: list[int], lock: Path) -> None:
-    """In a process of its own: check some layers and compile all they need; a JSON line each."""
+def work(layers: list[Layer], which: list[int], lock: Path) -> None:
+    """In a process of its own: compile and check some layers; told to by a line, measure them. A JSON line each."""
+    torch._dynamo.config.cache_size_limit = 256
+    made: dict[int, Steps] = {}
+    wrong: dict[int, list[str]] = {}
+    begin = time.monotonic()
     for k in which:
-        layer = layers[k]
+        if time.monotonic() - begin > PREPARATION:
+            wrong[k] = ["not reached"]
+            continue
         try:
-            given = layer.inputs("cuda", torch.bfloat16)
-            for fn in (make_ours(layer), torch.compile(make_dense(layer), dynamic=False)):
-                for step in steps(fn, given):
-                    step()
-            torch.cuda.synchronize()
+            made[k] = make_steps(layers[k])
             with lock.open("w") as file:  # one at a time: float64 takes much memory
                 fcntl.flock(file, fcntl.LOCK_EX)
-                wrong = check(layer, "cuda", torch.bfloat16)
+                wrong[k] = check(layers[k], "cuda", torch.bfloat16)
                 torch.cuda.empty_cache()
         except Exception:
-            wrong = [" | ".join(traceback.format_exc().strip().splitlines()[-2:])[:300]]
-        print(json.dumps({"layer": k, "wrong": wrong}), flush=True)
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+            wrong[k] = [" | ".join(traceback.format_exc().strip().splitlines()[-2:])[:300]]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for k in which:
+        row: dict[str, Any] = {"layer": layers[k].name}
+        if k in made:
+            row = measure(layers[k], made[k], ROUNDS)
+        print(json.dumps(row | {"place": k, "wrong": wrong[k]}), flush=True)
 
 
-def prepare_in_parallel(options: argparse.Namespace, count: int) -> dict[int, list[str]]:
-    """What is wrong, by layer; afterwards all kernels lie in the caches on disk."""
+def run(layers: list[Layer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all layers on a GPU, as they are measured."""
     with tempfile.TemporaryDirectory() as folder:
-        lock, base = Path(folder) / "lock", [sys.executable, "-m", "benchmarks.generality"]
-        base += ["--seed", str(options.seed), "--count", str(options.count), "--lock", str(lock), "--prepare"]
-        running = [
-            subprocess.Popen([*base, *map(str, range(k, count, options.workers))], stdout=subprocess.PIPE, text=True)
-            for k in range(min(options.workers, count))
-        ]
-        lines = [line for process in running for line in process.communicate()[0].splitlines()]
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    return {row["layer"]: row["wrong"] for row in found}
+        command = [sys.executable, "-m", "benchmarks.generality", "--lock", str(Path(folder) / "lock")]
+        command += ["--seed", str(options.seed), "--count", str(options.count), "--work"]
+        shares = [range(k, len(layers), options.workers) for k in range(min(options.workers, len(layers)))]
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        running: list[Any] = [subprocess.Popen([*command, *map(str, share)], **pipes) for share in shares]
+        for process in running:
+            while (line := process.stdout.readline()) and line.strip() != "ready":
+                pass
+        for process in running:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            process.wait()
 
 
 def run_tiny(layers: list[Layer]) -> dict[str, Any]:
     """The layers at sizes for a CPU, checked, not timed."""
     rows = []
     for layer in map(shrink, layers):
-        with contextlib.suppress(KeyboardInterrupt):
-            wrong = check(layer, "cpu", torch.float32)
-            rows.append({"layer": layer.name, "wrong": wrong})
-            print(f"{layer.name}: {'; '.join(wrong) or 'right'}", flush=True)
+        wrong = check(layer, "cpu", torch.float32)
+        rows.append({"layer": layer.name, "wrong": wrong})
+        print(f"{layer.name}: {'; '.join(wrong) or 'right'}", flush=True)
     return {"rows": rows}
 
 
-def run(layers: list[Layer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all layers on a GPU, as they are measured."""
-    torch._dynamo.config.cache_size_limit = 256
-    wrong = prepare_in_parallel(options, len(layers))
-    for k, layer in enumerate(layers):
-        try:
-            row = measure(layer, ROUNDS)
-        except Exception as error:
-            row = {"layer": layer.name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-        yield row | {"wrong": wrong.get(k, ["not checked"])}
+def describe_row(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    wrong = f"  outside the rule: {'; '.join(row['wrong'])}" if row["wrong"] else ""
+    if "both" not in row:
+        return f"{row['layer']}{wrong}"
+    times = "  ".join(f"{w} {row[w]['ours']:.3f} / {row[w]['dense']:.3f} = {row[w]['ratio']:.2f}" for w in WHAT)
+    return f"{times}  {row['layer']}{wrong}"
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median and worst ratio, forward and both."""
     timed = [row for row in rows if "both" in row]
-    found = {what: [row[what]["ratio"] for row in timed] for what in ("forward", "both")}
+    found = {what: [row[what]["ratio"] for row in timed] for what in WHAT}
     return {what: {"median": statistics.median(r), "worst": max(r)} for what, r in found.items() if r}
 
 
@@ -414,8 +436,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines += ["| layer | ours | torch.compile, dense | ratio | MB, ours / dense |", "|---|---|---|---|---|"]
     for row in results["rows"]:
         if "both" in row:
-            each = [" / ".join(f"{row[w][name]:.3f}" for w in ("forward", "both")) for name in ("ours", "dense")]
-            ratio = " / ".join(f"{row[w]['ratio']:.2f}" for w in ("forward", "both"))
+            each = [" / ".join(f"{row[w][name]:.3f}" for w in WHAT) for name in ("ours", "dense")]
+            ratio = " / ".join(f"{row[w]['ratio']:.2f}" for w in WHAT)
             memory = f"{row['MB']['ours']:.0f} / {row['MB']['dense']:.0f}"
             lines.append(f"| {row['layer']} | {each[0]} | {each[1]} | {ratio} | {memory} |")
         else:
@@ -446,11 +468,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--prepare", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     layers = draw_layers(options.seed, options.count)
-    if options.prepare:
-        return prepare(layers, options.prepare, options.lock)
+    if options.work:
+        return work(layers, options.work, options.lock)
     results: dict[str, Any] = {"environment": describe(options.commit), "rows": []}
     stem = options.out and options.out / f"generality-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
 
@@ -466,15 +488,8 @@ def main() -> None:
         save()
         return None
     for row in run(layers, options):
-        results["rows"].append(row)
-        if "both" in row:
-            print(
-                f"{row['forward']['ratio']:.2f} {row['both']['ratio']:.2f} {row['both']['ours']:.3f} ms {row['layer']}"
-                f"{'  WRONG ' + '; '.join(row['wrong']) if row['wrong'] else ''}",
-                flush=True,
-            )
-        else:
-            print(row, flush=True)
+        results["rows"] = sorted([*results["rows"], row], key=lambda row: row["place"])
+        print(describe_row(row), flush=True)
         save()
     print(json.dumps(results["summary"]))
     return None

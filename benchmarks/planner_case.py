@@ -78,7 +78,7 @@ def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[
     case, device = session.case, call[2].device
     best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.comparable_results(call[0], planner.run_choice(best, *call))
+        truth = trial.comparable_results(call[0], planner.run_choice(best, *call), *call[1:])
         if _same(best) not in found:
             found[_same(best)] = trial.measure_seconds(lambda: planner.run_choice(best, *call), device)
         own = found[_same(best)]
@@ -139,7 +139,8 @@ def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[s
     """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
         run, device = lambda: planner.run_choice(choice, *call), call[2].device
-        problem = trial.describe_difference(trial.comparable_results(call[0], run()), truth, trial.tolerance(call[1]))
+        found = trial.comparable_results(call[0], run(), *call[1:])
+        problem = trial.describe_difference(found, truth, trial.tolerance(call[1]))
         if not problem:
             return trial.measure_seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form

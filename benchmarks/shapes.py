@@ -1,4 +1,4 @@
-"""Attention as models call it, by classes of shapes: ours beside cuDNN, flash, FlexAttention and FlashAttention 4.
+"""Attention as models call it, by classes of shapes: ours beside cuDNN, flash and FlashAttention 4.
 
     python -m benchmarks.shapes --out DIR [--only CLASS ...] [--budget SECONDS] [--commit C]
 
@@ -152,8 +152,6 @@ def _contenders(s: Shape, with_fa4: bool) -> dict[str, Call]:
     if s.dtype is torch.float32:
         return found | {"efficient": _sdpa(s, "EFFICIENT_ATTENTION")}
     found |= {"cuDNN": _sdpa(s, "CUDNN_ATTENTION"), "flash": _sdpa(s, "FLASH_ATTENTION")}
-    if s.kind == "decode":
-        found["Flex"] = _flex(s)
     if with_fa4 and s.kind in ("long", "width"):
         found["FA4"] = _fa4(s, False)
         if s.backward and s.kind == "long":
@@ -246,6 +244,8 @@ def measure(s: Shape, with_fa4: bool) -> dict[str, Any]:
     if s.rows * s.keys <= 4096 * 4096:
         row["errors"] = _errors(s, {n: calls[n] for n in list(calls)[:2]}, args)
     steps: dict[str, list[Callable[[], object]]] = {}
+    if s.d != s.dv:  # what cuDNN and flash may refuse
+        calls["Flex"] = _flex(s)
     for name, call in calls.items():
         try:
             steps[name] = _steps(call, args, s.backward)

@@ -79,7 +79,7 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
 
 def explain(subject: Subject, measured: Measured | None, passes: bool = False) -> Explanation:
     """A call explained; with ``passes`` also the program after each pass of the compiler."""
-    engine = str(registry.settings().engine)
+    engine = registry.engine()
     found = cost_of(subject)
     runs = _find_running(found, engine)
     data = _make_data(subject, found, runs, engine, measured)

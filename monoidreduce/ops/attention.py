@@ -173,6 +173,8 @@ def attention(
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
+    if options.get("lower_right") and q.shape[-2] == 1:
+        _drop_implied(options)
     layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
@@ -265,6 +267,14 @@ def _chosen(causal: Any, is_causal: Any, window: Any, softcap: Any, dropout_p: A
     checks.between("dropout_p", dropout_p, 0, 1)
     (lower, last), (left, right) = _alignment(causal, is_causal), _limits(window)
     return checks.drop_unset({"causal": lower, "lower_right": last, "left": left, "right": right})
+
+
+def _drop_implied(options: dict[str, Any]) -> None:
+    """Leave out what says nothing of a single row that stands beside the last column: nothing lies after it."""
+    for name in ("causal", "right"):
+        options.pop(name, None)
+    if "left" not in options and "alibi_slopes" not in options:
+        del options["lower_right"]
 
 
 def _matrix(name: str, value: Any, boolean: bool) -> Tensor:

@@ -319,8 +319,8 @@ def public_layer(layer: Layer) -> Layer:
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or layer_replay.recording.get() is not None:
-            return layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
+        if torch.compiler.is_dynamo_compiling():
+            return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)
         try:

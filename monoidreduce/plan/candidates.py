@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from . import budget, cost, plan_records, tiles
@@ -37,26 +37,51 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
 
     With ``over`` ("cols" or "rows"), only those that differ from the default in the tile of that axis's kernel.
     """
-    found = _kernel_candidates(case, over) if case.kernels else _torch_candidates(case)
-    if case.panels and over is None:
-        found = [] if case.gpu and not case.kernels else found
-        found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
-    estimated = {c: cost.estimate(case, c).seconds for c in dict.fromkeys(found)}
-    return sorted(estimated, key=lambda c: estimated[c])
+    seconds = _estimate_once(case)
+    found = _kernel_candidates(case, over, seconds) if case.kernels else _torch_candidates(case)
+    return _rank(case, found, seconds, panels=over is None)
 
 
 def rank_untuned(case: Case) -> list[Choice]:
-    """The candidates that may run unmeasured: the default tiles, in any number of splits.
+    """The candidates that may run unmeasured: the default tiles, in any number of splits unless the engine names it.
 
     The cost model does not know about register spills: with a tile that it predicted 1 % faster, the gradient of a
     gated MLP took seven times as long."""
-    own = dict(case.defaults)
-    known = lambda c: c.schedule == "panel" or all(cost.same_tile(t, own[way]) for way, t in c.tiles)
-    return [c for c in rank_candidates(case) if not case.kernels or known(c)]
+    if not case.kernels:
+        return rank_candidates(case)
+    case, own = case.rounded(), dict(case.defaults)
+    seconds = _estimate_once(case)
+    found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
+    known = lambda c: all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles)
+    return _rank(case, [c for c in found if known(c)], seconds)
+
+
+def _estimate_once(case: Case) -> Callable[[Choice], float]:
+    """The predicted seconds of choices, each computed once: of kernels only the tiles count."""
+    known: dict[tuple, float] = {}
+
+    def estimate(choice: Choice) -> float:
+        key = (choice.schedule == "panel", *sorted(choice.tiles))
+        if key not in known:
+            known[key] = cost.estimate(case, choice).seconds
+        return known[key]
+
+    return estimate
+
+
+def _rank(case: Case, found: list[Choice], seconds: Callable[[Choice], float], panels: bool = True) -> list[Choice]:
+    """These choices, and panels where the fold can use them, by their predicted time."""
+    if case.panels and panels:
+        found = [] if case.gpu and not case.kernels else found
+        found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
+    return sorted(dict.fromkeys(found), key=seconds)
 
 
 def choose(case: Case, key: Key | None = None) -> Choice:
-    """What runs: the followed choice, else the tuned plan of ``key``, else the cheapest within the budget."""
+    """What runs: the followed choice, else the tuned plan of ``key``, else the cheapest within the budget.
+
+    With kernels it is the same for all lengths of a class (``Case.rounded``), whichever of them comes first."""
+    case = case.rounded() if case.kernels else case
     if budget.shrink_factor() > 1:  # an OOM retry
         return least_memory_choice(case)
     known = get_followed(case.name) or (None if key is None else find_tuned(case, key))
@@ -66,6 +91,7 @@ def choose(case: Case, key: Key | None = None) -> Choice:
     ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
+    ranked += [least_memory_choice(case)] if any(t[4] > 1 for _, t in case.defaults) else []
     return next((c for c in ranked if cost.estimate(case, c).held <= limit), default_choice(case))
 
 
@@ -96,27 +122,32 @@ def least_memory_choice(case: Case) -> Choice:
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernel_candidates(case: Case, over: str | None) -> list[Choice]:
+def _kernel_candidates(
+    case: Case,
+    over: str | None,
+    seconds: Callable[[Choice], float],
+    others: Sequence[tuple[int, ...]] | None = None,
+) -> list[Choice]:
+    """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
     base = default_choice(case)
     found = [base, least_memory_choice(case)] if over is None else [base]
-    sizes = NARROW_TILES if max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
+    narrow = max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8
+    sizes = others if others is not None else NARROW_TILES if narrow else KERNEL_TILES
     for way in folded_axes(case.fold) if over is None else (over,):
         own = base.tile(way)
         if own is not None:
             found += [base.with_tile(way, t) for t in _vary_tile(case, way, own, sizes)]
     if over is None:
-        found.append(_combine_best_splits(case, base, found))
+        found.append(_combine_best_splits(base, found, seconds))
     return [name_schedule(case, c) for c in found]
 
 
-def _combine_best_splits(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
+def _combine_best_splits(base: Choice, found: Sequence[Choice], seconds: Callable[[Choice], float]) -> Choice:
     """The default tiles, each in its best number of splits: costs of kernels add up, so each is chosen alone."""
     best = base
     for way, own in base.tiles:
         parts = {t for c in found if (t := c.tile(way)) is not None and cost.same_tile(t, own)}
-        best = best.with_tile(
-            way, min(sorted(parts), key=lambda t: cost.estimate(case, base.with_tile(way, t)).seconds)
-        )
+        best = best.with_tile(way, min(sorted(parts), key=lambda t: seconds(base.with_tile(way, t))))
     return best
 
 

@@ -149,7 +149,7 @@ def _estimate_gathers(case: Case) -> Estimate:
     for r in case.fold.reductions:
         side, wide = (
             case.rows if r.attrs[2] == ("col",) else case.cols,
-            case.features(r.args[0]) * _widest_feature(case),
+            case.features(r.args[0]) * case.widest,
         )
         step = max(1, tiling.ELEMENTS // (case.batch * wide))
         chunks += -(-side // step)
@@ -176,7 +176,7 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     tile = b * r * c
     far = tile * case.wide * 2 > rates.cache / 2
     plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
-    products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, _widest_feature(case)))
+    products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, case.widest))
     seconds = pairs * (products + work.plain * plain + work.special / rates.special)
     seconds += number * (STEPS + case.steps) * rates.launch
     seconds += _count_result_bytes(case, work) * shape[2] * 2 / rates.bandwidth  # equation 2: combining partial results
@@ -186,10 +186,6 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     held = tile * case.tile
     peak = held + case.fixed + 2 * _count_result_bytes(case, work)
     return Estimate(work.flops * pairs, traffic, seconds, held, peak)
-
-
-def _widest_feature(case: Case) -> int:
-    return max([1, *(case.features(e) for e in case.fold.leaves)])
 
 
 def _product_dtype(case: Case) -> str:
@@ -239,7 +235,7 @@ def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
 
     Fitted to 75 kernels in 1 to 64 splits on an H200."""
     most = -(-instances // case.ceilings.processors)
-    full = _FULL if _widest_feature(case) > _FEW else _FULL_OF_FEW
+    full = _FULL if case.widest > _FEW else _FULL_OF_FEW
     return instances / max(1, most * case.ceilings.processors) * min(1.0, 0.4 + 0.6 * most * warps / full)
 
 
@@ -307,9 +303,7 @@ def estimate_panels(case: Case, work: Work, room: int = 0) -> Estimate:
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _count_input_bytes(case, work)
-    pair = work.flops / (
-        rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, _widest_feature(case))
-    )
+    pair = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest))
     pair += work.special / rates.special + work.plain / rates.plain + 4 * item / rates.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
     seconds = pairs * pair + again / rates.bandwidth + case.batch * number * steps * rates.launch

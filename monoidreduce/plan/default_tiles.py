@@ -86,6 +86,12 @@ DEEP: dict[tuple[str, bool], Tile] = {
 }
 
 
+# Few kept indices against many folded ones (decoding): by the widest features, folded indices per step, warps, stages.
+# Kept indices per program instance: as many as there are, from 16 to ``MOST_FEW``
+MOST_FEW = 64
+FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 4), 128: (64, 4, 4), 256: (32, 4, 4)}
+
+
 @dataclass(frozen=True)
 class Family:
     """GPUs with the same limits. ``spare``: the share of shared memory that a kernel's counted buffers may take."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..program.constructors import ONE
 from ..program.contract import Contraction
@@ -24,6 +24,17 @@ from .device_rates import DeviceRates
 SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
 FAST = SPECIAL | {name: p.fast for name, p in PRIMITIVES.items() if p.fast}  # in kernels of 16-bit programs
 FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
+_STEPS = 16  # classes of lengths between two powers of two
+
+
+def round_length(length: int, classes: int = _STEPS) -> int:
+    """The longest length of a length's class: between two powers of two there are 16 classes, up to 32 every length.
+
+    >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
+    (31, 1024, 1024, 1088, 4096)
+    """
+    step = 1 << max(0, (length - 1).bit_length() - classes.bit_length())
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,17 @@ class Case:
         cut = (rows / max(1, self.rows) + cols / max(1, self.cols)) / 4
         share = 1.0 if self.seen == 1 else min(1.0, self.seen + cut)
         return self.batch * self.rows * self.cols * share
+
+    def rounded(self) -> Case:
+        """The case that stands for all lengths of its class, whose schedule is the same: the longest one, so that what
+        fits a budget there fits it here."""
+        rows, cols = round_length(self.rows), round_length(self.cols)
+        return self if (rows, cols) == (self.rows, self.cols) else replace(self, rows=rows, cols=cols)
+
+    @functools.cached_property
+    def widest(self) -> int:
+        """The greatest feature size of its leaves, at least 1."""
+        return max([1, *(self.features(e) for e in self.fold.leaves)])
 
     def of(self, letter: str | int) -> int:
         name = str(letter).lstrip("#")
@@ -101,12 +123,14 @@ def add_work(works: list[Work]) -> Work:
     return Work(*sums, *both)
 
 
+@functools.lru_cache(maxsize=1024)
 def folded_axes(fold: Fold) -> tuple[str, ...]:
     """The axes ("cols", "rows") over which a fold reduces in tiles."""
     walked = [r for r in fold.reductions if kind_of(r).walks(r, fold.reductions)]
     return tuple(o for o in ("cols", "rows") if any(r.attrs[1] == o for r in walked))
 
 
+@functools.lru_cache(maxsize=1024)
 def only_gathers(fold: Fold) -> bool:
     """True if a fold only gathers or scatters single pairs, and computes no tile."""
     return not any(kind_of(r).walks(r, fold.reductions) for r in fold.reductions)

@@ -14,12 +14,12 @@ The cost model ranks choices (``candidates.py``), the tuner measures them, and :
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ArgumentError
+from . import settings
 
 SCHEDULES = ("dense", "flash", "split", "panel", "total")
 
@@ -85,27 +85,24 @@ def _describe_kernel(kept: int, folded: int, warps: int, stages: int, splits: in
     return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{how}"
 
 
-followed: contextvars.ContextVar[Mapping[str, Choice] | None] = contextvars.ContextVar("followed", default=None)
-
-
-@contextlib.contextmanager
-def follow(choice: Choice | Mapping[str, Choice]) -> Iterator[None]:
+def follow(choice: Choice | Mapping[str, Choice]) -> contextlib.AbstractContextManager[None]:
     """Run every fold inside the block by ``choice``, or each by its own: a mapping from the names of folds.
 
     In a mapping, ``"call"`` stands for the call as a whole (``dense`` or ``total``). Only the engine ``auto`` follows a
     choice. A backward follows what its forward followed.
     """
     chosen = choice if isinstance(choice, Mapping) else {"": choice}
-    token = followed.set({**(followed.get() or {}), **chosen})
-    try:
-        yield
-    finally:
-        followed.reset(token)
+    return settings.change(followed={**(settings.current.get().followed or {}), **chosen})
+
+
+def is_following() -> bool:
+    """True inside a :func:`follow` block."""
+    return settings.current.get().followed is not None
 
 
 def get_followed(name: str) -> Choice | None:
     """The choice that ``follow`` set for a fold, by its name (or for ``"call"``); None without one."""
-    choices = followed.get()
+    choices = settings.current.get().followed
     if not choices:
         return None
     found = choices.get(name) or choices.get("")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BudgetError
-from . import budget
+from . import budget, settings
 
 ROWS, COLS = 1024, 1024  # the tile when both axes are long
 ELEMENTS = ROWS * COLS
@@ -33,12 +33,12 @@ def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = 
 
     ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that is too little.
     """
-    elements = ELEMENTS // max(1, width) // budget.shrink_factor()
-    room = room or budget.requested()
+    asked = settings.now()
+    elements, room = ELEMENTS // max(1, width) // asked.shrink, room or asked.budget
     if room is not None:
         if room < LEAST:
             raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(LEAST))
-        elements = min(elements, max(LEAST, room // budget.shrink_factor()) // HELD)
+        elements = min(elements, max(LEAST, room // asked.shrink) // HELD)
     elements = max(1, elements)
     r = min(max(1, rows), max(1, min(ROWS, elements)))
     c = min(max(1, cols), max(1, elements // r))

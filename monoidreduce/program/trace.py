@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -34,7 +34,7 @@ class Traced:
     fixed."""
 
     outputs: tuple[Expr, ...]
-    pack: Callable[[list[Any]], Any]
+    pack: Callable[[Sequence[Any]], Any]
     fixed: frozenset[str]
     watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
 
@@ -116,7 +116,7 @@ def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
             )
 
 
-def _unpack(value: Any, leaves: list[Any]) -> Callable[[list[Any]], Any]:
+def _unpack(value: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Collect the symbols of a returned value and give back the function that rebuilds its shape."""
     if isinstance(value, Symbol | int | float | bool):
         at = len(leaves)

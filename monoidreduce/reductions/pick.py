@@ -89,6 +89,7 @@ class Pick(Reduction):
 
     name = "pick"
     gathers = True
+    sums_vectors = True
     accumulator, lines, lane_lines = PickAccumulator, PickLines, PickLaneLines
     plain_ops, combine_ops = 0, 1
 

@@ -31,6 +31,7 @@ _ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one t
 _MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 _LEAST = 2.0**-80  # totals above this lost nothing that counts
 _FAR = 60  # in powers of two: up to here above what was guessed, the sums of lanes neither overflow nor lose digits
+_INSTANCES = 512  # program instances that combine splits, at least, where there are so many rows
 _WIDEST_MEAN = 1024  # features of a mean, up to which a kernel combines splits
 
 
@@ -169,7 +170,7 @@ class SoftmaxLines(Lines):
         parts = [[self.tools.factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and p[0].weight is ONE and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
         s, factor = self.logit_block(fields[0])
-        v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
+        v.inside += [line for m, waits in zip(self.means, late, strict=True) if waits for line in m.catch_up()]
         self._weigh(s, factor)
         for mean, cs, waits in zip(self.means, parts, late, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
@@ -440,29 +441,38 @@ def part(log, peak, place, here):
     return of_total, tl.where(tl.abs(of_total) == float("inf"), of_total, top)
 
 
+@triton.jit
+def share(of_total, own, top):
+    # what a part's sums count in the whole; infinities too
+    equal = own == top[:, None]
+    return tl.exp(tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])) * tl.exp(of_total)
+
+
 @triton.jit(do_not_specialize=["parts"])
 def unite_softmax(
     z_out, mean_out, log_out, peak_out, mean, log, peak, parts, rows,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, ALL: tl.constexpr,
+    SOME: tl.constexpr, WAIT: tl.constexpr,
 ):
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # for the kernel that writes the parts
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     here = at < rows
     inside = here[:, None] & (lane < WIDTH)[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for k in range(0, parts):
-        of_total, own = part(log, peak, at + tl.cast(k, tl.int64) * rows, here)
-        top = tl.maximum(top, own, propagate_nan=tl.PropagateNan.ALL)
-    total = tl.zeros([ROWS], tl.float32)
+    each = tl.arange(0, ALL)[None, :]
+    of_total, own = part(log, peak, at[:, None] + each.to(tl.int64) * rows, here[:, None] & (each < parts))
+    top = tl.max(own, 1)  # where one is NaN, so is its weight
+    total = tl.sum(share(of_total, own, top), 1)
     sums = tl.zeros([ROWS, LANES], tl.float32)
-    for k in range(0, parts):
-        place = at + tl.cast(k, tl.int64) * rows
-        of_total, own = part(log, peak, place, here)
-        below = tl.where(own == top, 0.0, own) - tl.where(own == top, 0.0, top)  # infinities too
-        weight = tl.exp(below) * tl.exp(of_total)
-        total += weight
-        if WIDTH:
-            sums += weight[:, None] * tl.load(mean + place[:, None] * WIDTH + lane[None, :], mask=inside, other=0.0)
+    if WIDTH:
+        for first in range(0, parts, SOME):  # several at once, so that their loads run side by side
+            some = first + tl.arange(0, SOME)[None, :]
+            place, known = at[:, None] + some.to(tl.int64) * rows, here[:, None] & (some < parts)
+            their_total, theirs = part(log, peak, place, known)
+            block = mean + place[:, :, None] * WIDTH + lane[None, None, :]
+            block = tl.load(block, mask=known[:, :, None] & (lane < WIDTH)[None, None, :], other=0.0)
+            sums += tl.sum(share(their_total, theirs, top)[:, :, None] * block, 1)
     seen = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing has mean 0
     if WIDTH:
         tl.store(mean_out + at[:, None] * WIDTH + lane[None, :], sums / seen[:, None], mask=inside)
@@ -483,10 +493,15 @@ def unite_softmax(
         found = []
         for k, width in enumerate(widths or [0]):
             lanes, mean = 1 << max(width - 1, 0).bit_length(), 1 + k if widths else 0
-            rows = max(1, min(32, NUMBERS_PER_INSTANCE // lanes))
-            constants = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows), ("NUMBERS", k == 0))
+            every = math.prod(numbers[1:])
+            whole = max(2, 1 << (splits - 1).bit_length())
+            rows = max(1, min(32, NUMBERS_PER_INSTANCE // max(lanes, whole), every // _INSTANCES))
+            rows = 1 << (rows.bit_length() - 1)
+            some = max(1, min(whole, 4 * NUMBERS_PER_INSTANCE // (rows * lanes)))
+            lengths = (("WIDTH", width), ("LANES", lanes), ("ROWS", rows))
+            constants = (*lengths, ("NUMBERS", k == 0), ("ALL", whole), ("SOME", some))
             written, read = (0, mean, count - 2, count - 1), (mean, count - 2, count - 1)
-            found.append(CombineLaunch("unite_softmax", written, read, splits, math.prod(numbers[1:]), constants))
+            found.append(CombineLaunch("unite_softmax", written, read, splits, every, constants))
         return found
 
     def count_pair(self, counter: Any, r: Expr) -> None:

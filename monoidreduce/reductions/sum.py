@@ -53,7 +53,7 @@ class SumLines(Lines):
         parts = [self.tools.factored(c) for c in contractions(fields[0], self.over)]
         if self.total.waits(parts):
             self.v.products(parts[0].weight)
-            self.v.inside.append(self.total.catch_up())
+            self.v.inside += self.total.catch_up()
             self.v.inside.append(self.total.wait(self.weight(parts[0].weight)))
             return
         if self.v.late and len(parts) > 1:  # a product is waited for, and with it what was added to the sum before

@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 
 from ..engines import triton
 from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
-from ..engines.common.evaluate import Sizes
+from ..engines.common.evaluate import Form, Sizes
+from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
@@ -34,16 +35,17 @@ from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
-from .call_context import apply_settings, are_plain, current_settings, need_gradient
+from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
-from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
+from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
-Runner = Callable[..., list[Any]]  # (sizes, *inputs) -> outputs
+Runner = Callable[..., Sequence[Any]]  # (sizes, *inputs) -> outputs
 
 
 # Programs
@@ -53,7 +55,7 @@ def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: b
     """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
     calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
     walk = make_walk(engine, program, numbers, alike)
-    return with_replay(ProgramSteps(engine, program, numbers), walk) if alike else walk
+    return with_replay(make_steps(engine, program, numbers), walk) if alike else walk
 
 
 def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
@@ -63,9 +65,10 @@ def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: boo
     return lambda sizes, *values: run(sizes, folder, *values)
 
 
-def with_replay(steps: ProgramSteps, walk: Runner) -> Runner:
-    """``walk``, replaced by recorded launches where the program is nothing else."""
-    return ReplayedProgram(steps, walk) if steps.are_launches else walk
+def with_replay(steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()) -> Runner:
+    """``walk``, replaced by recorded launches where the program is nothing else. ``forms``: the shapes and types in
+    which the outputs are expected; those of launches that have them come as a tuple, all others as a list."""
+    return ReplayedProgram(steps, walk, forms) if steps.are_launches else walk
 
 
 class Walk:
@@ -104,27 +107,52 @@ class Walk:
 class ReplayedProgram:
     """A program of one pass on inputs of one kind: its recorded launches, or ``walk`` where there are none."""
 
-    def __init__(self, steps: ProgramSteps, walk: Runner):
-        self.replays, self.walk = ForwardReplays(steps), walk
+    def __init__(self, steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()):
+        self.replays, self.walk = ForwardReplays(steps, forms), walk
         self.gradients: dict[tuple, GradientRunner] = {}
 
-    def __call__(self, sizes: Sizes, *values: Any) -> list[Any]:
+    def __call__(self, sizes: Sizes, *values: Any) -> Sequence[Any]:
         replay = self.replays.find(sizes, values)
         if replay is None:
             return self.walk(sizes, *values)
         if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.replays.tensors]:
-            recorded = self.replays.moving is not None and not replay.is_wide
-            return list(_replay_program((replay, self), *values)) if recorded else self.walk(sizes, *values)
-        return list(self.forward(replay, values)[0])
+            if self.replays.steps.moving is None or replay.is_wide:
+                return self.walk(sizes, *values)
+            found = _replay_program((replay, self), *values)
+        else:
+            found = self.forward(replay, values)[0]
+        return found if replay.formed else list(found)
+
+    def fix(self, sizes: Sizes, values: Sequence[Any]) -> Callable[..., Sequence[Any]] | None:
+        """This program for inputs like these with the same numbers, while ``launch_key`` is what it is now: a function
+        without look-ups. None where there is no recording, or its outputs are not in the form that is expected."""
+        replay, count = self.replays.find(sizes, values), len(values)
+        if replay is None or not replay.formed or self.replays.steps.moving is None or replay.is_wide:
+            return None
+        names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
+        asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
+        lines = [
+            "if folds() is not store:",
+            f"    return again(sizes, {', '.join(names)})",
+            f"if graded() and ({asks}):",
+            f"    return apply(call, {', '.join(names)})",
+            f"return forward(replay, {tuple_text(names)})[0]",
+        ]
+        scope = dict(folds=triton.prepared_folds, store=store, again=self, sizes=sizes, graded=torch.is_grad_enabled)
+        scope |= dict(apply=_replay_program, call=(replay, self), forward=self.forward, replay=replay)
+        return define("fixed", names, lines, scope)
 
     def forward(
         self, replay: ForwardReplay, values: Sequence[Any]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
         numbers."""
-        return oom_retry.run_or_fall_back(
-            replay.launches.run, functools.partial(self._walk, replay), values, replay.sizes
-        )
+        try:
+            return replay.launches.run(*values)
+        except Exception as error:
+            oom_retry.find_reason(error)
+        oom_retry.release_memory(replay.sizes.device)
+        return self._walk(replay, *values)
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
@@ -173,10 +201,13 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[ForwardReplay, ReplayedProgram], *values: Any) -> tuple[Tensor, ...]:
         replay, program = call
-        output, kept, numbers = program.forward(replay, values)
-        ctx.kept = replay, program, numbers, len(kept) == replay.saved, skip_small_tiles.requested()
+        try:
+            output, kept, numbers = replay.launches.run(*values)
+        except Exception:
+            output, kept, numbers = program.forward(replay, values)
+        ctx.kept = replay, program, numbers, len(kept) == replay.saved, settings.current.get().skip_below
         ctx.set_materialize_grads(False)
-        if not program.replays.all_move:
+        if not program.replays.steps.all_move:
             ctx.mark_non_differentiable(*[output[k] for k in program.replays.fixed(values)])
         ctx.save_for_backward(*kept)
         return output
@@ -194,13 +225,18 @@ class _Replayed(torch.autograd.Function):
         def walk(*_: Any) -> tuple:
             """Otherwise, with the settings of the forward."""
             run = program.backward if plain else program.backward_again
-            settings = (*replay.backwards.settings[:3], skipped)
-            with apply_settings(settings), call_context.without_autocast(tensors):
+            then = replace(replay.backwards.settings, skip_below=skipped)
+            with apply_settings(then), call_context.without_autocast(tensors):
                 return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
 
         if launches is None:
             return walk()
-        return oom_retry.run_or_fall_back(launches.run, walk, (*tensors, *cotangents, *numbers), replay.sizes)
+        try:
+            return launches.run(*tensors, *cotangents, *numbers)
+        except Exception as error:
+            oom_retry.find_reason(error)
+        oom_retry.release_memory(replay.sizes.device)
+        return walk()
 
 
 # ``apply`` without its check for transforms, for what is known to have none
@@ -321,7 +357,7 @@ class _ReplayedPass(torch.autograd.Function):
         assert context.replay is not None
         found, rest = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
         shown = detach_views(found)
-        ctx.context, ctx.form, ctx.settings = context, None, current_settings()
+        ctx.context, ctx.form, ctx.settings = context, None, settings.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
             ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
@@ -444,7 +480,7 @@ def _save(
     more: tuple[Tensor, ...] = (),
 ) -> None:
     ctx.context, ctx.form = context, form
-    ctx.settings = current_settings()
+    ctx.settings = settings.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -478,7 +514,7 @@ def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequen
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     given = (context, leaves, results, wanted, cotangents, ctx.form)
-    if call_context.autocast_device(results) is None and ctx.settings == current_settings():
+    if call_context.autocast_device(results) is None and ctx.settings == settings.now():
         return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
     with apply_settings(ctx.settings), call_context.without_autocast(results):
         return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)

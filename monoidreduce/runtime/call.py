@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..engines import panel, reference
 from ..engines.common import oom_retry
-from ..engines.common.evaluate import Sizes, from_layout
+from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.torch_code import inputs
 from ..engines.panel.panel_program import as_program
 from ..errors import BudgetError, NoGradientError
-from ..plan import budget
+from ..plan import budget, settings
 from ..program.compile import compile_program
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
@@ -30,11 +30,11 @@ from ..program.gradient import FoldGradient
 from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry
-from .autograd import make_walk, sum_rows, with_replay
+from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
 from .dense_or_tiled import DenseOrTiled
-from .replay import ProgramSteps, can_record
+from .replay import ProgramSteps, can_record, make_steps
 from .result_form import output_form
 from .traced_program import TracedProgram
 
@@ -53,10 +53,10 @@ class Plan:
 
     traced: Traced
     sizes: Sizes
-    run: Callable[..., list[Any]]
+    run: Callable[..., Sequence[Any]]
     given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[Form, ...]
     calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
 
     @staticmethod
@@ -75,7 +75,10 @@ class Plan:
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
         oracle = engine == "reference"
-        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total, out)
+        forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
+        names, run, calm = (
+            _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total, out)
+        )
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
@@ -85,7 +88,7 @@ class Plan:
             run,
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
-            tuple(output_form(e, sizes, out, total) for e in traced.outputs),
+            forms,
             tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
         )
 
@@ -108,7 +111,7 @@ class Plan:
         recorder = layer_replay.recording.get()
         return self.traced.pack(self.results(values)) if recorder is None else recorder.run_plan(self, values)
 
-    def results(self, values: Sequence[Any]) -> list[Tensor]:
+    def results(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results in order, before the body's own form is put on them."""
         return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
 
@@ -116,12 +119,27 @@ class Plan:
         """Each result added up, where the program does not do it."""
         return [result.sum() if result.dim() else result for result in self.results(values)]
 
-    def of(self, *inputs: Any) -> list[Tensor]:
+    def of(self, *inputs: Any) -> Sequence[Tensor]:
         """The same, of the values as the program is given them."""
         try:
-            found = oom_retry.run_with_typed_error(self.run, inputs, self.sizes)
+            found = self.run(*inputs)
         except BudgetError as error:
             raise _enough(error, self.traced, inputs, self.sizes) from None
+        except Exception as error:
+            reason = oom_retry.find_reason(error)
+        else:
+            return found if type(found) is tuple else self._formed(list(found))
+        oom_retry.raise_typed(reason, self.sizes)
+
+    def fix(self, inputs: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None:
+        """:meth:`of` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now: the
+        recording itself, without a look-up. None where there is none."""
+        found = getattr(self.run, "func", None)
+        return found.fix(self.sizes, inputs) if isinstance(found, ReplayedProgram) else None
+
+    def _formed(self, found: list[Any]) -> list[Tensor]:
+        """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was
+        compared when they were recorded."""
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
@@ -158,6 +176,7 @@ def _walk(
     sizes: Sizes,
     engine: str,
     alike: bool,
+    forms: tuple[Form, ...],
     total: bool,
     out: torch.dtype | None,
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
@@ -170,12 +189,12 @@ def _walk(
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
     rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-    steps = ProgramSteps(engine, program, numbers)
-    run = _with_replay(steps, rows, sizes) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
+    steps, own = make_steps(engine, program, numbers), () if total else forms
+    run = _with_replay(steps, rows, sizes, own) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
     if not total:
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
-    sums = _with_replay(ProgramSteps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
     if not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
@@ -183,9 +202,11 @@ def _walk(
     return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
-def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes) -> Callable:
-    """``run``, replaced by recorded launches where the program is nothing else."""
-    return functools.partial(with_replay(steps, lambda _, *given: run(*given)), sizes) if steps.are_launches else run
+def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:
+    """``run``, replaced by recorded launches where the program is nothing else; ``forms``: of its outputs."""
+    if not steps.are_launches:
+        return run
+    return functools.partial(with_replay(steps, lambda _, *given: run(*given), forms), sizes)
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:
@@ -194,7 +215,7 @@ def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, li
 
     def run(*given: Any) -> list[Any]:
         known = dict(zip(names, given, strict=True))
-        found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
+        found = reference.run(traced.outputs, known, sizes, settings.now().limit)
         return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
 
     return names, run, []

@@ -1,9 +1,8 @@
 """What surrounds a call: who traces it, whether autocast is on, and the settings in force.
 
-A call on plain tensors that nobody traces takes the fast paths (a cached plan, recorded launches). The settings are
-context variables (``mr.budget``, ``mr.skip_below``, ``mr.use(precision=, strict=, tune=)``, the plans that are
-followed), and torch runs a backward on a GPU in a thread of its own, where no block of the caller's is open: so the
-forward keeps its settings, and the backward applies them.
+A call on plain tensors that nobody traces takes the fast paths (a cached plan, recorded launches). The settings are one
+value in a context variable (``plan/settings.py``), and torch runs a backward on a GPU in a thread of its own, where no
+block of the caller's is open: so the forward keeps its settings, and the backward applies them.
 
 Inside ``torch.autocast`` every floating argument but float64 is cast to the region's type, so that types may be mixed
 there, as in torch's own fused layers; arithmetic and accumulation are ours as always (float32 for 16-bit inputs), with
@@ -14,16 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..engines import triton
-from ..engines.common import matmul, skip_small_tiles
-from ..plan import budget, plan_records, schedule
+from ..engines.common import matmul
+from ..plan import plan_records, settings
+from ..plan.settings import Settings
 from ..program.declarations import Parameter
 from ..tuning import tuner
 
@@ -67,34 +66,22 @@ def need_gradient(values: Sequence[Any]) -> bool:
 
 # Settings
 
-Settings = tuple[int | None, tuple, Any, Any]
 
-
-def current_settings() -> Settings:
-    """The settings in force, to be kept for a backward."""
-    return budget.requested(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.requested()
-
-
-@contextlib.contextmanager
-def apply_settings(settings: Settings) -> Iterator[None]:
-    """Put settings in force again inside the block."""
-    limit, asked, followed, skipped = settings
-    before, token = matmul.asked.set(asked), schedule.followed.set(followed)
-    try:
-        with budget.restore(limit), skip_small_tiles.restore(skipped):
-            yield
-    finally:
-        matmul.asked.reset(before)
-        schedule.followed.reset(token)
+def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:
+    """Put the settings of a forward (``settings.now``) in force again inside the block, but for the engine, which its
+    folds know."""
+    fields = dict(precision=then.precision, strict=then.strict, tune=then.tune, followed=then.followed)
+    limit = {} if then.budget is None else {"budget": then.budget}
+    return settings.change(**fields, **limit, skip_below=then.skip_below)
 
 
 def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
     used: a plan is followed or tried, or this is a second attempt with less memory."""
-    if schedule.followed.get() is not None or budget.shrink_factor() > 1 or not tuner.is_idle():
+    asked = settings.now().launches
+    if asked is None or tuner.is_recording():
         return None
-    asked = matmul.asked.get()
-    return asked, budget.requested(), plan_records.generation(), matmul.float32_precision(), triton.overriding_plans()
+    return asked, plan_records.generation(), matmul.float32_precision()
 
 
 # Autocast

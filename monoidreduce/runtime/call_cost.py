@@ -87,7 +87,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     names = torch_code.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
+        return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
 
     return dry_run(
         call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
@@ -148,6 +148,8 @@ def _estimate_schedule(
     parts = []
     for fold, case, choice in zip(passes.folds, cases, choices, strict=True):
         found = cost.estimate(case, choice)
+        if case.kernels:  # as choices are ranked, so that the fastest is the one that runs
+            found = replace(found, seconds=cost.estimate(case.rounded(), choice).seconds)
         if closely and case.pairs():
             found = replace(found, peak=_estimate_memory(fold, choice, found.peak))
         parts.append(Part(case, choice, found, fold.backward))

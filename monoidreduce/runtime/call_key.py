@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engines import triton
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import define
 from ..engines.ranks import agreement
-from . import call_context, registry
+from ..plan import settings
+from . import call_context
 
 STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: it is not
 _LARGEST = 2**63
@@ -38,10 +38,11 @@ class _KeyReader(NamedTuple):
 
 class CallKeys:
     """The keys of calls of one op or layer. ``declared`` says how each value is declared in a call that gives so many
-    by position and these by name; None where such a call does not fit."""
+    by position and these by name; None where such a call does not fit. ``launches``: where kernels run, the settings
+    that decide which ones are a part of the key, in place of the engine alone."""
 
-    def __init__(self, declared: Callable[[int, Iterable[str]], Sequence[str] | None]):
-        self.declared = declared
+    def __init__(self, declared: Callable[[int, Iterable[str]], Sequence[str] | None], launches: bool = False):
+        self.declared, self.launches = declared, launches
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
     def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = "") -> tuple | None:
@@ -53,9 +54,12 @@ class CallKeys:
         if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
-        read = elsewhere if first is None or not triton.runs_on(values[first].device) else on_kernels
+        there = first is not None and (values[first].is_cuda or settings.interprets_kernels())
+        launches = call_context.launch_key() if there and self.launches else None
         try:
-            return read(registry.engine(), asked, *values)
+            if launches is not None:
+                return on_kernels(launches, asked, *values)
+            return (on_kernels if there else elsewhere)(settings.now().engine, asked, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 

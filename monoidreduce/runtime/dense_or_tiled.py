@@ -36,7 +36,7 @@ class DenseOrTiled:
     decided: dict[tuple, bool] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> list[Any]:
-        if self.frozen and schedule.followed.get() is None and not tuner.is_recording():
+        if self.frozen and not schedule.is_following() and not tuner.is_recording():
             return self.passes(*given)
         asks = torch.is_grad_enabled() and call_context.need_gradient(given)
         tuner.note_call(self, given, asks)
@@ -56,12 +56,11 @@ class DenseOrTiled:
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
             return False
-        followed = schedule.followed.get()
         key = (asks, budget.requested(), budget.shrink_factor(), plan_records.generation())
         found = self.decided.get(key)
-        if found is None or followed is not None:
+        if found is None or schedule.is_following():
             found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
-            if followed is None:
+            if not schedule.is_following():
                 self.decided[key] = found
         return found
 
@@ -82,7 +81,7 @@ def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
 
 def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
     """True if a call runs dense: as followed, else if that is allowed and was tuned, or is predicted, to be faster."""
-    if schedule.followed.get() is not None:
+    if schedule.is_following():
         followed = schedule.get_followed("call")
         return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not may_be_dense(program, sizes):

@@ -31,13 +31,13 @@ from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import EngineError, NoGradientError
-from ..plan import budget, panel_layout
+from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
-from .call_context import apply_settings, are_plain, current_settings, is_traced, is_transformed
+from .call_context import apply_settings, are_plain, is_traced, is_transformed
 from .program_operator import own_tensors
 from .result_form import contiguous_strides, output_form
 from .torch_operator import TAGS, VALUES, Frame, fix_lengths, join_values, library, split_values, write_lengths
@@ -126,8 +126,16 @@ class _Plan:
     sizes: Sizes
     known: dict[int, bool] = field(default_factory=dict, compare=False)  # by the room that there is
 
+    @functools.cached_property
+    def is_small(self) -> bool:
+        """True if panels have enough rows in the least memory that is used without a budget, however little is free."""
+        held = self.step.choose_layout(budget.LEAST)
+        return held is not None and held.is_worthwhile(self.sizes.rows)
+
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
+        if self.is_small and budget.requested() is None and budget.shrink_factor() == 1:
+            return True
         room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device))
         found = self.known.get(room)
         if found is None:
@@ -206,7 +214,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         sums, context.waiting = _take(context, tensors)
-        ctx.context, ctx.settings = context, current_settings()
+        ctx.context, ctx.settings = context, settings.now()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
         return sums
@@ -389,7 +397,7 @@ class _TracedSum(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         context, *values = inputs
-        ctx.context, ctx.settings = context, current_settings()
+        ctx.context, ctx.settings = context, settings.now()
         ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if k != context.plan.program.moving))
         ctx.set_materialize_grads(False)
         ctx.constants = [None if isinstance(v, Tensor) else v for v in values]

@@ -25,7 +25,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import FunctionWriter, define, tuple_text
 from .call_key import CHOICE, CallKeys
 
-_MOST = 256  # kinds of calls of a layer
+_MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _LONGEST = 32  # steps of a recording: what takes more is no plain layer
 _got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
 _methods = lambda *names: {getattr(Tensor, name) for name in names}
@@ -53,7 +53,8 @@ class Planned(Protocol):
     def traced(self) -> Any: ...
     @property
     def given(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
-    def of(self, *inputs: Any) -> list[Tensor]: ...
+    def of(self, *inputs: Any) -> Sequence[Tensor]: ...
+    def fix(self, inputs: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None: ...
 
 
 class LayerRecorder(TorchFunctionMode):
@@ -82,8 +83,8 @@ class LayerRecorder(TorchFunctionMode):
         self.failed = self.failed or plan.traced.watched is not None
         inputs = [values[at] if view is None else self.run_step(view, (values[at],)) for at, view in plan.given]
         with self._apart():
-            found = plan.of(*inputs)
-        name = self._write(plan.of, inputs, {})
+            found, fixed = plan.of(*inputs), plan.fix(inputs)
+        name = self._write(fixed or plan.of, inputs, {})
         for k, result in enumerate(found):
             self._name(result, f"{name}[{k}]")
         return plan.traced.pack(found)
@@ -171,11 +172,13 @@ class LayerReplay:
 
     def __init__(self, layer: Callable[..., Any]):
         self.layer = layer
-        self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])))
+        self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])), launches=True)
         self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST)  # once: a number that always changes is no kind
         self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        if recording.get() is not None:
+            return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         values = (*args, *kwargs.values()) if kwargs else args
         key = self.keys.key(len(args), kwargs, values)
         if key is None:

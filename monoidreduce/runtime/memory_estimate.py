@@ -280,7 +280,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     sizes = call.sizes
     given, whole = triton.merge_batches(call.fold, call.leaves, sizes)
     if pick.takes(r, sizes):
-        return pick.estimate_bytes(r, given, sizes, whole)
+        return pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)

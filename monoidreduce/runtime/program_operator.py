@@ -30,7 +30,7 @@ from ..program.expression import Expr
 from ..program.loss_and_gradient import list_pass_results
 from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
-from .replay import ProgramSteps, can_record, compile_gradients
+from .replay import ProgramSteps, can_record, make_steps
 from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
 from .torch_operator import TAGS, VALUES, Frame, join_values, library, narrow_shapes, split_values, write_lengths
 
@@ -39,6 +39,7 @@ _BACKWARD = f"program_gradient(str call, {VALUES}, Tensor[] results, Tensor[] co
 _MOST = 1024  # kinds of calls of all programs
 _lock = threading.Lock()
 _CALLS: dict[str, Call] = {}  # kept: a compiled graph may hold the name for as long as the process lives
+_KNOWN: dict[str, Call] = {}  # any call of a program, by what is left of the name without the flags
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Call:
 
     @functools.cached_property
     def steps(self) -> ProgramSteps:
-        return ProgramSteps(self.engine, self.program.lowered, self.program.numbers)
+        return make_steps(self.engine, self.program.lowered, self.program.numbers)
 
     def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
         """The program's inputs in their order."""
@@ -129,22 +130,29 @@ class Call:
 def name(call: Call) -> str:
     """The name of a call: a digest of its program's text, and what else it holds."""
     program = call.program
+    parts = [digest_program(program.lowered), ".".join(sorted(program.numbers)), program.out, call.engine, call.frame]
     flags = ["".join("01"[one] for one in part) for part in ((call.keep,), call.needs, call.given)]
-    numbers = ".".join(sorted(program.numbers))
-    parts = [digest_program(program.lowered), numbers, str(program.out), call.engine, str(call.frame), *flags]
-    found = " ".join(parts)
+    which = " ".join(map(str, parts))
+    found = "|".join([which, *flags])
     with _lock:
         _CALLS[found] = call
+        _KNOWN.setdefault(which, call)
     return found
 
 
 def _known(name: str) -> Call:
-    if name not in _CALLS:
+    """The call of this name; a backward is known where its forward is."""
+    found = _CALLS.get(name)
+    if found is not None:
+        return found
+    which, *flags = name.split("|")
+    if which not in _KNOWN:
         raise EngineError(
             detail="a graph from another process names a program that this process has not met",
             fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
         )
-    return _CALLS[name]
+    (keep,), needs, given = (tuple(one == "1" for one in part) for part in flags)
+    return _CALLS.setdefault(name, replace(_KNOWN[which], keep=keep, needs=needs, given=given))
 
 
 # Calls of the operators
@@ -180,7 +188,7 @@ def run_gradient(
 # What they do
 
 _forwards: BoundedCache[tuple, tuple[Sizes, Runner, list]] = BoundedCache(_MOST)
-_backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner]] = BoundedCache(_MOST)
+_backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCache(_MOST)
 
 
 def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
@@ -216,18 +224,19 @@ def _backward(
 ) -> list[Tensor]:
     call, there = _known(name), iter(cotangents)
     values = call.join_values(tensors, numbers)
-    key = (name, *lengths, tensors[0].device)
+    key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
-        gradients = compile_gradients(call.steps, len(call.program.results), call.needs, call.given)
-        known = _backwards.keep(key, (sizes, GradientRunner(gradients, call.engine, can_record(call.engine, sizes))))
-    sizes, runner = known
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results))
+        runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
+        leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
+        forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
+        known = _backwards.keep(key, (sizes, runner, forms))
+    sizes, runner, forms = known
     others = [*results, *(next(there) if one else None for one in call.given)]
     with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(runner, (sizes, values, others), sizes)
-        leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
-        forms = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
         return own_tensors([g for g in found if g is not None], forms, [*tensors, *results, *cotangents], sizes.device)
 
 

@@ -9,10 +9,8 @@ checks.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from ..engines import eager, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
-from ..plan import budget as limits
-from ..plan.environment import EnvironmentVariable
+from ..plan import settings
+from ..plan.settings import REFERENCE_LIMIT
 from ..tuning import tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
@@ -57,60 +55,24 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
 
 ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
-NAMES = ("auto", "eager", "panel", "reference", "triton")
-_process = EnvironmentVariable("MONOIDREDUCE_ENGINE")
-REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for; what kernels look at themselves stands in ``hardware.asked``."""
-
-    engine: str | None = None
-    limit: int | None = REFERENCE_LIMIT
-
-
-_settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("settings", default=None)
-
-
-def settings() -> Settings:
-    """The settings in force: the innermost ``use``, else the environment, else the defaults."""
-    return replace(_settings.get() or Settings(), engine=engine())
 
 
 def engine() -> str:
-    """The engine in force."""
-    found = _settings.get()
-    if found is not None and found.engine is not None:
-        return found.engine
-    asked = _process.read()
-    return _checked(asked, _process.name) if asked else "auto"
+    """The engine in force: of the innermost ``use``, else of the environment, else ``auto``."""
+    return str(settings.now().engine)
 
 
 def sharded_folder() -> Callable:
     """What runs folds over many ranks: the engine in force, on each of them."""
-    engine = str(settings().engine)
-    if engine == "reference":
+    name = engine()
+    if name == "reference":
         raise EngineError(detail="the reference engine knows one process only", fix='Use mr.use(engine="eager")')
-    return functools.partial(distributed_fold.run, engine=FOLDERS[engine])
+    return functools.partial(distributed_fold.run, engine=FOLDERS[name])
 
 
-def _checked(name: str, source: str) -> str:
-    if name not in NAMES:
-        raise EngineError(
-            detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(NAMES)}"
-        )
-    return name
-
-
-@contextlib.contextmanager
-def automatic() -> Iterator[None]:
+def automatic() -> contextlib.AbstractContextManager[None]:
     """The engine ``auto`` inside the block, all other settings as they are."""
-    token = _settings.set(replace(_settings.get() or Settings(), engine="auto"))
-    try:
-        yield
-    finally:
-        _settings.reset(token)
+    return settings.change(engine="auto")
 
 
 @contextlib.contextmanager
@@ -142,15 +104,13 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
-    skipped = skip_small_tiles.requested() if skip_below is None else skip_small_tiles.skip_below(skip_below)
-    outer = _settings.get() or Settings()
-    name = outer.engine if engine is None else _checked(engine, "mr.use")
-    token = _settings.set(Settings(name, outer.limit if limit == REFERENCE_LIMIT else limit))
-    said = zip((precision, strict, tune), matmul.asked.get(), strict=True)
-    before = matmul.asked.set(tuple(old if new is None else new for new, old in said))  # type: ignore[arg-type]
-    try:
-        with limits.restore(None if budget is None else limits.parse(budget)), skip_small_tiles.restore(skipped):
-            yield
-    finally:
-        matmul.asked.reset(before)
-        _settings.reset(token)
+    given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune)
+    given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
+    given["limit"] = None if limit == REFERENCE_LIMIT else limit
+    given["budget"] = None if budget is None else settings.parse_bytes(budget)
+    given["skip_below"] = None if skip_below is None else skip_small_tiles.skip_below(skip_below)
+    fields = {name: value for name, value in given.items() if value is not None}
+    if limit is None:  # no bound
+        fields["limit"] = None
+    with settings.change(**fields):
+        yield

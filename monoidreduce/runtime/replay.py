@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +27,18 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
-from ..engines.common.evaluate import Sizes
+from ..engines.common.evaluate import Form, Sizes
+from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import Script, script
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
-from .call_context import PLAIN, Settings, apply_settings, current_settings, launch_key
+from .call_context import PLAIN, apply_settings, launch_key
 from .registry import ENGINES
 
 MOST = 64  # recordings of one pass, program or backward
@@ -123,6 +125,7 @@ class ProgramSteps:
     program: Lowered
     numbers: frozenset[str]
     total: bool = False
+    gradients: dict[tuple, GradientProgram] = field(default_factory=dict)
 
     @functools.cached_property
     def script(self) -> Script:
@@ -149,6 +152,41 @@ class ProgramSteps:
         theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
 
+    @functools.cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """The places of the inputs that are tensors."""
+        return tuple(k for k, name in enumerate(self.script.inputs) if name not in self.numbers)
+
+    @functools.cached_property
+    def moving(self) -> tuple[frozenset[int], ...] | None:
+        """Per output, the tensors whose gradients it has a part in; None where the backward is no program."""
+        inputs, count = self.inputs, len(self.program.outputs)
+        wanted = tuple(k in self.tensors for k in range(len(inputs)))
+        given = [tuple(k == n for k in range(count)) for n in range(count)]
+        try:
+            found = [differentiate_program(self.program, inputs, wanted, one) for one in given]
+        except NoGradientError:  # torch may have one
+            return None
+        return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
+
+    @functools.cached_property
+    def all_move(self) -> bool:
+        """Whether all outputs have a part in all gradients that can be asked for."""
+        floats = {k for k in self.tensors if self.inputs[k].dtype == "float"}
+        return all(found == floats for found in self.moving or ())
+
+    def gradient(self, needs: Needs, given: tuple[bool, ...], results: int) -> GradientProgram:
+        """The gradients that are needed as a program of the inputs, its pass's ``results`` and the cotangents given."""
+        found = self.gradients.get((needs, given, results))
+        if found is None:
+            outputs = differentiate_program(self.program, self.inputs, needs, given)
+            others = [*(f"P{k}" for k in range(results)), *(f"c{k}" for k in range(len(given)))]
+            numbers = tuple(name in self.numbers for name in self.script.inputs)
+            leaves = number_leaves("x", self.inputs)
+            found = GradientProgram.of(leaves, others, outputs, needs, numbers, self.program.exact)
+            self.gradients[needs, given, results] = found
+        return found
+
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
         is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
@@ -158,10 +196,10 @@ class ProgramSteps:
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
 
     def record(self, values: Sequence[Any], sizes: Sizes) -> triton.RecordedLaunches | None:
-        """The launches on these inputs, if nothing else is done; they are run on the way."""
+        """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run."""
         if not self.are_launches:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), triton.compile_only():
             known = dict(zip(self.script.names, values, strict=True))
             folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
             return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total)
@@ -171,28 +209,21 @@ class ProgramSteps:
         return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
 
 
-def compile_gradients(steps: ProgramSteps, results: int, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
-    """The gradients of a program of one pass, of those inputs that ``needs`` names: a program of the inputs, the pass's
-    ``results`` and the cotangents of the outputs, of which some are ``given``."""
-    inputs, names = steps.inputs, steps.script.inputs
-    outputs = differentiate_program(steps.program, inputs, needs, given)
-    others = [*(f"P{k}" for k in range(results)), *(f"c{k}" for k in range(len(given)))]
-    numbers = tuple(name in steps.numbers for name in names)
-    leaves = number_leaves("x", inputs)
-    return GradientProgram.of(leaves, others, outputs, needs, numbers, steps.program.exact)
+# For all lengths of a call the steps are the same, and so is what is found out about them.
+make_steps = functools.lru_cache(maxsize=1024)(ProgramSteps)
 
 
 class ForwardReplays:
     """The recordings of a program on inputs of one kind, by the settings and by the numbers among the inputs."""
 
-    def __init__(self, steps: ProgramSteps):
-        self.steps = steps
-        names = steps.script.inputs
-        self.numbers = tuple(k for k, name in enumerate(names) if name in steps.numbers)
-        self.tensors = tuple(k for k, name in enumerate(names) if name not in steps.numbers)
+    def __init__(self, steps: ProgramSteps, forms: Sequence[Form] = ()):
+        self.steps, self.forms = steps, tuple(forms)
+        self.tensors = steps.tensors
+        self.numbers = tuple(k for k in range(len(steps.script.inputs)) if k not in steps.tensors)
         self.arithmetic: triton.NumberArithmetic | None = None
         self.store: Any = None  # the engine's cache that the launches are from
         self.known: BoundedCache[tuple, ForwardReplay | None] = BoundedCache(MOST)
+        self.last: tuple[list[Any] | None, tuple] = (None, ())  # the numbers of the last call, and what is read of them
 
     def find(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
         """The recording for these inputs, made now if there is none; None where there can be none."""
@@ -202,12 +233,11 @@ class ForwardReplays:
         if self.store is not triton.prepared_folds():
             self.known.clear()
             self.store, self.arithmetic = triton.prepared_folds(), self.steps.number_arithmetic(sizes)
+            self.last = (None, ())
         if self.numbers:
-            numbers = [values[k] for k in self.numbers]
-            key += triton.describe_numbers(
-                numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers))
-            )
-        found = self.known.find(key, _MISSING)
+            numbers, last = [values[k] for k in self.numbers], self.last
+            key += last[1] if numbers == last[0] else self._describe(numbers)
+        found = self.known.get(key, _MISSING)
         if found is not _MISSING:
             return found
         made = (
@@ -216,6 +246,12 @@ class ForwardReplays:
             else None
         )
         return self.known.keep(key, made)
+
+    def _describe(self, numbers: list[Any]) -> tuple:
+        """What kernels look at in numbers, and in those that are computed from them."""
+        found = triton.describe_numbers(numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers)))
+        self.last = (numbers if all(numbers) else None, found)  # 0.0 equals -0.0, and 1 / 0.0 does not
+        return found
 
     def _pays(self, sizes: Sizes) -> bool:
         """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
@@ -230,7 +266,7 @@ class ForwardReplays:
         recorded, made = self.steps.record(values, sizes), self.steps.script
         if recorded is None:
             return None
-        moves = any(self.moving or ())  # else nothing has a backward
+        moves = any(self.steps.moving or ())  # else nothing has a backward
         kept = [name for name in recorded.results if moves and name not in made.returned]
         tensors = [made.names[k] for k in self.tensors]
         launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
@@ -239,29 +275,12 @@ class ForwardReplays:
         backwards = BackwardReplays(self.steps, sizes, recorded.results, launches.kept)
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
-        return ForwardReplay(launches, backwards, sizes, is_wide, saved)
-
-    @functools.cached_property
-    def moving(self) -> tuple[frozenset[int], ...] | None:
-        """Per output, the tensors whose gradients it has a part in; None where the backward is no program."""
-        inputs, count = self.steps.inputs, len(self.steps.program.outputs)
-        wanted = tuple(k in self.tensors for k in range(len(inputs)))
-        given = [tuple(k == n for k in range(count)) for n in range(count)]
-        try:
-            found = [differentiate_program(self.steps.program, inputs, wanted, one) for one in given]
-        except NoGradientError:  # torch may have one
-            return None
-        return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
-
-    @functools.cached_property
-    def all_move(self) -> bool:
-        """Whether all outputs have a part in all gradients that can be asked for."""
-        floats = {k for k in self.tensors if self.steps.inputs[k].dtype == "float"}
-        return all(found == floats for found in self.moving or ())
+        formed = tuple(recorded.forms[name] for name in made.returned) == self.forms
+        return ForwardReplay(launches, backwards, sizes, is_wide, saved, formed)
 
     def fixed(self, values: Sequence[Any]) -> list[int]:
         """The outputs that have no part in any gradient that is asked for."""
-        moving = self.moving or ()
+        moving = self.steps.moving or ()
         return [n for n, found in enumerate(moving) if not any(values[k].requires_grad for k in found)]
 
 
@@ -274,6 +293,7 @@ class ForwardReplay:
     sizes: Sizes
     is_wide: bool  # its gradients take panels, which are not recorded here
     saved: int  # how many tensors a backward needs
+    formed: bool  # its outputs have the shapes and types that users expect
 
 
 class Saved(NamedTuple):
@@ -289,18 +309,24 @@ class Saved(NamedTuple):
         """Which cotangents there are."""
         return tuple([g is not None for g in self.cotangents])
 
-    def kind(self) -> tuple | None:
-        """All that kernels look at in them; None where one is not a plain tensor. Saved tensors may come back otherwise
-        than they were given, and cotangents have any strides: this is looked at in every backward."""
-        found: list[Any] = []
-        for v in (*self.tensors, *self.cotangents):
-            if v is None:
-                found.append(None)
-            elif type(v) in PLAIN:
-                found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
-            else:
-                return None
-        return tuple(found)
+
+@functools.lru_cache(maxsize=1024)
+def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
+    """A function that reads all that kernels look at in values of these types; None where one is no plain tensor.
+
+    Saved tensors may come back otherwise than they were given, and cotangents have any strides: this is read in every
+    backward."""
+    if not PLAIN.issuperset(t for t in types if t is not type(None)):
+        return None
+    names = [f"v{k}" for k in range(len(types))]
+    form = "{0}.dtype, {0}.shape, {0}.stride(), {0}.data_ptr() & 15"
+    parts = ["None" if t is type(None) else form.format(name) for name, t in zip(names, types, strict=True)]
+    return define("kind", names, [f"return {tuple_text(parts)}"], {})
+
+
+def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """True if a shape differs from the ``whole`` in axes of size 1 at most."""
+    return len(shape) == len(whole) and all(n in (1, length) for n, length in zip(shape, whole, strict=True))
 
 
 class BackwardReplays:
@@ -311,18 +337,25 @@ class BackwardReplays:
 
     def __init__(self, steps: ProgramSteps, sizes: Sizes, results: Sequence[str], kept: triton.Buffer):
         self.steps, self.sizes, self.results, self.kept = steps, sizes, results, kept
-        self.settings: Settings = current_settings()
+        self.settings = settings.now()
         self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
-        self.programs: dict[tuple, GradientProgram] = {}
         self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
+        # of the last backward: the types of its tensors, what reads them, its needs and numbers, what is read of these
+        self.last: tuple[list[type], Any, tuple | None, tuple] = ([], None, None, ())
 
     def find(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         """The recording for tensors like these, made now if there is none; None where there can be none."""
-        kind = saved.kind()
-        if kind is None:
+        given = (*saved.tensors, *saved.cotangents)
+        types, read, state, signs = self.last
+        now, asked = [*map(type, given)], (needs, saved.numbers)
+        if now != types or asked != state:
+            read = _make_reader(tuple(now))
+            signs = () if read is None else self._signs(needs, saved)
+            self.last = (now, read, asked if all(saved.numbers) else None, signs)  # 0.0 equals -0.0, 1 / 0.0 does not
+        if read is None:
             return None
-        key = (needs, *kind, *self._signs(needs, saved)) if saved.numbers else (needs, *kind)
-        found = self.known.find(key, _MISSING)
+        key = (needs, signs, read(*given))
+        found = self.known.get(key, _MISSING)
         if found is not _MISSING:
             return found
         with apply_settings(self.settings):
@@ -331,10 +364,7 @@ class BackwardReplays:
 
     def program(self, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
         """The gradients that are needed as a program of the inputs, the pass's results and the cotangents given."""
-        found = self.programs.get((needs, given))
-        if found is None:
-            found = self.programs[needs, given] = compile_gradients(self.steps, len(self.results), needs, given)
-        return found
+        return self.steps.gradient(needs, given, len(self.results))
 
     def leaves(self, saved: Saved) -> list[Any]:
         """The forward's inputs in their order."""
@@ -354,11 +384,13 @@ class BackwardReplays:
     def _signs(self, needs: Needs, saved: Saved) -> tuple:
         """What kernels look at in the numbers that a backward computes from those it is given, whose own signs are
         fixed."""
+        if not saved.numbers:
+            return ()
         key = (needs, saved.given)
         if key not in self.arithmetic:
             made, names = self.program(*key), self.steps.script.inputs
             numbers = [k for k, name in enumerate(names) if name in self.steps.numbers]
-            steps = ProgramSteps(self.steps.engine, made.program, made.numbers)
+            steps = make_steps(self.steps.engine, made.program, made.numbers)
             places = [numbers.index(k) for k in made.sources if k in numbers]
             self.arithmetic[key] = steps.number_arithmetic(self.sizes), places
         arithmetic, places = self.arithmetic[key]
@@ -366,7 +398,7 @@ class BackwardReplays:
 
     def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)
-        steps = ProgramSteps(self.steps.engine, made.program, made.numbers)
+        steps = make_steps(self.steps.engine, made.program, made.numbers)
         pool = [*self.leaves(saved), *self.others(saved)]
         moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
         if moved or not made.program.outputs:
@@ -375,16 +407,19 @@ class BackwardReplays:
         if recorded is None:
             return None
         grads: list[str | None] = [None] * len(needs)
+        summed: dict[str, tuple[int, ...]] = {}
         returned = iter(steps.script.returned)
         for place, e in made.outputs:
             grads[place] = None if e is None else next(returned)
             leaf, form = pool[place], recorded.forms.get(str(grads[place]))
-            if form != (tuple(leaf.shape), leaf.dtype):
-                return None  # zeros, or a gradient that is still to be summed or cast
+            if form is None or form[1] is not leaf.dtype or not _broadcasts(leaf.shape, form[0]):
+                return None  # zeros, or a gradient that is still to be cast, or summed over rows or columns
+            if form[0] != leaf.shape:  # of heads that are shared
+                summed[str(grads[place])] = tuple(leaf.shape)
         inputs, tensors, parts = self._names(dict(zip(made.sources, steps.script.names, strict=True)), saved)
         if recorded.looked & parts.keys():
             return None
-        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed)
         return launches if launches.lean else None
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:

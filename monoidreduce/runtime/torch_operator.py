@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..engines import triton
 from ..engines.common import unchanged_tensors
-from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form
+from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form, traced_length
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
 from ..program.lower import Fold, digest_fold
@@ -100,14 +100,9 @@ def write_lengths(sizes: Sizes) -> list[int]:
 def fix_lengths(sizes: Sizes) -> Sizes:
     """Sizes whose lengths are numbers: where a compiler leaves one open, the number that it was traced with, without a
     guard."""
-    letters = {name: _hint(length) for name, length in sizes.letters.items()}
-    batch = tuple(map(_hint, sizes.batch))
-    return replace(sizes, rows=_hint(sizes.rows), cols=_hint(sizes.cols), batch=batch, letters=letters)
-
-
-def _hint(length: Any) -> int:
-    hint = getattr(getattr(length, "node", None), "hint", None)
-    return int(length) if hint is None else int(hint)
+    letters = {name: traced_length(length) for name, length in sizes.letters.items()}
+    rows, cols, *batch = map(traced_length, (sizes.rows, sizes.cols, *sizes.batch))
+    return replace(sizes, rows=rows, cols=cols, batch=tuple(batch), letters=letters)
 
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:

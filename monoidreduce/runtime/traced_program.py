@@ -19,12 +19,13 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.gradient_program import zero_gradient
 from ..engines.common.saved_tensors import load_saved
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program
 from . import call_context, program_operator, saved_row_gradients
-from .call_context import apply_settings, current_settings, need_gradient
+from .call_context import apply_settings, need_gradient
 from .program_operator import Program
-from .replay import ProgramSteps, can_record, compile_gradients
+from .replay import ProgramSteps, can_record
 from .torch_operator import fix_lengths
 
 
@@ -55,7 +56,7 @@ class TracedProgram:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
-            compile_gradients(steps, len(fold.outputs), needs, (True,) * len(steps.program.outputs))
+            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs))
         except NoGradientError:  # torch may have one
             return False
         return True
@@ -100,7 +101,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         traced, *values = inputs
-        ctx.traced, ctx.settings = traced, current_settings()
+        ctx.traced, ctx.settings = traced, settings.now()
         ctx.set_materialize_grads(False)
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if not traced.moves(k, needs)))

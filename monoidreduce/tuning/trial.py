@@ -75,8 +75,8 @@ def find_error(
     limit = tolerance(leaves)
     with Poison():
         found = perform(choice, fold, leaves, sizes)
-    both = (comparable_results(fold, given, leaves, sizes) for given in (found, truth))
-    if problem := describe_difference(*both, limit):
+    got, right = (comparable_results(fold, given, leaves, sizes) for given in (found, truth))
+    if problem := describe_difference(got, right, limit):
         return problem
     short = shorten(fold, leaves, sizes, choice)
     if short is None:
@@ -85,8 +85,8 @@ def find_error(
         expected = perform(safe, fold, *short)
         with Poison():
             found = perform(choice, fold, *short)
-    both = (comparable_results(fold, given, *short) for given in (found, expected))
-    problem = describe_difference(*both, limit)
+    got, right = (comparable_results(fold, given, *short) for given in (found, expected))
+    problem = describe_difference(got, right, limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
 
 

@@ -18,20 +18,17 @@ import torch
 from torch import Tensor
 
 from ..engines.auto import planner
-from ..engines.common import matmul, oom_retry
+from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
 from ..engines.triton.launch import jit_module
 from ..errors import EngineError
-from ..plan import budget, candidates, cost, plan_records
-from ..plan.environment import EnvironmentVariable
+from ..plan import budget, candidates, cost, plan_records, settings
 from ..plan.op_counts import Case, folded_axes
 from ..plan.schedule import Choice, follow
 from ..program.lower import Fold, Lowered, is_digest_portable
 from . import trial
 from .trial import Trial
 
-VARIABLE = "MONOIDREDUCE_TUNE"
-_process = EnvironmentVariable(VARIABLE)
 CLOSE = 4.0  # candidates predicted to take more than so many times the best one's time are not tried
 MOST = 16  # candidates tried per folded axis
 FINAL = 1.1  # candidates within this factor of the best are timed again, in turns
@@ -57,13 +54,7 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
 
 def is_requested() -> bool:
     """True if calls tune in the background: as ``mr.use(tune=)`` says, else ``MONOIDREDUCE_TUNE``."""
-    setting = matmul.asked.get()[2]
-    if setting is not None:
-        return setting
-    value = _process.read() or ""
-    if value not in ("", "0", "1"):
-        raise EngineError(detail=f"{VARIABLE} is {value!r}", fix="Set it to 1 or to 0, or leave it out")
-    return value == "1"
+    return bool(settings.now().tune)
 
 
 def is_idle() -> bool:

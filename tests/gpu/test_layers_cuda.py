@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.runtime.registry import NAMES
+from monoidreduce.plan.settings import ENGINES as NAMES
 from tests.support.comparison import assert_equal, assert_error_rule, cast, is_float, run, there
 from tests.support.layers import ZOO
 

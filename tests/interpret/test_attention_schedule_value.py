@@ -1,4 +1,4 @@
-"""The warp-specialised attention with another tile: everything follows from one value, ``attention.SCHEDULE``."""
+"""The warp-specialised attention with another tile: everything follows from one value, of ``attention.SCHEDULES``."""
 
 import pytest
 
@@ -11,9 +11,9 @@ from tests.support import gluon_simulator
 from tests.support.warp_specialised_attention_cases import CASES, check
 
 SCHEDULES = {
-    "smaller blocks, deeper ring": AttentionSchedule(groups=2, folded=64, ring=4, registers=(232, 40)),
-    "three groups": AttentionSchedule(groups=3, folded=64, ring=3, registers=(160, 160, 24)),
-    "one group": AttentionSchedule(groups=1, folded=128, ring=2, registers=(40,)),
+    "smaller blocks, deeper ring": AttentionSchedule(widest=128, groups=2, folded=64, ring=4, registers=(232, 40)),
+    "three groups": AttentionSchedule(widest=128, groups=3, folded=64, ring=3, registers=(160, 160, 24)),
+    "one group": AttentionSchedule(widest=128, groups=1, folded=128, ring=2, registers=(40,)),
 }
 TRIED = ["300x385", "385x300 causal", "300x300 causal, softcap", "300x600 alibi_slopes", "200x300 dropout_p, seed"]
 
@@ -21,7 +21,7 @@ TRIED = ["300x385", "385x300 causal", "300x300 causal, softcap", "300x600 alibi_
 @pytest.fixture(params=SCHEDULES.values(), ids=list(SCHEDULES))
 def schedule(request, monkeypatch):
     attention.write_kernel.cache_clear()
-    monkeypatch.setattr(attention, "SCHEDULE", request.param)
+    monkeypatch.setattr(attention, "SCHEDULES", (request.param,))
     yield request.param
     attention.write_kernel.cache_clear()
 
@@ -41,12 +41,12 @@ def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):
 
 def test_a_schedule_that_cannot_run_says_why():
     with pytest.raises(ValueError, match="3 groups need 3 register counts"):
-        AttentionSchedule(groups=3, folded=64, ring=2, registers=(232, 40))
+        AttentionSchedule(widest=128, groups=3, folded=64, ring=2, registers=(232, 40))
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        AttentionSchedule(groups=2, folded=256, ring=2, registers=(232, 40))
+        AttentionSchedule(widest=128, groups=2, folded=256, ring=2, registers=(232, 40))
 
 
 def test_registers_at_the_start_follow_from_the_number_of_consumers():
-    assert hopper.compiler_options(attention.SCHEDULE.groups) == {"maxnreg": 168}
+    assert hopper.compiler_options(attention.SCHEDULES[0].groups) == {"maxnreg": 168}
     assert hopper.compiler_options(3) == {"maxnreg": 128}
     assert hopper.compiler_options(0) == {}

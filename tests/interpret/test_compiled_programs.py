@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.runtime import program_operator
 
 LABELS = torch.tensor([3, 1, -100, 4, 0, 5, 2, 2])
 
@@ -98,15 +99,41 @@ def test_opcheck(name):
 def test_lengths_compile_twice_at_most():
     """As torch's own attention does: the first length is fixed, the second leaves it open."""
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(split_heads, fullgraph=True, backend=counter)
-    for length in (20, 24, 33):
-        args = tensors((2, length, 64), (2, length, 32), (2, length, 32))
-        g = torch.ones(2, length, 64)
-        for found, wanted in zip(gradients(compiled, args, g), gradients(split_heads, args, g), strict=True):
+
+    def layer(x, k, v):
+        q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in (x, k, v))
+        return ops.attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for length in (10, 12, 15):
+        args = tensors((1, length, 32), (1, length, 16), (1, length, 16))
+        g = torch.ones(1, length, 32)
+        for found, wanted in zip(gradients(compiled, args, g), gradients(layer, args, g), strict=True):
             assert torch.equal(found, wanted)
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
+def test_numbers_of_heads_may_stay_open():
+    """Results lie in memory as the queries do, whatever lengths the compiler leaves open."""
+
+    def layer(x, k, v, heads, groups):
+        q = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (groups, -1)).transpose(1, 2) for t in (k, v))
+        return ops.attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, heads in ((2, 4), (3, 6)):
+        args = tensors((batch, 12, heads * 16), (batch, 12, 32), (batch, 12, 32))
+        counts = {"heads": heads, "groups": 2}
+        found, wanted = (
+            gradients(functools.partial(f, **counts), args, torch.ones_like(args[0])) for f in (compiled, layer)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, check_stride=True)
+
+
+@pytest.mark.slow
 def test_a_head_of_other_lengths_is_the_same_graph():
     counter = CompileCounterWithBackend("aot_eager")
     f = lambda x, w, labels: ops.linear_cross_entropy(x, w, labels)
@@ -135,6 +162,19 @@ def test_gradients_of_rows_are_kept_in_a_graph(monkeypatch):
     torch.testing.assert_close(gradients(compiled, args, g), gradients(potential, args, g))
     forward, backward = (op(*given) for op, given in met)
     assert len(forward) > 1 and len(backward) == 1
+
+
+def test_a_backward_is_known_by_its_forward(monkeypatch):
+    """As where a graph comes from a cache on disk, and only its forward was traced here."""
+    args, met = tensors((5, 16), (7, 16), (7, 16)), []
+    y = torch.compile(ops.attention, fullgraph=True, backend=watched(met))(*args)
+    y.sum().backward()
+    (_, _), (gradient, given) = met
+    monkeypatch.delitem(program_operator._CALLS, given[0])
+    for found, a in zip(gradient(*given), args, strict=True):
+        torch.testing.assert_close(found, a.grad)
+    with pytest.raises(mr.EngineError, match="another process"):
+        gradient("unheard of|0|111|1", *given[1:])
 
 
 def test_transforms_inside_a_graph():

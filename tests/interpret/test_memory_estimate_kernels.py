@@ -71,7 +71,7 @@ def test_the_count_is_what_was_measured_on_a_gpu(told):
     for row in rows:
         _, counted = told["planners"][f"{row['work']} {row['size']}"]
         if row["work"] == "pooling":
-            assert 0.8 * row["peak"] < counted < row["peak"]
+            assert 0.5 * row["peak"] < counted < row["peak"]
         else:
             assert counted == pytest.approx(row["peak"], rel=0.001), row["work"]
 

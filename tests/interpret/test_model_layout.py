@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.support import gluon_simulator, internals
-from tests.support.model_layout_cases import Model, check, gather
+from tests.support.model_layout_cases import Model, attend, check, gather
 
 SPLIT = (4 * 70 * 16, 16, 64, 1)  # of [2, 4, 70, 16] in the order of [2, 70, 4, 16]
 
@@ -54,6 +54,22 @@ def test_heads_that_differ_in_a_number_are_summed_afterwards(launches):
     model, slopes = Model(2, 4, 2, 70, 16), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])}
     check(model, gather(model, "triton", torch.float32, **slopes)[1], torch.float32, **slopes)
     assert not any(map(folds_heads, launches))
+
+
+@pytest.mark.slow
+def test_second_derivatives():
+    """Of gradients that were summed over heads: their cotangents broadcast."""
+    model = Model(2, 4, 2, 33, 16)
+
+    def twice(engine, dtype):
+        given, y = model.inputs(dtype)
+        with mr.use(engine=engine):
+            flat = attend(engine)(*model.split(given)).transpose(1, 2).reshape(y.shape)
+            first = torch.autograd.grad(flat, given, y, create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in first), given)
+
+    for got, right in zip(twice("triton", torch.float32), twice("reference", torch.float64), strict=True):
+        assert (got.double() - right).norm() <= 1e-5 * right.norm()
 
 
 @mr.op

@@ -13,10 +13,11 @@ from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
-from monoidreduce.plan.environment import EnvironmentVariable
 from monoidreduce.plan.schedule import follow
+from monoidreduce.plan.settings import EnvironmentVariable
 from monoidreduce.runtime import autograd, call_context, fused_expressions, replay
 from tests.support import internals
+from tests.support.new_lengths import functions_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -119,6 +120,35 @@ def test_a_frozen_backward_only_allocates_and_launches(pretended):
     _, seen = calls(lambda: torch.autograd.grad(y, args, ones))
     assert set(seen) == ALLOCATES and seen["aten::empty_like"] == 4, seen  # three gradients, and what is between
     assert pretended == ["side", "fold_over_cols", "fold_over_rows"]
+
+
+def test_a_frozen_backward_of_shared_heads_adds_their_gradients(pretended):
+    args = drawn((2, 3, 8, 16), (2, 1, 9, 16), (2, 1, 9, 16))
+    ones = torch.ones(2, 3, 8, 16)
+    for _ in range(2):
+        torch.autograd.grad(attention(*args, 0.3), args, ones)
+    y = attention(*args, 0.3)
+    pretended.clear()
+    grads, seen = calls(lambda: torch.autograd.grad(y, args, ones))
+    assert set(seen) <= ALLOCATES | {"aten::sum_to_size", "aten::sum", "aten::as_strided", "aten::fill_"}, seen
+    assert seen["aten::sum_to_size"] == 2 and [g.shape for g in grads] == [a.shape for a in args]
+    assert pretended == ["side", "fold_over_cols", "fold_over_rows"]
+
+
+def test_shared_heads_by_address(by_address):
+    assert_same(attention, drawn((2, 3, 7, 16), (2, 1, 9, 16), (2, 1, 9, 5)), 0.3, times=2)
+    assert by_address == ["fold_over_cols", "side", "fold_over_cols", "fold_over_rows"] * 2
+
+
+def test_a_known_layer_goes_from_its_key_to_its_launches(pretended):
+    """In a few functions of the library, and with no look-up between the layer and the recording."""
+    args = drawn((2, 8, 16), (2, 9, 16), (2, 9, 16))
+    for _ in range(4):
+        ops.attention(*args)
+    seen = functions_of(lambda: ops.attention(*args))
+    assert not [name for name in seen if name.startswith(("op:", "runtime/call:", "runtime/replay", "runtime/bind"))]
+    assert len(seen) <= 18, seen
+    assert len({name.partition(":")[0] for name in seen}) <= 13, seen
 
 
 def test_a_loss_takes_few_launches(pretended):

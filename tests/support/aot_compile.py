@@ -145,6 +145,16 @@ def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def grouped_heads(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention as a model calls it: heads are split off projections, four of the queries' share keys."""
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t, heads in ((x, 8), (k, 2), (v, 2)))
+    return mr.ops.attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(x.shape)
+
+
+def _projected(d: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(2, 256, heads * d, dtype=dtype) for heads in (8, 2, 2))
+
+
 def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
     return lambda t: (torch.zeros(rows, 2304, dtype=t), torch.zeros(4096, 2304, dtype=t))
 
@@ -181,6 +191,7 @@ def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
 CASES = [
     *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    *(Case(f"grouped heads {d}", grouped_heads, _projected(d)) for d in (64, 128)),
     Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
     Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
     Case("capped attention 128", forward(capped_attention), _qkv(128, 4), hopper=True),

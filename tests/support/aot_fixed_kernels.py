@@ -11,13 +11,17 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
+from monoidreduce.engines.triton.kernels import exponent_shift, pick, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
+SOFT = dict.fromkeys(("z_out", "log_out", "peak_out", "mean", "log", "peak"), "*fp32") | {"mean_out": "*bf16"}
+SINGLE = {"out": "*bf16", "rest": "*fp32", "key": "*i32", "order": "*i64", "weight": "*fp32"}
+SINGLE |= {"near": "*bf16", "far": "*bf16"} | dict.fromkeys(("side", "other", "matches", "entries", "beyond"), "i32")
+SINGLE |= {f"{x}_{axis}": "i32" for x in "nf" for axis in "bsf"}
 BEST = {"value_out": "*fp32", "place_out": "*i64", "value": "*fp32", "place": "*i64", "parts": "i32", "rows": "i32"}
 
 
@@ -31,7 +35,15 @@ def listed(kind, strips, width, slots, bits):
 CASES = [
     (strips._TEXT, *listed("*bf16", 2048, 4096, 64, 16)),
     (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
+    (pick._TEXT, "run_sums", SINGLE, {"WHICH": 0, "WIDTH": 128, "LANES": 128, "ENTRIES": 16}, 1),
     (split_combine._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (
+        split_combine._TEXT,
+        "unite_softmax",
+        {**SOFT, "parts": "i32", "rows": "i32"},
+        dict(WIDTH=128, LANES=128, ROWS=1, NUMBERS=True, ALL=128, SOME=64, WAIT=False),
+        8,
+    ),
     (
         split_combine._TEXT,
         "unite_sum",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import budget, candidates, device_rates, plan_records, schedule, tiles
-from ...plan.op_counts import Case
+from ...plan import candidates, device_rates, plan_records, settings, tiles
+from ...plan.op_counts import Case, round_length
 from ...plan.schedule import Choice
 from ...program.expression import Expr, index, size
 from ...program.lower import Fold, Lowered, digest_fold
@@ -45,19 +45,36 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     """A choice, and the same without its tiles if they are the kernels' defaults: overriding tiles costs time."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
-    key += (budget.requested(), tuple(sizes.letters.values()), matmul.asked.get(), plan_records.generation())
-    if schedule.followed.get() is not None or budget.shrink_factor() > 1:  # a followed choice, or an OOM retry
+    asked = settings.now()
+    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, plan_records.generation())
+    if asked.followed is not None or asked.shrink > 1:  # a followed choice, or an OOM retry
         forced = candidates.choose(make_case(fold, leaves, sizes))
         return forced, forced
     found = _CHOICES.get(key)
     if found is None:
-        case = make_case(fold, leaves, sizes)
-        best = candidates.choose(case, fold_key(case, sizes.device))
-        usual = case.kernels and best.tiles == case.defaults
-        found = _CHOICES[key] = fold, best, replace(best, tiles=()) if usual else best
-        while len(_CHOICES) > _MOST:
-            del _CHOICES[next(iter(_CHOICES))]
+        defaults = _default_tiles(fold, leaves, sizes)
+        alike = _class_key(key, defaults, fold, leaves) if defaults else key
+        found = _CHOICES.get(alike)
+        if found is None:
+            case = make_case(fold, leaves, sizes)
+            best = candidates.choose(case, fold_key(case, sizes.device))
+            usual = case.kernels and best.tiles == case.defaults
+            found = _keep(alike, (fold, best, replace(best, tiles=()) if usual else best))
+        _keep(key, found)
     return found[1:]
+
+
+def _class_key(key: tuple, defaults: tuple, fold: Fold, leaves: Sequence[Any]) -> tuple:
+    """The key of all lengths of a class, with the same default tiles: the schedule is chosen once for them."""
+    _, rows, cols, *rest = key
+    return (id(fold), round_length(rows), round_length(cols), *rest, defaults, *_numbers(fold, leaves).values())
+
+
+def _keep(key: tuple, found: tuple[Fold, Choice, Choice]) -> tuple[Fold, Choice, Choice]:
+    _CHOICES[key] = found
+    while len(_CHOICES) > _MOST:
+        del _CHOICES[next(iter(_CHOICES))]
+    return found
 
 
 def run_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -143,16 +160,21 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = next((d for d in vectors if d in matmul.SIXTEEN), sizes.compute)
     base = case_without_leaves(fold, narrow, sizes, frozenset(_numbers(fold, leaves)))
-    kernels = base.gpu and triton.runs_on(sizes.device)
-    defaults = triton.list_tiles(fold, list(leaves), sizes) if kernels else {}
+    defaults = _default_tiles(fold, leaves, sizes)
+    lengths = [round_length(n, _COARSE) if defaults else n for n in (sizes.rows, sizes.cols)]
     return replace(
         base,
         kernels=bool(defaults),
-        defaults=tuple(defaults.items()),
+        defaults=defaults,
         panels=_can_use_panels(fold, sizes, set(vectors)),
         fixed=base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
-        seen=_visible_share(fold, sizes.rows, sizes.cols, tuple(_numbers(fold, leaves).items())),
+        seen=_visible_share(fold, *lengths, tuple(_numbers(fold, leaves).items())),
     )
+
+
+def _default_tiles(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The tiles that kernels take for these leaves unless told otherwise; nothing where there are no kernels."""
+    return tuple(triton.list_tiles(fold, list(leaves), sizes).items()) if _has_kernels(sizes.device) else ()
 
 
 def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
@@ -182,24 +204,38 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
 
 
 _BLOCKS = 12  # per axis, of the grid on which conditions are evaluated
+_COARSE = 4  # classes of lengths between two powers of two that have the same share of visible pairs, with kernels
 
 
 @functools.lru_cache(maxsize=4096)
 def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, float], ...]) -> float:
     """The share of the pairs that conditions on indices and numbers do not skip; data is not read.
 
-    Conditions are evaluated in interval arithmetic on a coarse grid; half a block is subtracted for its edges."""
+    Conditions are evaluated in interval arithmetic on a coarse grid; half a block is subtracted for its edges. What is
+    decided for several blocks at once is not asked of each."""
     code = tile_walk.compile_fold(fold, frozenset(e for e, _ in given))
     if not code.conditions or not rows or not cols:
         return 1.0
     fixed = {e: (float(v), float(v)) for e, v in given}
     fixed |= {size("rows"): (float(rows),) * 2, size("cols"): (float(cols),) * 2}
-    seen = 0
-    for r in tile_walk.split_range(rows, -(-rows // _BLOCKS)):
-        for c in tile_walk.split_range(cols, -(-cols // _BLOCKS)):
-            ranges = {index("row"): (r.start, r.stop - 1), index("col"): (c.start, c.stop - 1)}
-            if code.variant({**fixed, **ranges}) is not None:
-                seen += (r.stop - r.start) * (c.stop - c.start)
+    row, col = index("row"), index("col")
+    starts = [tile_walk.split_range(n, -(-n // _BLOCKS)) for n in (rows, cols)]
+
+    def count(r: Sequence[slice], c: Sequence[slice]) -> int:
+        """The pairs of these blocks that are seen."""
+        ends = (r[0].start, r[-1].stop), (c[0].start, c[-1].stop)
+        truths = code.truths({**fixed, row: (ends[0][0], ends[0][1] - 1), col: (ends[1][0], ends[1][1] - 1)})
+        if code.variant_for(truths) is None:
+            return 0
+        if (len(r) == 1 and len(c) == 1) or all(low == high for low, high in truths):
+            return (ends[0][1] - ends[0][0]) * (ends[1][1] - ends[1][0])
+        if len(r) >= len(c):
+            half = len(r) // 2
+            return count(r[:half], c) + count(r[half:], c)
+        half = len(c) // 2
+        return count(r, c[:half]) + count(r, c[half:])
+
+    seen = count(*starts)
     return max(0.0, seen / (rows * cols) - 0.5 / _BLOCKS) if seen < rows * cols else 1.0
 
 

@@ -48,6 +48,14 @@ class Sizes:
         return self.rows if axis == "rows" else self.cols
 
 
+def traced_length(length: int) -> int:
+    """A length as a number: where a compiler leaves it open, the number that it was traced with, without a guard."""
+    if type(length) is int:
+        return length
+    hint = getattr(getattr(length, "node", None), "hint", None)
+    return int(length if hint is None else hint)
+
+
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 
 

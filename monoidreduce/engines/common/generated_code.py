@@ -8,13 +8,21 @@ no look-ups, no loops, no checks. Used for a program between its passes (``torch
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
 def run_text(text: str, scope: dict[str, Any], path: str = "<generated>") -> None:
     """Run the definitions in ``text`` with the names in ``scope``, where what they define is found afterwards."""
-    exec(compile(text, path, "exec"), scope)
+    exec(_compile(text, path), scope)
+
+
+@functools.lru_cache(maxsize=512)
+def _compile(text: str, path: str) -> types.CodeType:
+    """The code of a text. Calls of another length have the same text, with other numbers in their scope."""
+    return compile(text, path, "exec")
 
 
 def define(name: str, parameters: Iterable[str], lines: Sequence[str], scope: dict[str, Any]) -> Callable[..., Any]:

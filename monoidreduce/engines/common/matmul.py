@@ -2,7 +2,7 @@
 
 :func:`needs_float32` decides whether 16-bit operands are cast to float32 before they are multiplied (a CPU without
 16-bit matrix units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512
-bf16). Also holds the settings of ``mr.use`` that decide how products are computed, and the free memory of a device.
+bf16). Also says how precise products of float32 are to be, and how much memory of a device is free.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan import settings
+
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-# (precision, strict, tune) as set by mr.use; a backward uses those of its forward.
-asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:
     """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = asked.get()[0]
+    chosen = settings.current.get().precision
     if chosen is not None:
         return chosen
     if _PRECISION is None:
@@ -141,8 +141,35 @@ def _supports_float32_output() -> bool:
     return True
 
 
+_ALIGNED = 8  # 16-bit numbers of 16 bytes
+
+
+def _wants_alignment(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _split_aligned(panel: Tensor, dim: int) -> int:
+    """Where a vendor GEMM on a panel is cut in two; 0 where it is not.
+
+    Rows of a panel begin on 16 bytes, but the vendor chooses a several times slower kernel where their length is no
+    multiple of that (50,257 classes): so all but the last few columns are one product, and those another."""
+    length = panel.shape[dim]
+    if not _wants_alignment(panel.device) or panel.dtype not in SIXTEEN or panel.stride(dim) != 1:
+        return 0
+    whole = length - length % _ALIGNED
+    return whole if whole != length and panel.stride(1 - dim) % _ALIGNED == 0 else 0
+
+
 def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
+    cut = _split_aligned(out, 1)
+    if cut:
+        _multiply_into_panel(out[:, cut:], x, y[cut:])
+        out, y = out[:, :cut], y[:cut]
+    _multiply_into_panel(out, x, y)
+
+
+def _multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == y.dtype == out.dtype:
         torch.mm(
             _make_feature_major(x) if _copies_first(x, out) else x,
@@ -173,7 +200,20 @@ def _make_feature_major(x: Tensor) -> Tensor:
 
 
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded to the type of ``out``: once, or
+    where n is cut the sums of the last few n once before."""
+    cut = _split_aligned(weights, 1)
+    if cut:
+        _contract_into(out, weights[:, cut:], vectors[cut:], add)
+        add, weights, vectors = True, weights[:, :cut], vectors[:cut]
+    cut = _split_aligned(weights, 0)
+    if cut:
+        _contract_into(out[cut:], weights[cut:], vectors, add)
+        out, weights = out[:cut], weights[:cut]
+    _contract_into(out, weights, vectors, add)
+
+
+def _contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
     elif weights.device.type == "cuda" and _supports_float32_output():

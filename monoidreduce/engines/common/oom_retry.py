@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,9 +65,19 @@ def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) ->
     try:
         return run(*given)
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error)
+        reason = find_reason(error)
+    raise_typed(reason, sizes)
+
+
+def find_reason(error: Exception) -> str:
+    """What an error says of memory that ran out; raises any other error again."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error)
+
+
+def raise_typed(reason: str, sizes: Sizes) -> NoReturn:
+    """Raise OutOfMemoryError for a ``reason``: outside of the handler, so that what its frames held is released."""
     release_memory(sizes.device)
     raise _make_error(reason, sizes)
 

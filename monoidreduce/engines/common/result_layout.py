@@ -19,7 +19,7 @@ from torch import Tensor
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import outputs_of
-from .evaluate import Sizes, result_form
+from .evaluate import Sizes, result_form, traced_length
 
 
 def find_model(fold: Fold, r: Expr, k: int, leaves: Sequence[Any]) -> Tensor | None:
@@ -64,11 +64,11 @@ def find_strides(shape: tuple[int, ...], model: Tensor | None) -> tuple[int, ...
     contiguous."""
     if model is None or model.dim() != len(shape):
         return None
-    moved = [d for d in range(len(shape) - 1) if shape[d] > 1]
+    moved = [d for d in range(len(shape) - 1) if traced_length(shape[d]) > 1]
     # what the model does not have of its own comes first, as the outermost dimensions
-    rank = {d: model.stride(d) if model.shape[d] > 1 else 0 for d in moved}
+    rank = {d: traced_length(model.stride(d)) if traced_length(model.shape[d]) > 1 else 0 for d in moved}
     order = sorted(moved, key=lambda d: (rank[d] > 0, -rank[d]))
-    if order == moved or 0 in shape:
+    if order == moved or 0 in map(traced_length, shape):
         return None
     strides, step = [shape[-1]] * (len(shape) - 1), shape[-1]
     for d in reversed(order):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...plan import settings
 from . import matmul
 
 TILE = 128  # rows and columns of a tile that is contracted or left out
@@ -59,14 +60,14 @@ class skip_below(contextlib.ContextDecorator):
         self.tiles = 0
         self._counts: dict[torch.device, Tensor] = {}
         self._kept = 0
-        self._tokens: list[contextvars.Token] = []
+        self._before: list[dict] = []
 
     def __enter__(self) -> skip_below:
-        self._tokens.append(_requested.set(self))
+        self._before.append(settings.put(skip_below=self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _requested.reset(self._tokens.pop())
+        settings.put(**self._before.pop())
 
     def __repr__(self) -> str:
         return f"skip_below({self.bound!r})"
@@ -87,15 +88,12 @@ class skip_below(contextlib.ContextDecorator):
             self._kept += kept
 
 
-_requested: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
-
-
 _active: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
 
 
 def requested() -> skip_below | None:
     """The enclosing ``mr.skip_below``, or None."""
-    return _requested.get()
+    return settings.current.get().skip_below
 
 
 def active() -> skip_below | None:
@@ -104,19 +102,9 @@ def active() -> skip_below | None:
 
 
 @contextlib.contextmanager
-def restore(then: skip_below | None) -> Iterator[None]:
-    """Apply the bound of a forward in its backward, which may run in another thread."""
-    token = _requested.set(then)
-    try:
-        yield
-    finally:
-        _requested.reset(token)
-
-
-@contextlib.contextmanager
 def apply_to_gradient() -> Iterator[None]:
     """Inside the block, every sum of vectors is a gradient, and the requested bound applies to it."""
-    token = _active.set(_requested.get())
+    token = _active.set(requested())
     try:
         yield
     finally:

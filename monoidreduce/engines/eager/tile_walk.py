@@ -47,7 +47,14 @@ class FoldCode:
 
     def variant(self, known: dict[Expr, tuple[float, float]]) -> TileCode | None:
         """The code for tiles on which values have these ranges; None if no reduction has anything to do."""
-        truths = tuple(interval(c, known) for c in self.conditions)
+        return self.variant_for(self.truths(known))
+
+    def truths(self, known: dict[Expr, tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+        """Per condition, what it may be on tiles on which values have these ranges: equal ends decide it."""
+        return tuple([interval(c, known) for c in self.conditions])
+
+    def variant_for(self, truths: tuple[tuple[float, float], ...]) -> TileCode | None:
+        """The code for tiles with these truths."""
         if truths not in self.variants:
             decided = {c: t[0] == 1 for c, t in zip(self.conditions, truths, strict=True) if t[0] == t[1]}
             self.variants[truths] = compile_variant(self.fold, decided, self.scalars)

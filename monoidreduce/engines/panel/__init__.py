@@ -32,6 +32,7 @@ from ..eager import cpp
 from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
 from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
+from . import aligned_features
 from .panel_program import (
     PanelLoop,
     as_program,
@@ -52,6 +53,7 @@ class Step(Protocol):
     ``begin``, then ``run_stages`` for every group of stages of every panel, then ``finish_stage`` for every stage."""
 
     splits_softmax_means: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+    aligns_features: bool  # whether vectors should begin on 16 bytes
     groups: tuple[range, ...]  # the stages that are done at once
 
     @staticmethod
@@ -110,7 +112,9 @@ def execute(
 ) -> list[Any]:
     """Run a program of one batch element, loop by loop; its outputs in the evaluator's layout. ``limit``: bytes that
     panels may take, the budget's if left out."""
-    return step_class.run_or_replay(functools.partial(_run_loops, step_class), program, inputs, sizes, limit)
+    given, aligned = aligned_features.pad(program, inputs, sizes) if step_class.aligns_features else (inputs, sizes)
+    found = step_class.run_or_replay(functools.partial(_run_loops, step_class), program, given, aligned, limit)
+    return found if aligned is sizes else aligned_features.cut(found, program, sizes)
 
 
 def least_bytes(program: Lowered, sizes: Sizes, step_class: StepClass, dtypes: set[torch.dtype]) -> int:
@@ -317,7 +321,7 @@ class _LoopPanel:
 class TorchStep:
     """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds inner products alone."""
 
-    splits_softmax_means = False
+    splits_softmax_means = aligns_features = False
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:

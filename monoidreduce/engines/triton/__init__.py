@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
-from ...plan import budget
+from ...plan import budget, settings
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
@@ -31,6 +31,7 @@ from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import skip_launches
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
+from .launch.parallel_compile import compile_only
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
@@ -48,6 +49,7 @@ __all__ = [
     "Unsupported",
     "as_for",
     "available",
+    "compile_only",
     "describe_leaves",
     "describe_numbers",
     "gather_labels",
@@ -73,6 +75,7 @@ __all__ = [
 
 _warned: set[tuple[Fold, str]] = set()
 _PREPARED: dict[tuple, PreparedFold] = {}
+_MOST = 4096
 
 
 def run(
@@ -114,9 +117,8 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    try:
-        ready = PreparedFold(fold, leaves, sizes)
-    except Unsupported:
+    ready = prepare(fold, leaves, sizes)
+    if ready is None:
         return {}
     found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
     return {
@@ -132,7 +134,7 @@ def list_sources(fold: Fold) -> list[Path]:
 
 def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
     """Warn once that another engine runs a fold; raise EngineError if there is none, or with ``strict``."""
-    if instead is None or matmul.asked.get()[1]:
+    if instead is None or settings.current.get().strict:
         raise EngineError(
             detail=f"the Triton engine cannot run this fold: {reason}",
             fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
@@ -167,7 +169,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     found = _PREPARED.get(key)
     if found is None:
         found = _PREPARED[key] = PreparedFold(fold, leaves, sizes)
-        while len(_PREPARED) > 4096:
+        while len(_PREPARED) > _MOST:
             del _PREPARED[next(iter(_PREPARED))]
     return found
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines import panel
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.panel import panel_program
-from monoidreduce.plan import budget, panel_layout, tiles
+from monoidreduce.plan import budget, panel_layout, settings, tiles
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime import gradient_in_forward
 from tests.support import internals
@@ -255,7 +254,7 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     seen = []
     original = budget.allowed_bytes
     monkeypatch.setattr(
-        budget, "allowed_bytes", lambda *a: seen.append((budget.requested(), matmul.asked.get())) or original(*a)
+        budget, "allowed_bytes", lambda *a: seen.append((budget.requested(), settings.now().precision)) or original(*a)
     )
     with mr.use(engine="panel", precision="tf32"), mr.budget("2MB"):
         loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()
@@ -263,4 +262,4 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
-    assert x.grad is not None and seen and set(seen) == {(2_000_000, ("tf32", False, None))}
+    assert x.grad is not None and seen and set(seen) == {(2_000_000, "tf32")}

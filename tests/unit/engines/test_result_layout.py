@@ -52,13 +52,12 @@ def test_dimensions_are_merged_where_results_allow_it():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("engine", ["eager", "auto"])
-def test_a_models_attention(engine, fused):
-    model = Model(2, 4, 2, 1100 if engine == "auto" else 70, 16, fused)
-    layer, found = gather(model, engine, torch.float32, causal=True)
+def test_a_models_attention(fused):
+    """By tiles in torch; those in C++, of larger problems, write contiguous results."""
+    model = Model(2, 4, 2, 70, 16, fused)
+    layer, found = gather(model, "eager", torch.float32, causal=True)
     assert layer.stride() == torch.empty_like(model.split(model.inputs(torch.float32)[0])[0]).stride()
-    if engine == "eager":
-        check(model, found, torch.float32, causal=True)
+    check(model, found, torch.float32, causal=True)
 
 
 def test_gradients_on_the_eager_engine():

@@ -13,7 +13,7 @@ from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import candidates, plan_records
+from monoidreduce.plan import candidates, plan_records, settings
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import dense_or_tiled, registry
 from monoidreduce.tuning import trial, tuner
@@ -475,12 +475,12 @@ def test_a_backward_is_tuned_in_passing_too():
 
 
 def test_the_environment_asks_for_it(monkeypatch):
-    monkeypatch.setenv(tuner.VARIABLE, "1")
+    monkeypatch.setenv(settings.TUNE, "1")
     attention(*drawn())
     assert tuner._sessions
     with mr.use(tune=False):
         assert not tuner.is_requested()
-    monkeypatch.setenv(tuner.VARIABLE, "yes")
+    monkeypatch.setenv(settings.TUNE, "yes")
     with pytest.raises(mr.EngineError, match="MONOIDREDUCE_TUNE is 'yes'"):
         attention(*drawn())
 

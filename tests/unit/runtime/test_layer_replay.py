@@ -164,9 +164,10 @@ def test_numbers_and_names_are_part_of_a_kind():
     for scale in (0.5, 0.25, 0.5, 0.0, -0.0, 0.25, 0.5, 1, True, 1.0):
         assert torch.equal(made(q, k, v, scale=scale), ops.attention.__wrapped__(q, k, v, scale=scale))
     assert torch.equal(made(v=v, k=k, q=q), made(q, k, v))
-    for _ in range(300):  # a number that changes in every call leaves the others alone
+    outlines.seen.size = 64
+    for _ in range(100):  # a number that changes in every call leaves the others alone
         made(q, k, v, scale=float(torch.rand(())))
-    assert len(outlines.known) < 10 and len(outlines.seen) <= 256
+    assert len(outlines.known) < 10 and len(outlines.seen) <= outlines.seen.size
 
 
 def test_who_asks_for_gradients_is_no_part_of_it():

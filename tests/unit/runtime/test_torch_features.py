@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import Row, ops
-from monoidreduce.engines.common import matmul
 from monoidreduce.ops.attention import _attention
-from monoidreduce.runtime import registry
+from monoidreduce.plan import settings
+from monoidreduce.plan.settings import Settings
 from tests.support import internals
 from tests.support.torch_feature_ops import (
     attention,
@@ -438,9 +438,7 @@ def test_hooks_and_retained_graphs():
 def test_what_an_inner_use_does_not_say_stays():
     with mr.use(engine="reference", limit=None, precision="tf32", strict=True, tune=True):
         with mr.use(engine="eager"):
-            assert matmul.asked.get() == ("tf32", True, True)
-            assert registry.settings() == registry.Settings("eager", None)
+            assert settings.current.get() == Settings("eager", None, "tf32", True, True)
         with mr.use(precision="ieee", strict=False):
-            assert matmul.asked.get() == ("ieee", False, True)
-            assert registry.settings() == registry.Settings("reference", None)
-    assert matmul.asked.get() == (None, False, None)
+            assert settings.current.get() == Settings("reference", None, "ieee", False, True)
+    assert settings.current.get() == Settings()

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
-from ....plan.environment import EnvironmentVariable
+from ....plan import settings
+from ....plan.settings import EnvironmentVariable
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
@@ -84,7 +84,11 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     setting = _SETTING.read()
     if setting == "never" or sizes.device.type != "cpu" or sizes.compute not in (torch.float32, torch.float64):
         return False
-    if matmul.dry_run_sizes.get() is not None or skip_small_tiles.active() is not None or budget.shrink_factor() > 1:
+    if (
+        matmul.dry_run_sizes.get() is not None
+        or skip_small_tiles.active() is not None
+        or settings.current.get().shrink > 1
+    ):
         return False
     if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
         return False
@@ -170,7 +174,7 @@ def _run(
         swapped,
     )
     kept, folded = (sizes.cols, sizes.rows) if swapped else (sizes.rows, sizes.cols)
-    limit = budget.requested()
+    limit = settings.now().budget
     item, padded = sizes.compute.itemsize, -(-folded // block[1]) * block[1]
     if limit is None and kept >= PACK_ROWS:
         wide = replace(form, transposed=True)

@@ -8,7 +8,7 @@ from ....program.constructors import apply
 from ....program.contract import Contraction
 from ....program.expression import Expr, topological
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, padded
+from .kernel_spec import TINY, Slices
 
 
 class Accumulator:
@@ -21,39 +21,50 @@ class Accumulator:
         self.tiny = feature is not None and self.width <= TINY
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
         self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
+        self.slices: Slices = ((0, 0),)  # of a vector's features, each of which has a block
         self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
         if feature is not None and not self.tiny:
             v.lane(feature)
-            v.state_width += padded(self.width)
+            self.slices = v.spec.slices(feature)
+            v.state_width += sum(size for _, size in self.slices)
 
     def waits(self, parts: list[Contraction]) -> bool:
-        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""
+        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors in
+        several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them only
+        (H200: wrong sums)."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
         if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
+            return False
+        if len(self.slices) > 1:
             return False
         alone = one.vector in v.spec.box_of and one.vector not in v.factors
         self.waiting = one.vector if alone else self.waiting
         return alone
 
-    def catch_up(self) -> str:
+    def catch_up(self) -> list[str]:
         """Add the product of the tile met before, whose first index is ``gone``."""
         assert self.waiting is not None
         # added to 0, so that the compiler keeps the weights in registers
-        block = self.v.load_by_descriptor(self.waiting, "gone")
-        return f"{self.name} = tl.dot({self.name}_late + 0.0, {block}, acc={self.name}{self.v.options()})"
+        lines = []
+        for name, (first, _) in zip(self.names, self.slices, strict=True):
+            block = self.v.load_by_descriptor(self.waiting, "gone", str(first))
+            lines.append(f"{name} = tl.dot({self.name}_late + 0.0, {block}, acc={name}{self.v.options()})")
+        return lines
 
     def wait(self, weight: str) -> str:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
     def names(self) -> list[str]:
-        return [f"{self.name}_{f}" for f in range(self.width)] if self.tiny else [self.name]
+        if self.tiny:
+            return [f"{self.name}_{f}" for f in range(self.width)]
+        return [f"{self.name}_{first}" if first else self.name for first, _ in self.slices]
 
     def start(self) -> list[str]:
-        shape = "[KEPT, FOLDED]" if self.lanes else "[KEPT]"
+        shapes = ["[KEPT, FOLDED]" if self.lanes else "[KEPT]"] * len(self.names)
         if self.feature is not None and not self.tiny:
-            shape = f"[KEPT, {padded(self.width)}]"
-        lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
+            shapes = [f"[KEPT, {size}]" for _, size in self.slices]
+        lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n, shape in zip(self.names, shapes, strict=True)]
         late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
         lines += [late] if self.waiting is not None else []
         return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
@@ -89,10 +100,13 @@ class Accumulator:
         if v.spec.pieces:
             v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.split_blocks(vector)})")
             return
-        block = block or v.block(vector)
         if kind != v.spec.compute:
             weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
-        v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
+        if len(self.slices) > 1:
+            weight = v.bind((weight, "operand"), weight, True)
+        for name, at in zip(self.names, self.slices, strict=True):
+            one = block or v.block(vector, at=at)
+            v.inside.append(f"{name} = tl.dot({weight}, {one}, acc={name}{v.options()})")
 
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
         v = self.v

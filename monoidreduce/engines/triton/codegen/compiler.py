@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from ....program.expression import Expr, topological
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import k_loop, tile_ranges
+from . import few_rows, k_loop, tile_ranges
 from . import reductions as kinds
 from .expressions import ExpressionWriter
-from .kernel_spec import Spec, padded
+from .kernel_spec import Spec
 from .kernel_text import (
     CONSTANTS,
     BlockWidths,
@@ -77,8 +77,12 @@ def run_passes(spec: Spec) -> Passes:
     writer = ExpressionWriter(spec)
     reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
     conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
-    tile_range = write_tile_range(spec)
-    loops = write_loops(writer, reductions, conditions)
+    if spec.few:
+        tile_range = few_rows.write_tile_range(writer)
+        loops = few_rows.join_loop(write_tile_body(writer, reductions, {}, masked=True))
+    else:
+        tile_range = write_tile_range(spec)
+        loops = write_loops(writer, reductions, conditions)
     results = write_results(writer, reductions)
     accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
     invariants = list(writer.before)
@@ -138,7 +142,8 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     spec = writer.spec
     kept = [e for e in writer.blocks if not spec.folds(e)]
     folded = [e for e in writer.blocks if spec.folds(e)]
-    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen) * max(spec.pieces, 1)
+    held = lambda e: sum(size for _, size in spec.slices(e.feature))
+    width = lambda chosen: sum(map(held, chosen)) * max(spec.pieces, 1)
     data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
     return Kernel(
         name=_name(spec),
@@ -247,7 +252,7 @@ _NO_WHOLE_TILES = {  # lines that leave every tile to the second loop, by whethe
 
 def _finish_delayed(reductions: list[Lines]) -> list[str]:
     """The products that the last whole tile left to the next (``accumulators.py``)."""
-    return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
+    return [line for r in reductions for t in r.totals if t.waiting is not None for line in t.catch_up()]
 
 
 def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:

@@ -131,6 +131,15 @@ def native_rcp(x):
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
+def quick_reciprocal(x):
+    return 1.0 / x
+
+
+def native_reciprocal(x):
+    # of numbers up to the largest, whose reciprocal the instruction alone would make 0; those below 5e-38 count as 0
+    return 0.25 * native_rcp(0.25 * x)
+
+
 def quick_lg2(x):
     return tl.log2(x)
 
@@ -417,7 +426,7 @@ def power(x, n):
 
 
 def quick_power(x, n):
-    # exact to 3e-5 of itself for exponents up to 64, in float32
+    # exact to 3e-5 of itself for exponents up to 32
     if x.dtype.is_floating():
         size = tl.abs(x)
         y = tl.where(size == 1.0, 1.0, tl.exp2(n * quick_lg2(size)))

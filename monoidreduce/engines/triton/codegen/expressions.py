@@ -20,7 +20,7 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import device_functions, k_loop, random_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
@@ -131,9 +131,10 @@ class ExpressionWriter:
             axis = e.attrs[0]
             if axis not in ("rows", "cols"):
                 return repr(self.spec.width(axis))
-            return "folded_size" if axis == self.spec.over else "kept_size"
+            return "folded_size" if axis == self.spec.over else "period" if self.spec.grouped else "kept_size"
         if e.op in ("row_index", "col_index"):
-            return "folded_at[None, :]" if self.spec.folds(e) else "kept_at[:, None]"
+            kept = "kept_row[:, None]" if self.spec.grouped else "kept_at[:, None]"
+            return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum"):
             return self._over_features(e)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
@@ -176,9 +177,15 @@ class ExpressionWriter:
         if self.spec.folds(e):
             group = "" if self.spec.group is None else f" + b{self.spec.group} * {name}_b{self.spec.group}"
             return self.bind((e, "at"), f"{base}{group} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
-        if self.spec.keeps(e):
+        if self.spec.keeps(e) and not self.spec.grouped:
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
+
+    def kept_offset(self, e: Expr, shape: str = "") -> str:
+        """Where the kept indices of a tile lie from a leaf's pointer on; ``shape``: how the block is indexed."""
+        if not self.spec.grouped:
+            return f"kept_lane{shape} * {e.attrs[0]}_s"
+        return f"kept_group{shape}.to(INT) * {e.attrs[0]}_g + kept_row{shape}.to(INT) * {e.attrs[0]}_s"
 
     def pair_strides(self, e: Expr) -> tuple[str, str]:
         """The strides along the kept and the folded axis of a leaf per pair."""
@@ -201,7 +208,7 @@ class ExpressionWriter:
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
         elif self.spec.keeps(e):
-            text = f"tl.load({self.pointer(e)} + kept_lane * {name}_s, mask=kept_in, other=0)[:, None]"
+            text = f"tl.load({self.pointer(e)} + {self.kept_offset(e)}, mask=kept_in, other=0)[:, None]"
         else:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
@@ -213,7 +220,7 @@ class ExpressionWriter:
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
             mask = ", mask=folded_in, other=0" if self.masked else ""
         elif self.spec.keeps(e):
-            at, shape = f"{at} + kept_lane * {name}_s", "[:, None]"
+            at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
             mask = ", mask=kept_in, other=0"
         else:
             shape = mask = ""
@@ -281,6 +288,10 @@ class ExpressionWriter:
             return f"{args[0]} & {args[1]}"
         if e.op in ("div", "reciprocal") and self._divides_exactly(e):
             return f"tl.div_rn({', '.join(args if e.op == 'div' else ('1.0', *args))})"
+        if e.op in ("div", "reciprocal") and self.spec.narrow and e.dtype == "float" and e.args[-1].is_pair:
+            form = "native" if self.spec.native else "quick"  # once for all that is divided by it
+            over = self.bind((args[-1], "reciprocal"), f"{form}_reciprocal({args[-1]})", True)
+            return over if e.op == "reciprocal" else f"{args[0]} * {over}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
         if e.op == "gumbel":
@@ -519,7 +530,11 @@ class ExpressionWriter:
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
             return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"
-        return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
+        text = ""
+        for at in self.spec.slices(x.feature):
+            more = f", acc={text}" if text else ""
+            text = f"tl.dot({self.block(kept, at=at)}, tl.trans({self.block(folded, at=at)}){more}{self.options()})"
+        return text
 
     def products(self, *roots: Expr) -> None:
         """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
@@ -532,30 +547,44 @@ class ExpressionWriter:
         width = self.spec.width(feature)
         if width > WIDEST:
             raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        size = padded(width)
-        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        width = room or width
-        inside = self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
-        return lane, inside
+        return self.slice_lane(padded(width), room or width)
 
-    def block(self, e: Expr, piece: int | None = None) -> str:
-        """A leaf's vectors ``[axis, features]`` in the operand type; ``piece``: one 16-bit part of float32 vectors."""
+    def slice_lane(self, size: int, width: int) -> tuple[str, str | None]:
+        """The same of a block of ``size`` features, of which ``width`` may be read."""
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        key = ("in", width) if size == padded(width) else ("in", width, size)  # slices may be wider than is padded
+        name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
+        return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
+
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
+        """A leaf's vectors ``[axis, features]`` in the operand type.
+
+        ``piece``: one 16-bit part of float32 vectors; ``at``: one slice of the features (``Spec.slices``)."""
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
         name, folded = f"{name}_block" if piece is None else f"{name}_block_{piece}", self.spec.folds(e)
         self.blocks[e] = None
-        lane, exists = self.lane(e.feature, self.spec.room_of[e])
-        first = (piece or 0) * padded(self.spec.width(e.feature))
+        width = self.spec.width(e.feature)
+        whole, first = padded(width), (piece or 0) * padded(width)
+        if at is None or at[1] == whole:
+            lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        else:
+            first, size = at
+            lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
+            name = f"{name}_{first}" if first else name
+        key = (e, "block", piece, first)
         if folded and e in self.spec.box_of:
-            return self.bind((e, "block", piece), self.load_by_descriptor(e, "start", str(first)), True, name)
+            return self.bind(key, self.load_by_descriptor(e, "start", str(first)), True, name)
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        at = f"{self.pointer(e)} + {first}" if first else self.pointer(e)
-        text = f"tl.load({at} + {side}_lane[:, None] * {e.attrs[0]}_s + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
+        base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
+        rows = f"folded_lane[:, None] * {e.attrs[0]}_s" if folded else self.kept_offset(e, "[:, None]")
+        text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
-        return self.bind((e, "block", piece), text, folded, name)
+        return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:
         """The 16-bit parts of a leaf's split float32 vectors, as arguments."""
@@ -576,9 +605,11 @@ class ExpressionWriter:
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text
-        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
-        width = self.spec.width(e.feature)
-        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {k_loop.DEPTH if width > WIDEST else padded(width)}]"
+        width, slices = self.spec.width(e.feature), self.spec.box_slices(e)
+        place = next((k for k, (first, _) in enumerate(slices) if str(first) == feature), 0)
+        text = f"{box_name(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
+        size = k_loop.DEPTH if width > WIDEST else slices[place][1]
+        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text
 
     def operand_type(self) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from ....program.expression import Expr
+from ....program.contract import contractions
+from ....program.expression import Expr, topological
 from ....program.lower import Fold
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
+NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
 WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
+Slices = tuple[tuple[int, int], ...]  # of a vector's features: the first one, and how many
 Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances from split vectors, and the whole vectors
 
 
@@ -45,6 +48,9 @@ class Spec:
     line: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
+    few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    chained: bool = False  # the kernel that combines its splits is on its way before this one ends
+    grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
@@ -74,6 +80,26 @@ class Spec:
     def width(self, feature: str | int | None) -> int:
         text = str(feature).lstrip("#")
         return int(text) if text.isdigit() else self._sizes[str(feature)]
+
+    def slices(self, feature: str | int | None) -> Slices:
+        """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
+        several blocks where one of a power of two would be mostly padding (``slice_width``)."""
+        width = self.width(feature)
+        sliced = self.narrow and not self.pieces and NARROW < width <= WIDEST and str(feature) not in self._unsliced
+        return slice_width(width) if sliced else ((0, padded(width)),)
+
+    def box_slices(self, e: Expr) -> Slices:
+        """The features that each tensor descriptor of a leaf copies; K loops walk over them (``k_loop.py``)."""
+        return self.slices(e.feature) if e.feature is not None else ((0, 0),)
+
+    @cached_property
+    def _unsliced(self) -> frozenset[str]:
+        """The features of vectors that something besides matrix products reads, or of every vector where some reduction
+        is neither a sum nor a softmax."""
+        found = {str(e.feature) for r in self.fold.reductions for e in _read_otherwise(r)}
+        if all(r.attrs[0] in ("sum", "soft") for r in self.fold.reductions):
+            return frozenset(found)
+        return frozenset(str(e.feature) for e in topological(self.fold.reductions) if e.feature is not None)
 
     def is_number(self, e: Expr) -> bool:
         """Whether a leaf is a Python number."""
@@ -105,6 +131,47 @@ class Spec:
     def keeps(self, e: Expr) -> bool:
         """Whether an expression varies along the kept axis."""
         return e.rows if self.over == "cols" else e.cols
+
+
+def _read_otherwise(r: Expr) -> list[Expr]:
+    """The vectors of a reduction that are not just operands of matrix products."""
+    found = []
+    for a in r.args:
+        for c in contractions(a, r.attrs[1]):
+            whole = not c.walk and c.minus is None
+            found += [] if whole else [e for e in topological([a]) if e.feature is not None]
+    for e in topological(r.args):
+        if e.op in ("sqdist", "fsum") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):
+            found += [n for n in topological(e.args) if n.feature is not None]
+    return found
+
+
+@cache
+def slice_width(width: int) -> Slices:
+    """Features as blocks of powers of two, at least 16 each, largest first: one block where that is full to 7/8, else
+    as many as there are ones in the binary number. Features past the last are zeros.
+
+    >>> slice_width(96), slice_width(72), slice_width(112)
+    (((0, 64), (64, 32)), ((0, 64), (64, 16)), ((0, 128),))
+    """
+    multiple, whole = -(-width // 16) * 16, padded(width)
+    if 8 * multiple >= 7 * whole:
+        return ((0, whole),)
+    found, first = [], 0
+    while first < multiple:
+        size = 1 << (multiple - first).bit_length() - 1
+        found.append((first, size))
+        first += size
+    return tuple(found)
+
+
+def box_name(x: str, k: int = 0) -> str:
+    """The name of a leaf's tensor descriptor for the ``k``-th slice of its features.
+
+    >>> box_name("x1"), box_name("x1", 1)
+    ('x1_box', 'x1_box1')
+    """
+    return f"{x}_box{k or ''}"
 
 
 def padded(width: int) -> int:

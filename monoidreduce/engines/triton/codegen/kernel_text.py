@@ -18,7 +18,7 @@ from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
 from . import device_functions, k_loop, random_functions, tile_ranges
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec
+from .kernel_spec import TINY, Spec, box_name
 from .reductions import known
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
@@ -110,14 +110,17 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
             continue
         names.append(f"{x}_ptr")
         names += [f"{x}_b{k}" for k in range(spec.rank)]
+        names += [f"{x}_g"] if spec.grouped and spec.keeps(e) else []
         names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
+    sizes += ["period"] if spec.grouped else []
     sizes += ["group"] if spec.group is not None and not spec.group_size else []
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
-    names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
+    copied = [e for e in used if e in spec.box_of]
+    names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.box_slices(e)))]
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 
 
@@ -151,6 +154,7 @@ def write_prologue(spec: Spec) -> list[str]:
         "kept_in = kept_at < kept_size",
         "kept_lane = tl.arange(0, KEPT).to(INT)",
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
+        *(["kept_row = kept_at % period", "kept_group = kept_at // period"] if spec.grouped else []),
     ]
 
 
@@ -211,7 +215,8 @@ def describe_reduction(r: Expr) -> str:
 def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
-    lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
+    lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
+    lines.append(f"out_at = ({place}) * kept_size + tile * KEPT")
     at = 0
     for r in reductions:
         for texts, feature in r.finish():
@@ -229,9 +234,11 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 for f, text in enumerate(texts):
                     lines.append(f"tl.store({place.format('kept_lane')} + {f}, {text}, mask=kept_in)")
                 continue
-            lane, exists = v.lane(feature)
-            mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
-            lines.append(f"tl.store({place.format('kept_lane[:, None]')} + {lane}[None, :], {texts[0]}, mask={mask})")
+            for text, (first, size) in zip(texts, v.spec.slices(feature), strict=True):
+                lane, exists = v.slice_lane(size, width - first)
+                mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+                row = place.format("kept_lane[:, None]") + (f" + {first}" if first else "")
+                lines.append(f"tl.store({row} + {lane}[None, :], {text}, mask={mask})")
     return lines
 
 

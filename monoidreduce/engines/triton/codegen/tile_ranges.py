@@ -63,11 +63,12 @@ def list_idle_codes(fold: Fold) -> tuple[bool, ...]:
     answers = []
     for states in itertools.product((0, 1, 2), repeat=len(chosen)):
         replace = {c: const(bool(s)) for c, s in zip(chosen, states, strict=True) if s != 2}
-        answers.append(all(_idle(r, replace) for r in fold.reductions))
+        answers.append(all(is_idle(r, replace) for r in fold.reductions))
     return tuple(answers)
 
 
-def _idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
+def is_idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
+    """Whether a reduction sees only its identity where conditions are replaced so."""
     return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
 
 

@@ -25,11 +25,11 @@ from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
-from ..codegen.kernel_spec import WIDEST, Spec, padded
+from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import hopper, spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, shrink
+from ..schedules import few_rows, hopper, spec_from_tensors
+from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
@@ -58,6 +58,10 @@ LEAST_INSTANCES = 3
 _LEAST_MASKED = 6
 _LITTLE = 2**28  # pairs
 _GROUP_SIZES = (2, 4, 8, 16)  # parts of the text: divisions are shifts (as a run-time number: 2.5 % of a kernel's time)
+# By how much fewer pairs, of more than 64 features, pay for descriptors. H200, attention of 128 features, 2²⁵ and 2²⁶
+# pairs (128 x 16 heads of 128 rows to 4 x 16 of 1024): 0.79 to 1.14 of the forward's time, 0.85 to 0.94 with gradients;
+# of 64 features no gain that could be told from noise.
+WIDE_GAIN = 8
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -133,11 +137,16 @@ class FoldLaunch:
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+        self.few = None if any(self.before) else few_rows.find(self.spec, values, batch, self.lengths)
+        if self.few is not None:
+            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
+            self.layouts = {} if self.few.period else self.layouts  # groups have no stride of their own in results
         self.prepare(values)
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
+        leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
         self._lay_out_results()
@@ -170,7 +179,7 @@ class FoldLaunch:
         """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
         kernel computes once, before it walks the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
-        if self.spec.deep or not all(one is not None and one.summed for one in found):
+        if self.spec.deep or self.few is not None or not all(one is not None and one.summed for one in found):
             return None
         steps = [one.steps for one in found if one is not None]
         dims = [k for k, n in enumerate(self.batch) if n > 1 and not any(s[k] for s in steps)]
@@ -192,10 +201,14 @@ class FoldLaunch:
             else ()
         )
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
-        many = self.spec.deep or pairs >= spec_from_tensors.VERY_MANY
-        many &= any(dims is not None for dims in copied)
+        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
+        many = self.spec.deep or pairs >= least
+        many &= any(dims is not None for dims in copied) and self.few is None
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
+        if self.few is not None and plan is None:
+            processors = spec_from_tensors.processors(device)
+            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors)
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 
@@ -219,6 +232,8 @@ class FoldLaunch:
             if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
         )
         self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
+        if self.few is not None and self.spec.split:
+            self.spec = replace(self.spec, chained=split_combine.can_chain(self.sizes.device))
         self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:
@@ -252,11 +267,7 @@ class FoldLaunch:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = (
-            attention.write_kernel(self.spec, even, aligned)
-            if attention.matches_plan(self.plan, self.sizes.device)
-            else None
-        )
+        made = attention.write_kernel_for_plan(self.spec, self.plan, even, aligned)
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
@@ -283,6 +294,7 @@ class FoldLaunch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
+        self.template += [self.few.period] if self.few is not None and self.few.period else []
         given = self.spec.group is not None and not self.spec.group_size
         self.template += [self.batch[self.spec.group or 0]] if given else []
         self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
@@ -292,9 +304,10 @@ class FoldLaunch:
         line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
         self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
-            (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
+            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
+            for block in self._blocks(e)
         ]
         if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
@@ -305,16 +318,15 @@ class FoldLaunch:
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
-    def _block(self, e: Expr) -> tuple[int, ...]:
-        """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
+    def _blocks(self, e: Expr) -> list[tuple[int, ...]]:
+        """How many numbers, or vectors and of how many features, each tensor descriptor of a leaf copies at a time."""
         if e.feature is None:
-            return (self.blocks[1],)
+            return [(self.blocks[1],)]
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
-        width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
         length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
-        return length, k_loop.DEPTH if width > WIDEST else width
+        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
@@ -378,7 +390,8 @@ class FoldLaunch:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):
             forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
-            made = split_combine.recipes(r, forms, types, self.sizes.device)
+            most = 0 if self.few is None else split_combine.FEW_ROWS
+            made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
             found += [one.moved(places[0]) for one in made]

@@ -13,7 +13,7 @@ products of their vectors by a kernel. Then
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,8 +95,12 @@ def gather_sum(
 
 
 @triton.jit
-def add_in_run(a_first, a, b_first, b):
-    return a_first | b_first, tl.where(b_first != 0, b, a + b)
+def keys_of(key, place, span, other, beyond, size, LANES: tl.constexpr):
+    # where each pair's sum stands among those of all batch elements; beyond all of them where there is none
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    t = tl.load(place + at, mask=at < size, other=-1).to(tl.int64)
+    found = tl.where((t >= 0) & (t < other), t + at // span * other, beyond)
+    tl.store(key + at, found.to(key.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -105,35 +109,28 @@ def run_sums(
     WHICH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     piece = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)[None, :]
-    step = tl.arange(0, ENTRIES)
-    at = piece * ENTRIES + step
-    k = tl.load(key + at, mask=at < entries, other=beyond)
-    before = tl.load(key + at - 1, mask=(at > 0) & (at <= entries), other=-1)
-    after = tl.load(key + at + 1, mask=at + 1 < entries, other=beyond)
-    hit = k < beyond
-    e = tl.load(order + at, mask=hit, other=0).to(tl.int64)
-    w = tl.load(weight + e, mask=hit, other=0)
-    batch = (e // matches // side)[:, None]
-    row = (e // matches % side)[:, None]
-    t = (k.to(tl.int64) % other)[:, None]
-    inside = hit[:, None] & (lane < WIDTH)
-    x = vectors_at(near + batch * n_b, far + batch * f_b, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH)
-    x = w[:, None] * x
-    first = ((k != before) | (step == 0)).to(tl.int32)
-    flags = tl.broadcast_to(first[:, None], [ENTRIES, LANES])
-    _, total = tl.associative_scan((flags, x), 0, add_in_run)
-    leading = tl.sum(tl.where(step == 0, k, 0), 0)
-    continued = tl.sum(tl.where((step == 0) & (k == before), 1, 0), 0)
-    old = tl.where(k == leading, continued, 0) != 0  # of a run that began in an earlier piece
-    last = (k != after) | (step == ENTRIES - 1)
-    goes_on = k == after
-    store = hit[:, None] & (lane < WIDTH)
-    whole = last & (old == 0) & (goes_on == 0)
-    tl.store(out + k.to(tl.int64)[:, None] * WIDTH + lane, total, mask=store & whole[:, None])
-    slot = piece * 2 + tl.where(old, 0, 1)
-    part = last & (old | goes_on)
-    tl.store(rest + slot[:, None] * WIDTH + lane, total, mask=store & part[:, None])
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    leading = tl.load(key + piece * ENTRIES)
+    before = tl.load(key + piece * ENTRIES - 1, mask=piece > 0, other=-1)
+    total = tl.zeros([LANES], tl.float32)
+    for step in tl.static_range(ENTRIES):
+        at = piece * ENTRIES + step
+        k = tl.load(key + at, mask=at < entries, other=beyond)
+        after = tl.load(key + at + 1, mask=at + 1 < entries, other=beyond)
+        keys = lane * 0 + k
+        inside = (lane < WIDTH) & (keys < beyond)
+        e = tl.load(order + at, mask=k < beyond, other=0).to(tl.int64)
+        w = tl.load(weight + e, mask=k < beyond, other=0)
+        batch = e // matches // side
+        row = e // matches % side
+        t = k.to(tl.int64) % other
+        total += w * vectors_at(near + batch * n_b, far + batch * f_b, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH)
+        ends = keys != after
+        old = (keys == leading) & (keys == before)  # of a run that began in an earlier piece
+        part = (old | (keys == after)) if step == ENTRIES - 1 else (old & ends)
+        tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=inside & ends & (part == 0))
+        tl.store(rest + (piece * 2 + tl.where(old, 0, 1)) * WIDTH + lane, total, mask=inside & part)
+        total = tl.where(ends, 0.0, total)
 
 
 @triton.jit
@@ -163,7 +160,7 @@ def join_runs(
         tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=lane < WIDTH)
 '''
 _kernels = Kernels(_TEXT)
-_PIECE = 64  # pairs that one program instance of the scatter adds
+_PIECE = 16  # pairs that one program instance of the scatter adds, one after the other
 _WIDE = 128  # features of a program instance
 _PRODUCTS = ("dot", "sqdist")
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
@@ -186,32 +183,62 @@ def takes(r: Expr, sizes: Sizes) -> bool:
     return True
 
 
-def run(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: int) -> Tensor:
-    """A pick of one batch chunk whose leaves are ``[batch, length(, features)]``: ``[batch, length(, features)]``."""
+class Pairs:
+    """The pairs of one batch chunk whose leaves are ``[batch, length(, features)]``, and what is known of them: the
+    gradients of rows and of columns gather and scatter the same ones."""
+
+    def __init__(self, values: Mapping[Expr, Any], sizes: Sizes, batch: int):
+        self.values, self.sizes, self.batch = values, sizes, batch
+        self.places: dict[tuple[Expr, bool], Tensor] = {}
+        self.weights: dict[tuple[Expr, Expr, bool], Tensor] = {}
+
+    def place(self, target: Expr, by_rows: bool) -> Tensor:
+        """The targets ``[batch, side, matches]``."""
+        found = self.places.get((target, by_rows))
+        if found is None:
+            place = self.values[target]
+            place = place.unsqueeze(-1) if target.feature is None else place
+            side = self.sizes.rows if by_rows else self.sizes.cols
+            found = place.expand(self.batch, side, place.shape[-1]).contiguous()
+            self.places[target, by_rows] = found
+        return found
+
+    def weight(self, value: Expr, target: Expr, by_rows: bool) -> Tensor:
+        """What each pair weighs, in float32."""
+        found = self.weights.get((value, target, by_rows))
+        if found is None:
+            found = _weigh_pairs(value, target, self.values, self.sizes, self.place(target, by_rows), by_rows)
+            self.weights[value, target, by_rows] = found
+        return found
+
+
+def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
+    """A pick ``[batch, length(, features)]``; ``raised``: in float32, else vectors are as they were given."""
     target, value, vector = r.args
     by_rows = _by_rows(r)
-    place = values[target]
-    place = place.unsqueeze(-1) if target.feature is None else place
-    place = place.expand(batch, sizes.rows if by_rows else sizes.cols, place.shape[-1]).contiguous()
-    weight = _weigh_pairs(value, target, values, sizes, place, by_rows)
+    place, weight = pairs.place(target, by_rows), pairs.weight(value, target, by_rows)
+    operands = _operands(r)
+    assert operands is not None  # see takes
+    which, *leaves = operands
     if vector is ONE:
-        which, near = 0, torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
-        far = near
+        near = far = torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
     else:
-        which, *leaves = _operands(r) or ()
-        near, far = (values[e].expand(batch, *values[e].shape[1:]) for e in leaves)
-    other = sizes.cols if by_rows else sizes.rows
-    found = (_gather if _gathers(r) else _scatter)(place, weight, which, near, far, other)
+        near, far = (pairs.values[e].expand(pairs.batch, *pairs.values[e].shape[1:]) for e in leaves)
+    other = pairs.sizes.cols if by_rows else pairs.sizes.rows
+    held = torch.float32 if raised or near.dtype != far.dtype else near.dtype
+    found = (_gather if _gathers(r) else _scatter)(place, weight, which, near, far, other, held)
     return found.squeeze(-1) if vector is ONE else found
 
 
-def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tuple[int, ...]) -> int:
-    """Bytes alive at once while a pick is computed, its result included."""
+def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tuple[int, ...], raised: bool) -> int:
+    """Bytes alive at once while a pick is computed, its result included; see :func:`run`."""
     by_rows, feature = _by_rows(r), r.args[2].feature
     side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
-    whole = 4 * width * math.prod(batch) * (side if _gathers(r) else other)
+    leaves: Sequence[Expr] = () if feature is None else (_operands(r) or ())[1:]
+    item = 4 if raised or not leaves else max(values[e].element_size() for e in leaves)
+    whole = item * width * math.prod(batch) * (side if _gathers(r) else other)
     if len(batch) > 1:  # and, in turn, one of the looped batch dimensions
         whole *= 2
     held = 0 if values[r.args[0]].is_contiguous() else 8 * pairs
@@ -257,8 +284,11 @@ def _weigh_pairs(
         if e.op in _PRODUCTS:
             evaluator.memo[e] = _multiply_pairs(e, values, place, by_rows)
         elif e.op in ("leaf", "row_index", "col_index"):
-            safe = place.clamp(0, (sizes.cols if by_rows else sizes.rows) - 1) if safe is None else safe
-            evaluator.memo[e] = gather_leaf(e, dict(values), by_rows, slice(0, place.shape[1]), safe, sizes)
+            if safe is None:  # needed where something is read at the target
+                own = e.op == "leaf" and (e.rows if by_rows else e.cols)
+                safe = None if own else place.clamp(0, (sizes.cols if by_rows else sizes.rows) - 1)
+            there = place if safe is None else safe
+            evaluator.memo[e] = gather_leaf(e, dict(values), by_rows, slice(0, place.shape[1]), there, sizes)
     weight = evaluator.to_compute(evaluator(value), value)
     if not isinstance(weight, Tensor):
         return torch.full(place.shape, float(weight), dtype=torch.float32, device=place.device)
@@ -277,10 +307,12 @@ def _multiply_pairs(e: Expr, values: Mapping[Expr, Any], place: Tensor, by_rows:
     return out
 
 
-def _gather(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int) -> Tensor:
+def _gather(
+    place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int, held: torch.dtype
+) -> Tensor:
     batch, side, matches = place.shape
     width = near.shape[-1]
-    out = torch.empty(batch, side, width, dtype=torch.float32, device=place.device)
+    out = torch.empty(batch, side, width, dtype=held, device=place.device)
     lanes = min(_padded(width), _WIDE)
     constants = dict(WHICH=which, WIDTH=width, LANES=lanes, ROWS=max(1, 2048 // lanes))
     grid = (-(-side // constants["ROWS"]), batch, -(-width // lanes))
@@ -289,15 +321,15 @@ def _gather(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor
     return out
 
 
-def _scatter(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int) -> Tensor:
+def _scatter(
+    place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int, held: torch.dtype
+) -> Tensor:
     batch, side, matches = place.shape
     width, entries, beyond = near.shape[-1], place.numel(), batch * other
-    out = torch.zeros(batch, other, width, dtype=torch.float32, device=place.device)
-    key = place
-    if batch > 1:
-        key = place + torch.arange(0, beyond, other, device=place.device).view(-1, 1, 1)
-    key = torch.where((place >= 0) & (place < other), key, beyond).flatten()
-    key = key.to(torch.int32) if beyond < 2**31 else key
+    out = torch.zeros(batch, other, width, dtype=held, device=place.device)
+    key = torch.empty(entries, dtype=torch.int32 if beyond < 2**31 else torch.int64, device=place.device)
+    given = (key, place, side * matches, other, beyond, entries)
+    _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
     key, order = key.sort(stable=True)
     pieces = -(-entries // _PIECE)
     rest = torch.empty(pieces, 2, width, dtype=torch.float32, device=place.device)
@@ -305,8 +337,8 @@ def _scatter(place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tenso
     constants = dict(WIDTH=width, LANES=lanes, ENTRIES=_PIECE)
     grid, sizes = (pieces, -(-width // lanes)), (side, other, matches, entries, beyond)
     arguments = (out, rest, key, order, weight, near, far, *sizes, *near.stride(), *far.stride())
-    _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants)
-    _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=16))
+    _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants, dict(num_warps=1))
+    _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=64))
     return out
 
 

@@ -57,8 +57,9 @@ class PreparedFold:
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         views = _Lazy(lambda: merge_batches(self.fold, leaves, self.sizes)[0])
         found: list[Tensor] = []
+        known: dict[tuple[int, ...], pick.Pairs] = {}
         for r in self.picks:
-            picked = gather_labels(r, views(), self.batch, self.sizes)
+            picked = gather_labels(r, views(), self.batch, self.sizes, raised=self.fold.raised, known=known)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
             found += one(leaves, views)
@@ -241,15 +242,27 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
 
 
 def gather_labels(
-    r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes, elements: int = tiles.ELEMENTS
+    r: Expr,
+    values: dict[Expr, Any],
+    batch: tuple[int, ...],
+    sizes: Sizes,
+    elements: int = tiles.ELEMENTS,
+    raised: bool = True,
+    known: dict[tuple[int, ...], pick.Pairs] | None = None,
 ) -> Tensor:
-    """A pick by torch's gather, in chunks of ``elements``; where each row names its own column, by a copy."""
+    """A pick by kernels, or by torch's gather in chunks of ``elements``; where each row names its own column, by a
+    copy. ``raised``: vectors in float32, whatever was given; ``known``: what other picks of these values found."""
     target, value, vector = r.args
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     if pick.takes(r, sizes):
-        found = [pick.run(r, _chunk(values, where), sizes, batch[-1]) for where in batching.iterate_outer(batch)]
+        known, found = {} if known is None else known, []
+        for where in batching.iterate_outer(batch):
+            pairs = known.get(where)
+            if pairs is None:
+                pairs = known[where] = pick.Pairs(_chunk(values, where), sizes, batch[-1])
+            found.append(pick.run(r, pairs, raised))
         return found[0] if len(batch) == 1 else torch.stack(found).view(*batch, *found[0].shape[1:])
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     feature = r.args[2].feature

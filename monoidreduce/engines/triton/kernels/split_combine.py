@@ -17,7 +17,8 @@ from ....program.expression import Expr
 from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
-from ..launch.launch_cache import Kernels
+from ..launch import descriptors
+from ..launch.launch_cache import Again, Kernels
 from ..launch.launch_recipes import Leaf, Recipe
 
 _HEADER = '''"""The results of a whole from those of its parts."""
@@ -28,6 +29,8 @@ import triton.language as tl
 _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
 _SMALL = 2**20  # bytes of parts that are held until a call is done
+FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
+_WIDE = 4096  # numbers at a time from which on an instance has eight warps
 _kernels = Kernels(_TEXT)
 
 
@@ -50,8 +53,24 @@ def whole(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     if made is None:
         return None
     for task in _tasks(r, stacked) or ():
-        _kernels(task.name, task.grid, task.given(made, stacked), dict(task.constants))
+        _launch(task, task.given(made, stacked))
     return made
+
+
+def can_chain(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it runs, and wait for it on the device: from Hopper on
+    (programmatic dependent launch). What a launch takes is then not seen."""
+    return device.type == "cuda" and descriptors.are_supported(device)
+
+
+def _launch(task: CombineLaunch, given: tuple) -> Again | None:
+    constants = dict(task.constants)
+    if "SOME" not in constants:
+        return _kernels(task.name, task.grid, given, constants)
+    chained = can_chain(given[0].device)
+    options = {"num_warps": 8 if constants["ROWS"] * constants["SOME"] * constants["LANES"] > _WIDE else 4}
+    options |= {"launch_pdl": True} if chained else {}
+    return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)
 
 
 def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
@@ -61,10 +80,12 @@ def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     return [torch.empty_like(t[0]) for t in stacked]
 
 
-def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device) -> list[Joined] | None:
+def recipes(
+    r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device, most: int = 0
+) -> list[Joined] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
-    parts are so large that they should be let go as soon as they were read."""
-    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > _SMALL:
+    parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
+    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
     todo, found = _tasks(r, parts), []
@@ -72,7 +93,7 @@ def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], devic
         return None
     made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
     for task in todo:
-        again = _kernels(task.name, task.grid, task.given(made, parts), dict(task.constants))
+        again = _launch(task, task.given(made, parts))
         if again is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)

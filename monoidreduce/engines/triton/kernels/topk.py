@@ -31,6 +31,7 @@ _MANY = 32  # strips at a time
 _LANES = 1024  # numbers at a time
 _LONG = 4  # rows of fewer strips than so many times k are sorted whole
 _HELD = 8192  # numbers that a program instance looks at closely
+_ALIGNED = 8  # numbers by which rows of a panel begin, at least 16 bytes: products of unaligned rows are slow
 _TEXT = '''"""The best of a matrix's rows: strips by their maxima, and the best of those strips."""
 
 import triton
@@ -271,12 +272,13 @@ def select_best_products(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list
     r = fold.reductions[0]
     kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
     held = sizes.compute if fold.raised else kind  # as the caller will hold them, where nothing is computed of them
-    row = sizes.cols * kind.itemsize
+    pitch = -(-sizes.cols // _ALIGNED) * _ALIGNED
+    row = pitch * kind.itemsize
     room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), row)
     if room < row:
         raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(row))
     step = min(sizes.rows, room // row)
-    panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
+    panel = torch.empty(step, pitch, dtype=kind, device=sizes.device)[:, : sizes.cols]
     if step == sizes.rows:
         matmul.multiply_into_panel(panel, x, y)
         return select_best_of_panel(panel, r, held)

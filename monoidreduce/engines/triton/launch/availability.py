@@ -7,9 +7,7 @@ import importlib.util
 
 import torch
 
-from ....plan.environment import EnvironmentVariable
-
-_interpreted = EnvironmentVariable("TRITON_INTERPRET")
+from ....plan import settings
 
 
 @functools.cache
@@ -20,7 +18,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return (device.type == "cuda" or _interpreted.read() == "1") and available()
+    return (device.type == "cuda" or settings.interprets_kernels()) and available()
 
 
 def launches_on(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ..codegen.kernel_spec import WIDEST, Spec, padded
+from ..codegen.kernel_spec import TINY, WIDEST, Spec
 from . import jit_module
 from .encoded_descriptors import replace_base as replace_base
 
@@ -65,8 +65,10 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., boo
 def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
     if spec.pieces:
         return v.element_size() == 2
-    whole = v.shape[-1] == padded(v.shape[-1]) <= WIDEST or (spec.deep and v.shape[-1] > WIDEST)
-    return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and not spec.room_of[e]
+    width = v.shape[-1]
+    whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.deep and width > WIDEST)
+    plain = spec.deep or not spec.room_of[e]  # a K loop reads a padded copy like any other
+    return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and plain
 
 
 def _fits_number(e: Expr, spec: Spec, v: Tensor) -> bool:

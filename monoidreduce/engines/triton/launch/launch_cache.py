@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...common.bounded_cache import BoundedCache
 from . import jit_module, parallel_compile
 
-_MOST = 256
+_MOST = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
 Again = Callable[..., Any]
 
 

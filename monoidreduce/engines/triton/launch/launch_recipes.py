@@ -17,7 +17,7 @@ from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Form, Sizes
 from ...common.torch_code import Step as ProgramStep
 from ...common.torch_code import number
-from .replay import Compute, Computed, Descriptor, Launch, Number, Place, Replay, Step, allocate
+from .replay import Compute, Computed, Descriptor, Launch, Number, Operation, Place, Replay, Step, allocate
 
 Strides = tuple[int, ...] | None  # of a tensor; None: contiguous
 _ALIGNED = 128  # bytes: where the tensors of a buffer begin
@@ -149,9 +149,10 @@ class ProgramReplay:
     starts each kernel with their addresses.
 
     ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
-    ``parts``: names of tensors that lie inside another, at so many bytes. ``run`` returns what ``returned`` names
-    (None: None). Where something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that
-    one needs: the tensors, the results and the buffer of what is kept; and the inputs that are numbers."""
+    ``parts``: names of tensors that lie inside another, at so many bytes; ``summed``: the shapes of results that are
+    returned as sums. ``run`` returns what ``returned`` names (None: None). Where something may be ``kept`` for a
+    backward (a sequence, perhaps empty), it also returns all that one needs: the tensors, the results and the buffer of
+    what is kept; and the inputs that are numbers."""
 
     def __init__(
         self,
@@ -162,13 +163,17 @@ class ProgramReplay:
         kept: Sequence[str] | None,
         sizes: Sizes,
         parts: Mapping[str, tuple[str, int]] | None = None,
+        summed: Mapping[str, tuple[int, ...]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
         strides = recorded.strides
         self.kept = Buffer("kept", {name: forms[name] for name in kept or ()}, strides)
         self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))}, strides)
         most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
-        self.lean = self.between.size <= most  # step by step, intermediate results would be released sooner
+        # step by step, intermediate results would be released sooner; not so the parts of one fold, which are its last
+        cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
+        alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
+        self.lean = self.between.size - alive <= most
         self.constants = dict(recorded.constants)
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
@@ -183,6 +188,10 @@ class ProgramReplay:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
         steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
+        for name, shape in (summed or {}).items():
+            place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
+            steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
+            self.places[name] = place
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]

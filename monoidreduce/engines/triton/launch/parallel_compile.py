@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ _Given = tuple[tuple[int, ...], Sequence[Any], Mapping[str, Any]]  # a launch: g
 _Waiting = dict[Any, list[_Given]]  # by kernel
 
 _waiting: contextvars.ContextVar[_Waiting | None] = contextvars.ContextVar("waiting", default=None)
+_compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compiles_only", default=False)
 _MOST = 4096
 _launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
 
@@ -33,10 +34,25 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given
         if len(_launched) >= _MOST:
             _launched.clear()  # compiling these again only finds them in Triton's cache
         _launched.add(key)
+        compiled = function.warmup(*arguments, grid=grid, **given) if _compiles_only.get() else None
+        if compiled is not None:  # (an interpreter compiles nothing)
+            compiled.run  # noqa: B018  loads it
+            return compiled
         return function[grid](*arguments, **given)
     if key not in _launched:
         waiting.setdefault(function, []).append((grid, arguments, given))
     return None
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    """First launches inside the block compile and load a kernel and do not run it: for recordings, which are replayed
+    right away. What such kernels would write is not there, so nothing inside may look at it."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
 
 
 def is_collecting() -> bool:

@@ -465,12 +465,12 @@ class _Writer(FunctionWriter):
     def _address(self, place: Place) -> str:
         store, key = place.store, (place.store, "address")
         if store in self.constants:
-            return repr(self.constants[store].data_ptr() + place.offset)
+            return self.hold(self.constants[store].data_ptr() + place.offset)
         if key not in self.known:
             self.known[key] = f"{store}_at"
             self._line(f"{store}_at = {self._used(store)}.data_ptr()")
         self._used(store)
-        return f"{store}_at + {place.offset}" if place.offset else f"{store}_at"
+        return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
 
     def _view(self, place: Place) -> str:
         if place == self.whole[place.store]:
@@ -513,8 +513,10 @@ class _Writer(FunctionWriter):
             return f"[{', '.join(map(self._value, value))}]"
         if type(value) is tuple:
             return tuple_text(map(self._value, value))
-        if value is None or type(value) in (bool, int):
-            return repr(value)
+        if value is None or value is True or value is False or (type(value) is int and value in (0, 1)):
+            return repr(value)  # others are held, so that calls of another length have the same text
+        if type(value) is int:
+            return self.hold(value)
         return self.hold(value, ("float", repr(value)) if type(value) is float else id(value))
 
 

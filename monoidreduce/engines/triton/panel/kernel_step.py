@@ -43,7 +43,7 @@ _BOTH = frozenset({"rows", "cols"})
 class KernelStep:
     """Stages done by kernels; see :class:`monoidreduce.engines.panel.Step`."""
 
-    splits_softmax_means = True
+    splits_softmax_means = aligns_features = True
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:

@@ -172,9 +172,18 @@ class MemoryPlan:
 
     def choose_default_layout(self) -> PanelLayout | None:
         """The layout that would be chosen now, without an explicit budget."""
+        if self._small_layout is not None and budget.requested() is None and budget.shrink_factor() == 1:
+            return self._small_layout
         return self.choose_layout(
             budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least_bytes())
         )
+
+    @functools.cached_property
+    def _small_layout(self) -> PanelLayout | None:
+        """The layout of a small problem, which is the same in the least memory that is ever used and in any more: how
+        much is free, which takes the host a tenth of a millisecond to ask, does not matter."""
+        least, most = (self.choose_layout(n) for n in (max(budget.LEAST, self.least_bytes()), 2**60))
+        return least if least == most else None
 
     def least_bytes(self) -> int:
         """Bytes in which some layout fits."""

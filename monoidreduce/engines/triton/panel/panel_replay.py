@@ -52,8 +52,8 @@ class _Kind:
     recordings: list[_Recording] = field(default_factory=list)
 
 
-_KINDS: BoundedCache[tuple, _Kind] = BoundedCache(32)
-_ONCE: BoundedCache[tuple, bool] = BoundedCache(256)  # walks that ran once: they may not again, and push out no others
+_KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of lengths
+_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # walks that ran once: they may not again, and push out no others
 
 
 def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:

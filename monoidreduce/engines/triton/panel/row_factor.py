@@ -229,12 +229,16 @@ def add_labels(
     after = 0
     if not DISTINCT:
         if weight != 0.0:
+            earlier = tl.zeros([1024], tl.int32)  # added up at the end: in every step it would cost more than the rest
+            later = tl.zeros([1024], tl.int32)
             for start in range(0, rows, 1024):
                 other = start + tl.arange(0, 1024)
                 same = tl.load(labels + other, mask=other < rows, other=-1) == label
                 same = same & (tl.load(weights + other, mask=same, other=0.0) != 0.0)
-                before += tl.sum((same & (other < row)).to(tl.int32))
-                after += tl.sum((same & (other > row)).to(tl.int32))
+                earlier += (same & (other < row)).to(tl.int32)
+                later += (same & (other > row)).to(tl.int32)
+            before = tl.sum(earlier)
+            after = tl.sum(later)
     if (weight != 0.0) & (before == 0):
         place = out + label * WIDTH + lane
         value = tl.load(place, mask=lane < WIDTH, other=0).to(tl.float32)

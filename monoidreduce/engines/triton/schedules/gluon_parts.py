@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
 from ..codegen import kernel_text
-from ..codegen.kernel_spec import Spec
+from ..codegen.kernel_spec import Slices, Spec, box_name
 
 IMPORTS = """import triton.experimental.gluon.language as tl
 from triton.experimental import gluon
@@ -81,54 +81,103 @@ def leaf_name(e: Expr) -> str:
     return str(e.attrs[0])
 
 
-# Layouts and lanes of a consumer warp group
+# Layouts and lanes of a consumer warp group, and rows of vectors
 
 
-def layouts(width: int) -> list[str]:
-    """How four warps hold scores, accumulators of ``width`` features, weights as an MMA operand, and rows as they are
-    loaded and stored."""
+def suffix(k: int) -> str:
+    """What the names of the ``k``-th slice of a vector's features end with.
+
+    >>> f"ring{suffix(0)}", f"ring{suffix(1)}"
+    ('ring', 'ring1')
+    """
+    return str(k or "")
+
+
+def layouts(sums: Slices, other: str = "") -> list[str]:
+    """How four warps hold scores, accumulators of each slice of features, and weights as an operand of their MMA.
+
+    ``other``: what tells the names from those of sums of another width."""
     mma = "tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {}, 16])".format
-    return [
-        f"SCORES: tl.constexpr = {mma('FOLDED')}",
-        f"SUMS: tl.constexpr = {mma(width)}",
-        "WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)",
-        f"WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{256 // width}, {width // 8}], [4, 1], [1, 0])",
-    ]
+    lines = [f"SCORES: tl.constexpr = {mma('FOLDED')}"]
+    for k, (_, size) in enumerate(sums):
+        name = f"{other}{suffix(k)}"
+        lines.append(f"SUMS{name}: tl.constexpr = {mma(size)}")
+        lines.append(f"WEIGHTS{name}: tl.constexpr = tl.DotOperandLayout(0, SUMS{name}, 2)")
+    return lines
 
 
-def lanes(width: int, order: str = "{}") -> list[str]:
+def lanes(order: str = "{}") -> list[str]:
     """The indices of a warp group's tile. ``order``: a permutation of the kept ones, as a call with a hole."""
     kept = order.format("tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))")
-    wide = order.format("tl.arange(0, KEPT, tl.SliceLayout(1, WIDE))")
     return [
         f"kept_lane = {kept}.to(INT)",
         f"kept_at = tile * KEPT + {kept}",
         "kept_in = kept_at < kept_size",
         "folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)",
-        f"wide_row = {wide}.to(INT)",
-        f"wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)",
-        "wide_in = tile * KEPT + wide_row < kept_size",
         "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT",
     ]
 
 
-def load_resident(pointer: str, e: Expr, smem: str) -> str:
-    """Load a kept tile of vectors into shared memory, where it stays."""
-    x = leaf_name(e)
-    place = f"{pointer} + wide_row[:, None] * {x}_s + wide_lane[None, :] * {x}_f"
-    return f"{smem}.store(tl.load({place}, mask=wide_in[:, None], other=0))"
+@dataclass(frozen=True)
+class VectorRows:
+    """How four warps load and store whole rows of vectors: one layout for every size of the blocks that hold them."""
 
+    sizes: tuple[int, ...]
 
-def store_vectors(spec: Spec, out: int, width: int, smem: str, total: str) -> list[str]:
-    """Store accumulators through shared memory, so that rows are written whole."""
-    base, place = [], f"out{out} + (out_at + wide_row[:, None]) * {width}"
-    if out in spec.strided:
-        base, place = [kernel_text.write_output_base(spec, out)], f"out{out}_base + wide_row[:, None] * out{out}_s"
-    return [
-        f"{smem}.store(({total}).to(tl.{spec.narrow}))",
-        *base,
-        f"tl.store({place} + wide_lane[None, :], {smem}.load(WIDE), mask=wide_in[:, None])",
-    ]
+    @classmethod
+    def of(cls, slices: Iterable[Slices]) -> VectorRows:
+        return cls(tuple(dict.fromkeys(size for each in slices for _, size in each)))
+
+    def name(self, what: str, size: int) -> str:
+        return what if len(self.sizes) == 1 else f"{what}_{size}"
+
+    def layouts(self) -> list[str]:
+        form = "tl.BlockedLayout([1, 8], [{}, {}], [4, 1], [1, 0])".format
+        return [f"{self.name('WIDE', n)}: tl.constexpr = {form(256 // n, n // 8)}" for n in self.sizes]
+
+    def lanes(self, order: str = "{}") -> list[str]:
+        """The kept indices and features of such rows. ``order``: as in :func:`lanes`."""
+        lines = []
+        for n in self.sizes:
+            row, layout = self.name("wide_row", n), self.name("WIDE", n)
+            kept = order.format(f"tl.arange(0, KEPT, tl.SliceLayout(1, {layout}))")
+            lines += [
+                f"{row} = {kept}.to(INT)",
+                f"{self.name('wide_lane', n)} = tl.arange(0, {n}, tl.SliceLayout(0, {layout})).to(INT)",
+                f"{self.name('wide_in', n)} = tile * KEPT + {row} < kept_size",
+            ]
+        return lines
+
+    def load(self, pointer: str, e: Expr, width: int, slices: Slices, smem: Sequence[str]) -> list[str]:
+        """Load a kept tile of vectors into shared memory, where it stays."""
+        x, lines = leaf_name(e), []
+        for (first, size), block in zip(slices, smem, strict=True):
+            row, lane = (self.name(what, size) for what in ("wide_row", "wide_lane"))
+            base = f"{pointer} + {first} * {x}_f" if first else pointer
+            place = f"{base} + {row}[:, None] * {x}_s + {lane}[None, :] * {x}_f"
+            lines.append(f"{block}.store(tl.load({place}, mask={self._inside(size, width - first)}, other=0))")
+        return lines
+
+    def store(
+        self, spec: Spec, out: int, width: int, slices: Slices, smem: Sequence[str], totals: Sequence[str]
+    ) -> list[str]:
+        """Store accumulators through shared memory, so that rows are written whole."""
+        lines = [kernel_text.write_output_base(spec, out)] if out in spec.strided else []
+        for (first, size), block, total in zip(slices, smem, totals, strict=True):
+            row, lane, layout = (self.name(what, size) for what in ("wide_row", "wide_lane", "WIDE"))
+            place = f"out{out} + (out_at + {row}[:, None]) * {width}"
+            if out in spec.strided:
+                place = f"out{out}_base + {row}[:, None] * out{out}_s"
+            place = f"{place} + {first}" if first else place
+            inside = self._inside(size, width - first)
+            lines.append(f"{block}.store(({total}).to(tl.{spec.narrow}))")
+            lines.append(f"tl.store({place} + {lane}[None, :], {block}.load({layout}), mask={inside})")
+        return lines
+
+    def _inside(self, size: int, left: int) -> str:
+        """The mask of a block, of whose features so many are left."""
+        rows = f"{self.name('wide_in', size)}[:, None]"
+        return f"{rows} & ({self.name('wide_lane', size)} < {left})[None, :]" if left < size else rows
 
 
 # Ring buffers and barriers
@@ -153,23 +202,32 @@ def allocate_numbers(name: str, dtype: str, depth: int, size: str | int) -> str:
 class Ring:
     """The ring buffer of one leaf's blocks: ``{name}_ring`` and its barriers ``{name}_full`` and ``{name}_empty``.
 
-    A block is filled by one copy of a tensor descriptor, ``{name}_box``; ``corner`` are the coordinates before the
-    folded index. ``consumers``: how many warp groups arrive when they are done with it."""
+    A block is filled by one copy of a tensor descriptor, ``{name}_box``; of vectors in several slices, each slice has a
+    ring and a descriptor of its own, and all share the barriers. ``corner`` are the coordinates before the folded
+    index. ``consumers``: how many warp groups arrive when they are done with it."""
 
     name: str
     depth: int
     consumers: int
     corner: str
+    slices: Slices
 
     @classmethod
     def of(cls, e: Expr, spec: Spec, depth: int, consumers: int) -> Ring:
         corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e])
-        return cls(leaf_name(e), depth, consumers, corner)
+        return cls(leaf_name(e), depth, consumers, corner, spec.box_slices(e))
 
-    def allocate_blocks(self, narrow: str, name: str = "", depth: int = 0) -> str:
-        """The blocks; with another name and depth, more blocks of the same shape."""
-        shape = f"[{depth or self.depth}] + {self.name}_box.block_type.shape"
-        return allocate(name or f"{self.name}_ring", narrow, shape, f"{self.name}_box.layout")
+    @property
+    def rings(self) -> list[str]:
+        """The names of the rings, one for each slice."""
+        return [f"{self.name}_ring{suffix(k)}" for k in range(len(self.slices))]
+
+    def allocate_blocks(self, narrow: str) -> list[str]:
+        boxes = [box_name(self.name, k) for k in range(len(self.slices))]
+        return [
+            allocate(ring, narrow, f"[{self.depth}] + {box}.block_type.shape", f"{box}.layout")
+            for ring, box in zip(self.rings, boxes, strict=True)
+        ]
 
     def allocate_barriers(self) -> list[str]:
         return [allocate_barriers(f"{self.name}_{state}", self.depth) for state in ("full", "empty")]
@@ -180,17 +238,31 @@ class Ring:
     def init_empty(self) -> str:
         return f"mbarrier.init({self.name}_empty.index(k), count={self.consumers})"
 
-    def copy(self, start: str, barrier: str, block: str) -> list[str]:
-        """Begin the copy of the block at a folded index; ``barrier`` counts its bytes."""
-        return [
-            f"mbarrier.expect({barrier}, {self.name}_box.block_type.nbytes)",
-            f"copy({self.name}_box, [{self.corner}{start}, 0], {barrier}, {block})",
-        ]
+    @property
+    def bytes(self) -> str:
+        """The bytes of a step's blocks."""
+        return " + ".join(f"{box_name(self.name, k)}.block_type.nbytes" for k in range(len(self.slices)))
 
-    def produce(self, phase: str) -> list[str]:
-        """In the producer: wait until ``slot`` is empty (the ``phase`` before this round's), and begin to fill it."""
-        wait = f"mbarrier.wait({self.name}_empty.index(slot), {phase})"
-        return [wait, *self.copy("start", f"{self.name}_full.index(slot)", f"{self.name}_ring.index(slot)")]
+    def copy(self, start: str, barrier: str, slot: str) -> list[str]:
+        """Begin to copy the blocks at a folded index into a slot; ``barrier`` counts their bytes."""
+        return [f"mbarrier.expect({barrier}, {self.bytes})", *self.copy_counted(start, barrier, slot)]
+
+    def copy_counted(self, start: str, barrier: str, slot: str) -> list[str]:
+        """The same where the barrier knows how many bytes to expect."""
+        lines = []
+        for k, (ring, (first, _)) in enumerate(zip(self.rings, self.slices, strict=True)):
+            at = f"[{self.corner}{start}, {first}]"
+            lines.append(f"copy({box_name(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
+        return lines
+
+    def produce(self, phase: str, depth: int = 0) -> list[str]:
+        """In the producer: wait until ``slot`` is empty (the ``phase`` before this round's), and begin to fill it.
+
+        ``depth``: of most rings, which ``slot`` and ``phase`` are of; this one may have another."""
+        slot = "slot" if depth in (0, self.depth) else f"step % {self.depth}"
+        phase = phase if slot == "slot" else f"((step // {self.depth}) & 1) ^ 1"
+        wait = f"mbarrier.wait({self.name}_empty.index({slot}), {phase})"
+        return [wait, *self.copy("start", f"{self.name}_full.index({slot})", slot)]
 
     def wait(self, step: str = "step") -> str:
         """In a consumer: wait for the block of a step."""
@@ -200,16 +272,45 @@ class Ring:
         """In a consumer: the block of a step may be overwritten."""
         return f"mbarrier.arrive({self.name}_empty.index({step} % {self.depth}))"
 
-    def block(self, width: int, step: str = "step") -> str:
-        """The block of a step, as ``[FOLDED, width]``."""
-        return f"{self.name}_ring.index({step} % {self.depth}).reshape([FOLDED, {width}])"
+    def blocks(self, step: str = "step", folded: str = "FOLDED") -> list[str]:
+        """The blocks of a step, each ``[FOLDED, size]``."""
+        return self.blocks_in(f"{step} % {self.depth}", folded)
+
+    def blocks_in(self, slot: str, folded: str = "FOLDED") -> list[str]:
+        """The same of a slot."""
+        return [
+            f"{ring}.index({slot}).reshape([{folded}, {size}])"
+            for ring, (_, size) in zip(self.rings, self.slices, strict=True)
+        ]
 
 
-def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int) -> list[str]:
+def start_score(name: str, residents: Sequence[str], blocks: Sequence[str]) -> list[str]:
+    """Start the MMAs of a score: the resident tile times a step's blocks, summed over the slices of features."""
+    lines, total = [], "zeros, use_acc=False"
+    for resident, block in zip(residents, blocks, strict=True):
+        lines.append(f"{name} = warpgroup_mma({resident}, {block}.permute((1, 0)), {total}, is_async=True)")
+        total = name
+    return lines
+
+
+def start_sum(totals: Sequence[str], weights: str, blocks: Sequence[str], layout: str = "WEIGHTS") -> list[str]:
+    """Start the MMAs that add weights times a step's blocks to accumulators, one for each slice of features."""
+    lines = []
+    for k, (total, block) in enumerate(zip(totals, blocks, strict=True)):
+        operand = f"tl.convert_layout({weights}, {layout}{suffix(k)})" if k else weights
+        lines.append(f"{total} = warpgroup_mma({operand}, {block}, {total}, is_async=True)")
+    return lines
+
+
+def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int, shifts: int = 0) -> list[str]:
     """In the producer: load one number per folded index of a tile, ``each`` lane as many. They are stored into their
-    rings after the blocks were waited for, so that the loads are in flight meanwhile."""
+    rings after the blocks were waited for, so that the loads are in flight meanwhile. ``shifts``: how many shifts of
+    exponents there are, which were computed before the launch."""
     lane = f"folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([{each}], [32], [1], [0]))"
-    lines = [lane, "folded_in = folded_at < folded_size"] if leaves else []
+    lines = [lane, "folded_in = folded_at < folded_size"] if leaves or shifts else []
+    for k in range(shifts):
+        base = f"shift{k}_ptr + tl.cast({spec.batch_number()}, tl.int64) * folded_size"
+        lines.append(f"shift{k} = tl.load({base} + folded_at.to(tl.int64), mask=folded_in, other=0)")
     for x in map(leaf_name, leaves):
         base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
         lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")

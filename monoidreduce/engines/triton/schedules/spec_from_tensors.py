@@ -53,6 +53,8 @@ def describe_fold(
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
+    widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
+    wide = k_loop.takes_fold(fold, widest, narrow is not None)
     types, rooms, casts = [], [], []
     for e in fold.leaves:
         v = values[e]
@@ -68,13 +70,12 @@ def describe_fold(
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
-            if v.stride(-1) == 1 and row % 16 and v.shape[-1] <= WIDEST:
+            if v.stride(-1) == 1 and row % 16 and (wide or v.shape[-1] <= WIDEST):
                 room = -(-v.shape[-1] // 16) * 16  # rows aligned to 16 bytes load four times faster
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
         rooms.append(room)
-    wide = k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
     spec = Spec(
         fold,
         over,

@@ -59,7 +59,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args
-    if spec.width(kept.feature) > gemm_template.DEEPEST:
+    if spec.width(kept.feature) > (gemm_template.WIDE_DEEPEST if _prefers_wide_tiles(spec) else gemm_template.DEEPEST):
         return None
     if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None

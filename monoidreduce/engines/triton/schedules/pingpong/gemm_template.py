@@ -24,10 +24,11 @@ from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent,
 
 TILE = 128  # kept and folded indices of a tile
 EXTRA = 64  # folded indices more of a wide tile
-# Features of folds, and of weights in narrow tiles: beyond, the compiler's larger tiles are as fast or faster on a chip
-# at its power limit, since they read less (H200: a forward of 4096 features took 14.0 ms by ping-pong, in wide tiles,
-# and 13.4 by the compiler's schedule, calls queued).
+# Features of folds and of weights, in narrow and in wide tiles: beyond, the compiler's larger tiles are as fast or
+# faster on a chip at its power limit, since they read less. (H200, forwards of 4096 features in turns with others:
+# 4096 x 128256 pairs 5.9 ms by ping-pong in wide tiles, 6.9 by the compiler's schedule; 8192 x 128256 12.0 and 13.6.)
 DEEPEST = 3072
+WIDE_DEEPEST = 8192
 
 
 @dataclass(frozen=True)

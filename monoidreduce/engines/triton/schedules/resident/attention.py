@@ -5,9 +5,10 @@ the folded axis into ring buffers. Each consumer warp group has 64 kept indices:
 sums of the tile before, and makes weights of the scores while the sums run. With bfloat16 the maximum is guessed from
 the first tile; rows whose guess was too low are computed again with a running maximum (online softmax).
 
-**To give it another tile, edit** ``SCHEDULE``. That one value says how many consumer groups an instance has (64 kept
-indices each), how many folded indices a tile has, how deep the ring buffers are, and how registers are shared out;
-everything else follows: the plan that is chosen, the kernel's text, the compiler's options.
+**To give it another tile, edit** ``SCHEDULES``. A value says how wide vectors may be, how many consumer groups an
+instance has (64 kept indices each), how many folded indices a tile has, how deep the ring buffers are, and how
+registers are shared out; everything else follows: the plan that is chosen, the kernel's text, the compiler's options.
+Vectors of any number of features are multiplied in slices that are powers of two (``Spec.slices``).
 ``docs/internals/schedules.md`` shows it step by step, with what to run afterwards.
 """
 
@@ -28,10 +29,21 @@ from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter, is_one
-from ...codegen.kernel_spec import Spec
+from ...codegen.kernel_spec import Slices, Spec
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
-from ..gluon_parts import GROUP_ROWS, Partitions, Ring, TileOrder, enter_tile, fill, indent, leaf_name
+from ..gluon_parts import (
+    GROUP_ROWS,
+    Partitions,
+    Ring,
+    TileOrder,
+    VectorRows,
+    enter_tile,
+    fill,
+    indent,
+    leaf_name,
+    suffix,
+)
 from ..kernel_plan import KernelPlan
 from . import attention_template
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
@@ -41,19 +53,23 @@ _SHARED = 227 * 1024  # bytes of shared memory of a Hopper multiprocessor that o
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """How an instance of the kernel runs."""
+    """How an instance of the kernel runs, for vectors of up to so many features."""
 
+    widest: int  # features, of the slices that hold them
     groups: int  # consumer warp groups, of 64 kept indices each
     folded: int  # folded indices of a tile: a power of two
-    ring: int  # blocks of each operand in flight
+    ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
-    width: int = 128  # features of all vectors. Of 64, the compiler's own schedule is 7 % faster (H200)
+    holds_queries: bool = True  # in registers, in whole tiles
+    more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
         if len(self.registers) != self.groups:
             raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
-        if self.shared_bytes > _SHARED:
-            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {_SHARED}")
+        if self.ring < self.groups:
+            raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
+        if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
+            raise ValueError(f"{taken} bytes of shared memory; an instance has {_SHARED}")
 
     @property
     def kept(self) -> int:
@@ -65,22 +81,29 @@ class AttentionSchedule:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
 
-    @property
-    def shared_bytes(self) -> int:
-        """The resident tile, two rings of blocks, and a block of each group for retries, in 16 bits."""
-        return 2 * self.width * (self.kept + 2 * self.ring * self.folded + self.groups * self.folded)
+    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
+        """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
+        ``staged`` features of results that are stored through memory of their own. ``folded``, ``ring``: if others."""
+        folded, ring = folded or self.folded, ring or self.ring
+        in_flight = ring * queries + (ring + self.more_values) * values
+        return 2 * (self.kept * (queries + staged) + folded * in_flight)
 
 
-SCHEDULE = AttentionSchedule(groups=2, folded=128, ring=2, registers=(232, 40))
+SCHEDULES = (
+    AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40)),
+    AttentionSchedule(widest=192, groups=2, folded=64, ring=3, registers=(240, 24), holds_queries=False),
+    AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
+)
 
+_NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is this schedule's."""
-    tile = plan.block_kept == SCHEDULE.kept and plan.num_warps == 4
-    return plan.boxes == 2 and tile and hopper.runs_warp_specialized(device)
+    """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
+    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in SCHEDULES)
+    return plan.boxes == 2 and kept and hopper.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -89,11 +112,11 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
 
     Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
-    few = count * length < SCHEDULE.kept * spec_from_tensors.processors(device)
-    if not hopper.runs_warp_specialized(device) or short or few or write_kernel(spec) is None:
+    if not hopper.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
-    return SCHEDULE.tile
+    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
+    few = count * length < schedule.kept * spec_from_tensors.processors(device)
+    return None if short or few or write_kernel(spec, schedule) is None else schedule.tile
 
 
 @dataclass(frozen=True)
@@ -121,28 +144,66 @@ def find_operands(spec: Spec) -> Operands | None:
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
     copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
-    fits = copied and all(spec.width(e.feature) == SCHEDULE.width for e in vectors)
-    return Operands(queries, keys, values) if fits else None
+    return Operands(queries, keys, values) if copied else None
+
+
+def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
+    """The schedule of a spec, by how wide its vectors are; with another ``tile``, where one is given. None where there
+    is none."""
+    operands = find_operands(spec)
+    if operands is None:
+        return None
+    queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
+    widths = [sum(size for _, size in slices) for slices in (queries, values)]
+    staged = sum(size for _, size in _find_staged(queries, values))
+    if max(widths) <= _NARROW:
+        return None
+    for schedule in SCHEDULES:
+        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
+        suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
+        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
+            return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
+    return None
+
+
+def _find_staged(queries: Slices, values: Slices) -> Slices:
+    """The slices of results for which the resident tile has none of their size: they are stored through another."""
+    sizes = [size for _, size in queries]
+    found = []
+    for each in values:
+        if each[1] in sizes:
+            sizes.remove(each[1])
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool, aligned: bool) -> kernel_text.Kernel | None:
+    """The kernel of a spec with a plan's tile; None where there is none."""
+    schedule = find_schedule(spec, (plan.block_kept, plan.block_folded, plan.num_warps, plan.num_stages))
+    return None if schedule is None else write_kernel(spec, schedule, even, aligned)
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.Kernel | None:
+def write_kernel(
+    spec: Spec, schedule: AttentionSchedule | None = None, even: bool = True, aligned: bool = True
+) -> kernel_text.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
     folded tile holds the nearest index of every kept index of an instance, so that no other tile meets the diagonal."""
-    operands = find_operands(spec)
-    if operands is None:
+    operands, schedule = find_operands(spec), schedule or find_schedule(spec)
+    if operands is None or schedule is None:
         return None
     plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
-    text = _Text(spec, operands, even, aligned)
+    text = _Text(spec, schedule, operands, even, aligned)
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
-    made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, SCHEDULE.groups, functions)
+    made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
     return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
 
 
@@ -151,6 +212,7 @@ class _PairValues(ExpressionWriter):
 
     ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
+    totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
 
     def _leaf(self, e: Expr) -> str:
@@ -170,14 +232,15 @@ class _PairValues(ExpressionWriter):
 
     def divided(self, block: str, name: str) -> str:
         factor = literal(self.toss.factor if self.toss else 1.0)
-        return f"{block} * tl.convert_layout({factor} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+        layout = f"SUMS{suffix(self.totals.index(block))}"
+        return f"{block} * tl.convert_layout({factor} / {name}, tl.SliceLayout(1, {layout}))[:, None]"
 
 
 class _Text:
     """The parts of one kernel's text."""
 
-    def __init__(self, spec: Spec, operands: Operands, even: bool, aligned: bool):
-        self.spec, self.operands, self.narrow = spec, operands, f"tl.{spec.narrow}"
+    def __init__(self, spec: Spec, schedule: AttentionSchedule, operands: Operands, even: bool, aligned: bool):
+        self.spec, self.schedule, self.operands, self.narrow = spec, schedule, operands, f"tl.{spec.narrow}"
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
@@ -187,7 +250,8 @@ class _Text:
         soft = make(0, *spec.fold.scaled[0], v)
         assert isinstance(soft, SoftmaxLines)
         self.soft = soft
-        self.n, self.total = soft.name, f"{soft.name}_mean0"
+        self.n, v.totals = soft.name, soft.means[0].names
+        self.totals = ", ".join(v.totals)
         self.guesses = soft.level
         soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
         soft.compensates = self.guesses and soft.rounded[0]
@@ -195,9 +259,13 @@ class _Text:
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
-        self.order = TileOrder(spec, SCHEDULE.kept if self.guesses and soft.sloped else 0)
-        self.keys = Ring.of(operands.keys, spec, SCHEDULE.ring, SCHEDULE.groups)
-        self.values = Ring.of(operands.values, spec, SCHEDULE.ring, SCHEDULE.groups)
+        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped else 0)
+        self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
+        self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
+        self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
+        self.staged = _find_staged(self.keys.slices, self.values.slices)
+        self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
+        self.rows = VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
 
     def _carry_weights(self) -> None:
@@ -214,9 +282,9 @@ class _Text:
     def write(self, name: str, arguments: Sequence[str], unspecialized: Sequence[str]) -> tuple[str, list[str]]:
         """The kernel's text, and of it the lines that come from code generation."""
         numbers = [leaf_name(e) for e in self.v.ringed]
-        both = (self.keys.name, self.values.name)
-        buffers = ["resident", "retry_block", "retry_full", *(f"{x}_ring" for x in both)]
-        buffers += [f"{x}_{state}" for x in both for state in ("full", "empty")]
+        both = (self.keys, self.values)
+        buffers = [*self.residents, *self.staging, "retry_full", "done", *(ring for r in both for ring in r.rings)]
+        buffers += [f"{r.name}_{state}" for r in both for state in ("full", "empty")]
         buffers += [f"{x}_{part}" for x in numbers for part in ("ring", "full")]
         partitions = Partitions(arguments, buffers)
         consumer, generated = self._consumer(partitions)
@@ -230,7 +298,7 @@ class _Text:
             "least": (self.v.toss.least if self.v.toss else 0) * 0x10001,
             "narrow": self.spec.narrow,
             "pair": pair,
-            "ring": SCHEDULE.ring,
+            "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
         return "\n".join(text.format(**holes) for text in called)
@@ -243,26 +311,30 @@ class _Text:
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
             shift = " >> 1" if self.v.toss and e is self.v.toss.mark else ""
             store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
-        load = gluon_parts.load_ahead(self.spec, self.v.ringed, SCHEDULE.folded // 32)
+        load, ring = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
         return fill(
             gluon_parts.PRODUCER,
             parameters=partitions.parameters(),
             opening=self._opening(),
             tile=self.order.any(),
-            depth=SCHEDULE.ring,
-            phase=f"(step // {SCHEDULE.ring}) & 1",
-            produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1"), *store],
+            depth=ring,
+            phase=f"(step // {ring}) & 1",
+            produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1", ring), *store],
         )
 
     def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
-        groups, ring, width = SCHEDULE.groups, SCHEDULE.ring, SCHEDULE.width
+        groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
-        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {width}], {self.narrow})"
+        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {self.narrow})".format
+        tiles = zip([*self.residents, *self.staging], [*self.keys.slices, *self.staged], strict=True)
         allocate = [
-            gluon_parts.allocate("resident", self.narrow, f"[{groups}, {kept}, {width}]", layout),
-            *(r.allocate_blocks(self.narrow) for r in both),
-            self.keys.allocate_blocks(self.narrow, "retry_block", groups),
+            *(
+                gluon_parts.allocate(name, self.narrow, f"[{groups}, {kept}, {size}]", layout(size))
+                for name, (_, size) in tiles
+            ),
+            *(line for r in both for line in r.allocate_blocks(self.narrow)),
             gluon_parts.allocate_barriers("retry_full", groups),
+            gluon_parts.allocate_barriers("done", 1),
             *(line for r in both for line in r.allocate_barriers()),
         ]
         init = []
@@ -271,6 +343,7 @@ class _Text:
             allocate.append(gluon_parts.allocate_barriers(f"{x}_full", ring))
             init.append(f"mbarrier.init({x}_full.index(k), count=1)")
         runs = [("consumer", k, kept) for k in range(groups)]
+        last = [self.values.init_full(), self.values.init_empty()]
         return fill(
             gluon_parts.ENTRY,
             unspecialized=repr(unspecialized),
@@ -280,10 +353,18 @@ class _Text:
             depth=ring,
             init=[*init, *(r.init_full() for r in both), *(r.init_empty() for r in both)],
             init_others=[
+                *(
+                    line.replace("(k)", f"({k})")
+                    for k in range(ring, ring + self.schedule.more_values)
+                    for line in last
+                ),
                 f"for k in tl.static_range({groups}):",
                 "    mbarrier.init(retry_full.index(k), count=1)",
+                f"mbarrier.init(done.index(0), count={groups})",
             ],
-            specialize=partitions.specialize([*runs, ("producer", 0, "KEPT")], ", ".join(map(str, SCHEDULE.registers))),
+            specialize=partitions.specialize(
+                [*runs, ("producer", 0, "KEPT")], ", ".join(map(str, self.schedule.registers))
+            ),
         )
 
     def _consumer(self, partitions: Partitions) -> tuple[str, list[str]]:
@@ -296,7 +377,9 @@ class _Text:
             "retry": self._weigh({}, True, retries=True),
             "capped": self._weigh(truths, False, form=self.softcap) if self.softcap else [],
         }
-        load = gluon_parts.load_resident(v.pointer(self.operands.queries), self.operands.queries, "resident")
+        queries, own = self.operands.queries, [*self.residents, *self.staging]
+        width = self.spec.width(queries.feature)
+        load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents)
         begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
         results = self._results()
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
@@ -304,61 +387,80 @@ class _Text:
         text = fill(
             attention_template.CONSUMER,
             parameters=partitions.parameters(),
-            ring=SCHEDULE.ring,
-            width=SCHEDULE.width,
-            groups=SCHEDULE.groups,
-            layouts=gluon_parts.layouts(SCHEDULE.width),
+            groups=self.schedule.groups,
+            layouts=[*gluon_parts.layouts(self.values.slices), *self.rows.layouts()],
             opening=self._opening(),
-            lanes=gluon_parts.lanes(SCHEDULE.width),
+            lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
             before=v.before,
-            load=[load],
+            residents=[f"{name} = {name}.index(GROUP)" for name in own],
+            load=load,
             begin=begin,
-            total=self.total,
-            keys=self.keys.name,
-            values=self.values.name,
+            sums=self._zero_sums(),
+            first_scores=[self.keys.wait("0"), *self._start_scores("0", self.residents)],
+            release_first=[self.keys.release("0")],
+            totals=self.totals,
             enter_first=enter_tile(self.order.any()),
             first_cut=arithmetic["first_cut"],
             first_whole=arithmetic["first_whole"],
             weights=self.weights,
             before_whole=before_whole,
             whole=whole,
-            cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), "resident"),
-            operand=self.last,
+            cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), self.residents),
+            last_sums=self._start_sums("(steps - 1)", self.last),
             retry=retry,
             results=results,
         )
         return text, generated
 
-    def _step(self, arithmetic: list[str], enter: list[str], queries: str, ahead: Sequence[str] = ()) -> list[str]:
+    def _zero_sums(self) -> list[str]:
+        return [
+            f"{total} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})"
+            for k, (total, (_, size)) in enumerate(zip(self.v.totals, self.values.slices, strict=True))
+        ]
+
+    def _start_scores(self, step: str, queries: Sequence[str]) -> list[str]:
+        """First MMAs: queries times the keys of a step, in the background."""
+        return gluon_parts.start_score("score", queries, self.keys.blocks(step))
+
+    def _start_sums(self, step: str, weights: str) -> list[str]:
+        """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
+        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, self.values.blocks(step))]
+
+    def _step(
+        self, arithmetic: list[str], enter: list[str], queries: Sequence[str], ahead: Sequence[str] = ()
+    ) -> list[str]:
         """One tile: start its scores and the sums of the tile before, weigh the scores while the sums run.
 
         ``ahead``: numbers that are loaded while both MMAs run."""
-        keys, values, total, operand = self.keys.name, self.values.name, self.total, self.operand
+        totals, operand = self.totals, self.operand
         return [
-            f"score = start_scores({queries}, {keys}_ring, {keys}_full, step, zeros)",
+            self.keys.wait(),
+            *self._start_scores("step", queries),
             *self.unpack,
-            f"{total} = start_sums({operand}, {values}_ring, {values}_full, step - 1, {total})",
+            *self._start_sums("(step - 1)", operand),
             *ahead,
-            "score = warpgroup_mma_wait(1, deps=[score])",
+            f"score = warpgroup_mma_wait({len(self.v.totals)}, deps=[score])",
             self.keys.release(),
             *enter,
             *arithmetic,
-            f"{total}, {operand} = warpgroup_mma_wait(0, deps=[{total}, {operand}])",
+            f"{totals}, {operand} = warpgroup_mma_wait(0, deps=[{totals}, {operand}])",
             self.values.release("(step - 1)"),
-            *([] if self.guesses else [self._rescale()]),
+            *([] if self.guesses else self._rescale()),
             f"weights = {self.weights}",
         ]
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
         """The loop over whole tiles, and what comes before it. With softcap, the polynomial runs where the first tile
         showed that it applies. Queries are held in registers unless softcap or ALiBi need these."""
-        n, before, queries = self.n, list[str](), "resident"
+        n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
-        elif not self.alibi:
-            queries = f"{leaf_name(self.operands.queries)}_block"
-            before.append(f"{queries} = resident.load(tl.DotOperandLayout(0, SCORES, 2))  # queries stay in registers")
+        elif not self.alibi and self.schedule.holds_queries:
+            block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
+            queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
+            before.append("# queries stay in registers")
+            before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
         ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
         whole = [line for line in whole if line.strip() not in ahead]
         if not self.spec.bounds:
@@ -406,9 +508,10 @@ class _Text:
         largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
         return [f"{n}_total = lanes(zeros)", *largest]
 
-    def _rescale(self) -> str:
-        """Rescale the accumulator to the new running maximum."""
-        return f"{self.total} = {self.total} * tl.convert_layout({self.n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
+    def _rescale(self) -> list[str]:
+        """Rescale the accumulators to the new running maximum."""
+        shrink = f"tl.convert_layout({self.n}_shrink, tl.SliceLayout(1, SUMS{{}}))[:, None]".format
+        return [f"{total} = {total} * {shrink(suffix(k))}" for k, total in enumerate(self.v.totals)]
 
     def _retry(self, arithmetic: list[str]) -> list[str]:
         """Check the guessed maximum; compute rows again where it was wrong."""
@@ -418,24 +521,22 @@ class _Text:
             f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
         ]
         right = f" & {self.softcap.was_right()}" if self.softcap else ""
-        block = "retry_block"
-        if self.keys.corner.count(",") != self.values.corner.count(","):
-            block = f"retry_block.reshape({self.values.name}_box.block_type.shape)"
         text = fill(
             attention_template.RETRY,
             n=n,
-            total=self.total,
-            width=SCHEDULE.width,
+            totals=self.totals,
+            sums=self._zero_sums(),
             rounding=rounding if compensates else [],
             near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
             no_rounding=[f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else [],
             enter=enter_tile(self.order.any()),
-            copy_keys=self.keys.copy("start", "retry_full", "retry_block"),
+            copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
+            scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
             arithmetic=arithmetic,
-            rescale=[self._rescale()],
+            rescale=self._rescale(),
             weights=self.weights,
-            copy_values=self.values.copy("start", "retry_full", block),
-            operand=self.last,
+            copy_values=self.values.copy("start", "retry_full.index(GROUP)", "GROUP"),
+            add=gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
         )
         return text.split("\n")
 
@@ -447,9 +548,19 @@ class _Text:
             if feature is None:
                 stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
             else:
-                width = self.spec.width(feature)
-                stores += gluon_parts.store_vectors(self.spec, k, width, "resident", texts[0])
+                width, slices = self.spec.width(feature), self.values.slices
+                stores += self.rows.store(self.spec, k, width, slices, self._find_memory(), texts)
         return [*self.v.inside, *stores]
+
+    def _find_memory(self) -> list[str]:
+        """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
+        free = list(zip(self.keys.slices, self.residents, strict=True))
+        own = dict(zip(self.staged, self.staging, strict=True))
+        found = []
+        for each in self.values.slices:
+            at = next((k for k, ((_, size), _) in enumerate(free) if size == each[1] and each not in own), None)
+            found.append(own[each] if at is None else free.pop(at)[1])
+        return found
 
 
 def _ringed_numbers(spec: Spec) -> tuple[Expr, ...]:

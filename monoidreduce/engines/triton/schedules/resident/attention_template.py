@@ -13,21 +13,6 @@ from .logit_forms import ALIBI_LINE, INDEX_DISTANCE, POLYNOMIAL_RANGE
 CONSUMER = """
 
 @gluon.jit
-def start_scores(resident, ring, full, step, zeros):
-    # first MMA: resident tile x block of a step, in the background
-    mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
-    block = ring.index(step % {ring}).reshape([zeros.shape[1], {width}])
-    return warpgroup_mma(resident, block.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_sums(weights, ring, full, step, total):
-    # second MMA: weights x block of a step, added to the accumulator in the background
-    mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
-    return warpgroup_mma(weights, ring.index(step % {ring}).reshape([weights.shape[1], {width}]), total, is_async=True)
-
-
-@gluon.jit
 def consumer(
     {parameters}
 ):
@@ -37,20 +22,21 @@ def consumer(
     tile = tile * {groups} + GROUP
     {lanes}
     {before}
-    resident, retry_block, retry_full = resident.index(GROUP), retry_block.index(GROUP), retry_full.index(GROUP)
+    {residents}
     {load}
     fence_async_shared()
 
     # running values
     zeros = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
     {begin}
-    {total} = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+    {sums}
 
     # the first tile
     step = 0
     {enter_first}
-    score = warpgroup_mma_wait(0, deps=[start_scores(resident, {keys}_ring, {keys}_full, 0, zeros)])
-    mbarrier.arrive({keys}_empty.index(0))
+    {first_scores}
+    score = warpgroup_mma_wait(0, deps=[score])
+    {release_first}
     if RAGGED:
         {first_cut}
     else:
@@ -65,16 +51,18 @@ def consumer(
         # tiles that a condition or the end of the folded axis cuts
         for step in range(tl.maximum(whole_steps, 1), steps):
             {cut}
-    {total} = warpgroup_mma_wait(0, deps=[start_sums({operand}, {values}_ring, {values}_full, steps - 1, {total})])
+    {last_sums}
+    {totals} = warpgroup_mma_wait(0, deps=[{totals}])
     {retry}
 
     # results
     {results}
 """
 
-# Where a guessed maximum stood in for the running one. A warp group retries alone, with blocks of its own: the producer
-# has ended.
-RETRY = """{n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+# Where a guessed maximum stood in for the running one. A warp group retries alone, in a slot of its own of the ring
+# buffers: when all groups are done with them, the producer has ended.
+RETRY = """mbarrier.arrive(done.index(0))
+{n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
 {rounding}
 
 # a weight was out of range, or all of a row's were too small: once more, with a running maximum (online softmax)
@@ -82,19 +70,21 @@ if not ({near}):
     {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
     {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
     {no_rounding}
-    {total} = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+    {sums}
+    mbarrier.wait(done.index(0), 0)
     for step in range(0, steps):
         {enter}
         {copy_keys}
-        mbarrier.wait(retry_full, 0)
-        block = retry_block.reshape([FOLDED, {width}])
-        score = warpgroup_mma(resident, block.permute((1, 0)), zeros, use_acc=False)
+        mbarrier.wait(retry_full.index(GROUP), 0)
+        {scores}
+        score = warpgroup_mma_wait(0, deps=[score])
         {arithmetic}
         {rescale}
         weights = {weights}
         {copy_values}
-        mbarrier.wait(retry_full, 1)
-        {total} = warpgroup_mma({operand}, block, {total})"""
+        mbarrier.wait(retry_full.index(GROUP), 1)
+        {add}
+        {totals} = warpgroup_mma_wait(0, deps=[{totals}])"""
 
 # Device functions that only some kernels call, by name.
 DEVICE_FUNCTIONS = {

@@ -20,8 +20,19 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known
 from .. import gluon_parts
-from ..gluon_parts import GROUP_ROWS, PACK_PAIRS, TileOrder, enter_tile, fill, indent, leaf_name
-from .work_split import WIDTH, GroupWork, folded_numbers, kept_and_folded
+from ..gluon_parts import (
+    GROUP_ROWS,
+    PACK_PAIRS,
+    Ring,
+    TileOrder,
+    VectorRows,
+    enter_tile,
+    fill,
+    indent,
+    leaf_name,
+    suffix,
+)
+from .work_split import GroupWork, folded_numbers, kept_and_folded
 
 _IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 {gluon_parts.IMPORTS}"""
@@ -132,8 +143,12 @@ class _Text:
     def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
         self.spec, self.work, self.plain, self.v = spec, work, plain, _PairValues(spec, work.dots, plain.shifts)
         kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
-        self.residents = {e: f"resident.index({k})" for k, e in enumerate(kept)}
-        self.copied = list(dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots))
+        slices = lambda e: range(len(spec.slices(e.feature)))
+        self.residents = {e: [f"{leaf_name(e)}_kept{suffix(k)}" for k in slices(e)] for e in kept}
+        copied = dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots)
+        self.rings = {e: Ring.of(e, spec, _RING, 1) for e in copied}
+        self.sums = [[f"sum{p.place}" + (f"_{k}" if k else "") for k in slices(p.vector)] for p in work.products]
+        self.rows = VectorRows.of(spec.slices(e.feature) for e in kept)
         self.order = TileOrder(spec)
         self.dropped = [match_dropped_weight(p.weight, spec) for p in work.products]
         self.toss = next((found.toss for found in self.dropped if found is not None), None)
@@ -158,25 +173,30 @@ class _Text:
             tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, self.order.whole()
         )
         cut = self._step({}, True, self.order.cut())
-        load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
+        load = []
+        for e, smem in self.residents.items():
+            load += self.rows.load(v.pointer(e), e, spec.width(e.feature), spec.slices(e.feature), smem)
         results, running = self._results(), ", ".join(self._running())
         opening = [*gluon_parts.scalar_opening(spec), *self.order.opening]
-        begin = [
-            f"sum{p.place} = warpgroup_mma_init(tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS))"
-            for p in self.work.products
-        ]
-        begin += [f"weight{k} = pack_pairs(tl.zeros([KEPT, FOLDED], tl.{spec.narrow}, WEIGHTS))" for k in range(2)]
+        begin = []
+        for p, sums, layout in zip(self.work.products, self.sums, self._layout_names(), strict=True):
+            for k, (total, (_, size)) in enumerate(zip(sums, spec.slices(p.vector.feature), strict=True)):
+                zeros = f"tl.zeros([KEPT, {size}], tl.float32, {layout}{suffix(k)})"
+                begin.append(f"{total} = warpgroup_mma_init({zeros})")
+        for k, layout in enumerate(self._layout_names("WEIGHTS")):
+            begin.append(f"weight{k} = pack_pairs(tl.zeros([KEPT, FOLDED], tl.{spec.narrow}, {layout}))")
         self.generated += [*opening, *v.before, *self.store_numbers]
+        order = "{}" if self.toss is None else "neighbours({})"
         text = fill(
             _KERNEL,
             name=plain.name,
             unspecialized=repr(unspecialized),
             arguments=[*gluon_parts.wrap_names(names), f"{gluon_parts.CONSTANTS},"],
-            layouts=gluon_parts.layouts(WIDTH),
+            layouts=self._layouts(),
             allocate=self._allocate(),
             opening=opening,
             # with dropout, a thread's two columns are neighbours, which share random bits
-            lanes=gluon_parts.lanes(WIDTH, "{}" if self.toss is None else "neighbours({})"),
+            lanes=[*gluon_parts.lanes(order), *self.rows.lanes(order)],
             before=v.before,
             next_tile=self.order.any("next_step"),
             next_group=self.order.enter_group("next_step"),
@@ -193,17 +213,18 @@ class _Text:
         return text, self.generated
 
     def _running(self) -> list[str]:
-        return [*(f"sum{p.place}" for p in self.work.products), "weight0", "weight1"]
+        return [*(name for sums in self.sums for name in sums), "weight0", "weight1"]
 
     def _allocate(self) -> list[str]:
         """Shared memory: the resident tile, and rings of folded vectors and numbers."""
         narrow = f"tl.{self.spec.narrow}"
-        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {WIDTH}], {narrow})"
-        shape = f"[{len(self.residents)}, {GROUP_ROWS}, {WIDTH}]"
-        lines = [gluon_parts.allocate("resident", narrow, shape, layout)]
-        for x in map(leaf_name, self.copied):
-            shape = f"[{_RING}] + {x}_box.block_type.shape"
-            lines.append(gluon_parts.allocate(f"{x}_ring", narrow, shape, f"{x}_box.layout"))
+        layout = f"tl.NVMMASharedLayout.get_default_for({{}}, {narrow})".format
+        lines = []
+        for e, smem in self.residents.items():
+            for name, (_, size) in zip(smem, self.spec.slices(e.feature), strict=True):
+                shape = f"[{GROUP_ROWS}, {size}]"
+                lines.append(gluon_parts.allocate(name, narrow, shape, layout(shape)))
+        lines += [line for ring in self.rings.values() for line in ring.allocate_blocks(narrow)]
         for x, (kind, _) in self._number_places().items():
             lines.append(gluon_parts.allocate_numbers(x, kind, _RING, GROUP_ROWS))
         return lines
@@ -237,11 +258,10 @@ class _Text:
 
     def _copy_blocks(self) -> list[str]:
         """Begin to copy the next tile's blocks; one barrier counts the bytes of all."""
-        size = " + ".join(f"{leaf_name(e)}_box.block_type.nbytes" for e in self.copied)
+        size = " + ".join(ring.bytes for ring in self.rings.values())
         lines = [f"mbarrier.expect(full.index(next_slot), {size})"]
-        for e in self.copied:
-            x, corner = leaf_name(e), "".join(f"tl.cast(b{d}, tl.int32), " for d in self.spec.box_of[e])
-            lines.append(f"copy({x}_box, [{corner}next_start, 0], full.index(next_slot), {x}_ring.index(next_slot))")
+        for ring in self.rings.values():
+            lines += ring.copy_counted("next_start", "full.index(next_slot)", "next_slot")
         return lines
 
     def _step(self, truths: dict[Expr, bool], masked: bool, tile: str) -> list[str]:
@@ -259,21 +279,21 @@ class _Text:
             *self.order.enter_group("next_step"),
             *self.load_numbers,
             f"mbarrier.wait(full.index(slot), (step // {_RING}) & 1)",
-            self._start_score(0),
-            f"{running} = warpgroup_mma_wait(1, deps=[{running}])",
+            *self._start_score(0),
+            f"{running} = warpgroup_mma_wait({self._count_parts(0)}, deps=[{running}])",
             *self.store_numbers,
             "if step + 1 < steps:",
             *indent(self._copy_blocks()),
-            self._start_score(1),
+            *self._start_score(1),
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
         weights = [known(p.weight, truths) for p in self.work.products]
-        v.inside.append(wait(0, 1))
+        v.inside.append(wait(0, self._count_parts(1)))
         if (found := match_dropped_weight(weights[0], self.spec)) is None:
             for k, weight in enumerate(weights):
-                v.inside += [] if k == 0 else [wait(1, 1)]
+                v.inside += [] if k == 0 else [wait(1, len(self.sums[0]))]
                 self._weigh(k, weight)
-                v.inside.append(self._start_sum(k))
+                v.inside += self._start_sum(k)
             return v.inside
         first = len(v.inside)
         v.full(found.weight)
@@ -281,36 +301,52 @@ class _Text:
         v.inside.append(wait(1, 0))
         for k, weight in enumerate(weights):
             self._weigh(k, weight)
-        v.inside += [self._start_sum(k) for k in range(2)]
+        v.inside += [line for k in range(2) for line in self._start_sum(k)]
         return v.inside
 
     def _weigh(self, k: int, weight: Expr) -> None:
         """Write the weights of a sum, as they are multiplied."""
         v, first = self.v, len(self.v.inside)
         text = f"({v.seen(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
-        v.inside.append(f"weight{k} = pack_pairs(tl.convert_layout({text}, WEIGHTS))")
+        layout = self._layout_names("WEIGHTS")[k]
+        v.inside.append(f"weight{k} = pack_pairs(tl.convert_layout({text}, {layout}))")
         self.generated += v.inside[first:]
 
-    def _start_sum(self, k: int) -> str:
-        p = self.work.products[k]
-        return f"sum{p.place} = warpgroup_mma(weight{k}, {self._block(p.vector)}, sum{p.place}, is_async=True)"
+    def _start_sum(self, k: int) -> list[str]:
+        ring, weights = self.rings[self.work.products[k].vector], self._layout_names("WEIGHTS")[k]
+        return gluon_parts.start_sum(self.sums[k], f"weight{k}", ring.blocks_in("slot"), weights)
 
-    def _start_score(self, k: int) -> str:
+    def _count_parts(self, k: int) -> int:
+        """How many MMAs a score has: one for each slice of features."""
+        return len(self.spec.slices(self.work.dots[k].args[0].feature))
+
+    def _layout_names(self, kind: str = "SUMS") -> list[str]:
+        """The names of the layouts of both sums, or of their weights: the same where both are equally wide."""
+        slices = [self.spec.slices(p.vector.feature) for p in self.work.products]
+        return [kind, kind if slices[0] == slices[1] else f"{kind}_OTHER"]
+
+    def _layouts(self) -> list[str]:
+        names = self._layout_names("")
+        slices = {x: self.spec.slices(p.vector.feature) for x, p in zip(names, self.work.products, strict=True)}
+        lines = [line for other, each in slices.items() for line in gluon_parts.layouts(each, other)]
+        return [*dict.fromkeys(lines), *self.rows.layouts()]
+
+    def _start_score(self, k: int) -> list[str]:
         kept, folded = kept_and_folded(self.work.dots[k], self.spec)
-        block = f"{self._block(folded)}.permute((1, 0))"
-        return f"score{k} = warpgroup_mma({self.residents[kept]}, {block}, zeros, use_acc=False, is_async=True)"
-
-    def _block(self, e: Expr) -> str:
-        return f"{leaf_name(e)}_ring.index(slot).reshape([FOLDED, {WIDTH}])"
+        return gluon_parts.start_score(f"score{k}", self.residents[kept], self.rings[folded].blocks_in("slot"))
 
     def _results(self) -> list[str]:
-        lines = []
-        for p, found, smem in zip(self.work.products, self.dropped, self.residents.values(), strict=True):
-            k, scale = p.place, self.spec.fold.scaled[p.place][1]
+        lines, free = [], dict(self.residents)
+        layouts = self._layout_names()
+        for p, found, sums, layout in zip(self.work.products, self.dropped, self.sums, layouts, strict=True):
+            scale, slices = self.spec.fold.scaled[p.place][1], self.spec.slices(p.vector.feature)
             factors = [] if found is None else [literal(found.toss.factor)]
+            texts = [" * ".join([total, *factors]) for total in sums]
             if scale is not ONE:
                 factor = self.v.number(scale)
-                factors.append(f"tl.convert_layout({factor}, SUMS)" if self.spec.keeps(scale) else factor)
-            total = " * ".join([f"sum{k}", *factors])
-            lines += gluon_parts.store_vectors(self.spec, k, WIDTH, smem, total)
+                kept = f"tl.convert_layout({factor}, {layout}{{}})" if self.spec.keeps(scale) else factor
+                texts = [f"{text} * {kept.format(suffix(k))}" for k, text in enumerate(texts)]
+            like = next(e for e in free if self.spec.slices(e.feature) == slices)
+            width = self.spec.width(p.vector.feature)
+            lines += self.rows.store(self.spec, p.place, width, slices, free.pop(like), texts)
         return lines

@@ -25,10 +25,21 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known
 from .. import gluon_parts, hopper, spec_from_tensors
-from ..gluon_parts import GROUP_ROWS, PACK_PAIRS, Partitions, Ring, TileOrder, enter_tile, fill, leaf_name
+from ..gluon_parts import (
+    GROUP_ROWS,
+    PACK_PAIRS,
+    Partitions,
+    Ring,
+    TileOrder,
+    VectorRows,
+    enter_tile,
+    fill,
+    leaf_name,
+    suffix,
+)
 from ..kernel_plan import KernelPlan
 from . import single_warpgroup
-from .work_split import WIDTH, GroupWork, Product, count_kept, divide_work, folded_numbers, kept_and_folded
+from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,6 @@ class SumOfProductsSchedule:
 
 
 SCHEDULE = SumOfProductsSchedule(folded=64, deepest_ring=4, shared_bytes=224 * 1024, registers=(240, 24))
-_BLOCK_BYTES = GROUP_ROWS * WIDTH * 2
 # The share of multiprocessors that must be busy on average, by how many kinds of group there are: how much faster one
 # is than by the compiler's schedule (on an H200 0.85 to 0.9 of its time; where two kernels of eight products become one
 # of six, 0.75).
@@ -89,15 +99,15 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     plain = compiler.compile_fold(spec)
     if work[0].alone:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
-    if plain.shifts:
+    if plain.shifts and (spec.line or len(work) == 1):
         return None
-    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
-    text = _KernelText(spec, work, names, even)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+    text = _KernelText(spec, work, names, plain.shifts, even)
     groups = [_ConsumerText(text, k).write() for k in range(len(work))]
     generated = [line for _, lines in groups for line in lines]
     if text.toss is not None and any("coin(" in line for line in generated):  # random bits of two columns differ
         return write_kernel(spec, False)
-    if text.depth < 2:
+    if text.depth < 1:
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
@@ -107,9 +117,12 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made."""
 
-    def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
+    def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
-        self.dots, self.ringed = dots, folded_numbers(spec)
+        self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
+
+    def _shift(self, number: Expr, total: Expr) -> str:
+        return f"shift{self.shifts.index((number, total))}_here[None, :]"
 
     def _leaf(self, e: Expr) -> str:
         return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
@@ -133,25 +146,70 @@ class _PairValues(ExpressionWriter):
 class _KernelText:
     """What a kernel has once: ring buffers and barriers, the producer, the partitions."""
 
-    def __init__(self, spec: Spec, work: tuple[GroupWork, ...], names: Sequence[str], even: bool):
-        self.spec, self.work, self.shares_kept = spec, work, len(work) == 2
+    def __init__(
+        self,
+        spec: Spec,
+        work: tuple[GroupWork, ...],
+        names: Sequence[str],
+        shifts: tuple[tuple[Expr, Expr], ...],
+        even: bool,
+    ):
+        self.spec, self.work, self.shares_kept, self.shifts = spec, work, len(work) == 2, shifts
         found = {_find_toss(p.weight, spec) for group in work for p in group.products} if even else {None}
         self.toss = found.pop() if len(found) == 1 else None  # the dropout of all weights, two columns at once
         self.dots = tuple(e for group in work for e in group.dots)
         self.kept = [list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in group.dots)) for group in work]
-        self.numbers = folded_numbers(spec)
-        self.sent = len(work[0].sends)
-        self.residents = sum(map(len, self.kept)) * (1 if self.shares_kept else 2)
+        self.numbers = tuple(e for e in folded_numbers(spec) if not any(e in pair for pair in shifts))
+        self.ringed_numbers = {f"shift{k}": "float32" for k in range(len(shifts))}
+        self.ringed_numbers |= {leaf_name(e): spec.type_of[e] for e in self.numbers}
+        self.sent, self.sent_type = len(work[0].sends), work[0].sent or str(spec.narrow)
+        self.tiles = self._resident_tiles()
         copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
-        rest = self.residents * _BLOCK_BYTES + self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * 2
-        fits = (SCHEDULE.shared_bytes - rest) // (len(copied) * _BLOCK_BYTES)
-        self.depth = min(SCHEDULE.deepest_ring, fits)
+        self._size_rings(copied)
         users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
-        self.rings = {e: Ring.of(e, spec, self.depth, users(e)) for e in copied}
+        self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
         self.order = TileOrder(spec)
-        ringed = [f"{leaf_name(e)}_{part}" for e in (*copied, *self.numbers) for part in ("ring", "full", "empty")]
+        self.rows = VectorRows.of(spec.slices(e.feature) for e in dict.fromkeys((*self._kept(), *self._summed())))
+        ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
+        ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
-        self.partitions = Partitions(names, ["resident", *ringed, *sent])
+        self.partitions = Partitions(names, [*self.tiles, *ringed, *sent])
+
+    def _kept(self) -> list[Expr]:
+        return [e for each in self.kept for e in each]
+
+    def _summed(self) -> list[Expr]:
+        return [p.vector for group in self.work for p in group.products]
+
+    def _resident_tiles(self) -> dict[str, int]:
+        """The resident tiles, and those through which sums are stored that are as wide as no resident tile of their
+        group: the features of each slice, by name."""
+        found: dict[str, int] = {}
+        for at, group in enumerate(self.work):
+            for e in self.kept[at]:
+                found |= {f"{leaf_name(e)}_kept{suffix(k)}": n for k, (_, n) in enumerate(self.spec.slices(e.feature))}
+            for p in group.products:
+                if self.find_memory(at, p) is None:
+                    slices = self.spec.slices(p.vector.feature)
+                    found |= {f"staged{p.place}{'_' if k else ''}{suffix(k)}": n for k, (_, n) in enumerate(slices)}
+        return found
+
+    def find_memory(self, at: int, p: Product) -> Expr | None:
+        """The kept vectors of a group through whose memory a sum can be stored."""
+        like = self.spec.slices(p.vector.feature)
+        return next((e for e in self.kept[at] if self.spec.slices(e.feature) == like), None)
+
+    def _size_rings(self, copied: Sequence[Expr]) -> None:
+        """How many blocks of each operand are in flight: as many as shared memory holds. Where it holds fewer than two
+        of each, blocks that only scores read (which are released early) have one."""
+        block = {e: 2 * SCHEDULE.folded * count_features(e, self.spec) for e in copied}
+        room = SCHEDULE.shared_bytes - 2 * GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
+        room -= self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
+        self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
+        self.depths = dict.fromkeys(copied, self.depth)
+        if self.depth == 1:
+            self.depths |= dict.fromkeys(self._summed(), 2)
+            self.depth = 2 if sum(self.depths[e] * block[e] for e in copied) <= room else 0
 
     def _read(self, group: GroupWork) -> list[Expr]:
         """The folded vectors that a group reads."""
@@ -162,7 +220,7 @@ class _KernelText:
 
     def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
         """The kernel, given its consumers' functions."""
-        produce = [line for ring in self.rings.values() for line in ring.produce("phase")]
+        produce = [line for ring in self.rings.values() for line in ring.produce("phase", self.depth)]
         producer = fill(
             gluon_parts.PRODUCER,
             parameters=self.partitions.parameters(),
@@ -172,7 +230,7 @@ class _KernelText:
             phase=f"((step // {self.depth}) & 1) ^ 1",
             produce=[
                 *self.order.enter_group(),
-                *gluon_parts.load_ahead(self.spec, self.numbers, 2),
+                *gluon_parts.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
                 *produce,
                 *self._store_numbers(),
             ],
@@ -182,7 +240,7 @@ class _KernelText:
     def _store_numbers(self) -> list[str]:
         """In the producer: numbers that were loaded ahead go into their rings."""
         lines = []
-        for x in map(leaf_name, self.numbers):
+        for x in self.ringed_numbers:
             shift = " >> 1" if self.toss is not None and x == leaf_name(self.toss.mark) else ""
             lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x}{shift})"]
             lines.append(f"mbarrier.arrive({x}_full.index(slot))")
@@ -190,19 +248,24 @@ class _KernelText:
 
     def _entry(self, name: str, unspecialized: Sequence[str]) -> str:
         narrow, depth, folded = f"tl.{self.spec.narrow}", self.depth, SCHEDULE.folded
-        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {WIDTH}], {narrow})"
-        shape = f"[{self.residents}, {GROUP_ROWS}, {WIDTH}]"
-        allocate, init = [gluon_parts.allocate("resident", narrow, shape, layout)], []
+        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {{}}], {narrow})".format
+        count = 1 if self.shares_kept else 2
+        allocate, init, init_single = [], [], []
+        for tile, size in self.tiles.items():
+            allocate.append(gluon_parts.allocate(tile, narrow, f"[{count}, {GROUP_ROWS}, {size}]", layout(size)))
         for ring in self.rings.values():
-            allocate += [ring.allocate_blocks(narrow), *ring.allocate_barriers()]
-            init += [ring.init_full(), ring.init_empty()]
-        for e in self.numbers:
-            x = leaf_name(e)
-            allocate.append(gluon_parts.allocate_numbers(x, self.spec.type_of[e], depth, folded))
+            allocate += [*ring.allocate_blocks(narrow), *ring.allocate_barriers()]
+            if ring.depth == depth:
+                init += [ring.init_full(), ring.init_empty()]
+            else:
+                init_single += [line.replace("index(k)", "index(0)") for line in (ring.init_full(), ring.init_empty())]
+        for x, kind in self.ringed_numbers.items():
+            allocate.append(gluon_parts.allocate_numbers(x, kind, depth, folded))
             allocate += [gluon_parts.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
             init += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
         for k in range(self.sent):
-            allocate.append(gluon_parts.allocate(f"sent{k}", narrow, f"[2, {GROUP_ROWS}, {folded}]", _SENT_LAYOUT))
+            shape, layout_of = f"[2, {GROUP_ROWS}, {folded}]", _SENT_LAYOUTS[self.sent_type == "float32"]
+            allocate.append(gluon_parts.allocate(f"sent{k}", f"tl.{self.sent_type}", shape, layout_of))
         if self.sent:
             allocate += [gluon_parts.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
             allocate += [
@@ -218,7 +281,7 @@ class _KernelText:
             allocate=allocate,
             depth=depth,
             init=init,
-            init_others=[],
+            init_others=init_single,
             specialize=self.partitions.specialize(
                 [*runs, ("producer", 0, "KEPT")], ", ".join(map(str, SCHEDULE.registers))
             ),
@@ -226,10 +289,13 @@ class _KernelText:
 
 
 # Equal threads of two groups hold the same pairs: each leaves its own side by side, 16 bytes at a time.
-_SENT_LAYOUT = (
-    "tl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], "
-    "[16, 0], [32, 0], [0, 16], [0, 32]])"
-)
+# By whether they have 32 bits.
+_SENT_LAYOUTS = {
+    False: "tl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], "
+    "[16, 0], [32, 0], [0, 16], [0, 32]])",
+    True: "tl.SharedLinearLayout([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], "
+    "[16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])",
+}
 _CONSUMER = """
 
 @gluon.jit
@@ -277,18 +343,32 @@ class _ConsumerText:
 
     def __init__(self, text: _KernelText, at: int):
         self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
-        self.v = _PairValues(self.spec, text.dots)
-        kept = text.kept[at]
-        first = str(sum(map(len, text.kept[:at]))) if text.shares_kept else f"GROUP * {len(kept)}"
-        self.residents = {e: f"resident.index({first} + {k})" for k, e in enumerate(kept)}
+        self.v = _PairValues(self.spec, text.dots, text.shifts)
+        self.residents = {e: self._memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
         self.weights = [f"weight{k}" for k in range(len(self.work.products))]
+
+    def _memory(self, name: str, between: str, e: Expr) -> list[str]:
+        """The tiles of shared memory under a name, one for each slice of vectors like ``e``."""
+        group = 0 if self.text.shares_kept else "GROUP"
+        count = len(self.spec.slices(e.feature))
+        return [f"{name}{between if k else ''}{suffix(k)}.index({group})" for k in range(count)]
 
     def write(self) -> tuple[str, list[str]]:
         """The function, and of it the lines that come from code generation."""
         work, v, text = self.work, self.v, self.text
-        load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
-        blocks = {e: f"{leaf_name(e)}_block" for e in [*self.residents][: work.held]}
-        hold = [f"{x} = {self.residents[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
+        load = []
+        for e, smem in self.residents.items():
+            width, slices = self.spec.width(e.feature), self.spec.slices(e.feature)
+            load += text.rows.load(v.pointer(e), e, width, slices, smem)
+        blocks, hold = {}, []
+        for e in [*self.residents][: work.held]:
+            blocks[e] = [f"{leaf_name(e)}_block{suffix(k)}" for k in range(len(self.residents[e]))]
+            for x, tile in zip(blocks[e], self.residents[e], strict=True):
+                hold.append(f"{x} = {tile}.load(tl.DotOperandLayout(0, SCORES, 2))")
+        begin = []
+        for p in {p.place: p for p in work.products}.values():
+            for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
+                begin.append(f"{self._sums(p)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
         truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
@@ -302,12 +382,12 @@ class _ConsumerText:
             function=f"consumer{self.at}",
             title=title,
             parameters=text.partitions.parameters(),
-            layouts=gluon_parts.layouts(WIDTH),
+            layouts=[*self._layouts(), *text.rows.layouts()],
             opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
-            lanes=gluon_parts.lanes(WIDTH),
+            lanes=[*gluon_parts.lanes(), *text.rows.lanes()],
             before=v.before,
             load=load,
-            begin=[f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in work.places],
+            begin=begin,
             enter_first=enter_tile(text.order.any()),
             first_scores=[*self._start_scores(self.residents), *self._wait_scores(0, [])],
             first_cut=[*cut, *self._rename_weights()],
@@ -320,7 +400,17 @@ class _ConsumerText:
         )
         return body, [*text.opening(), *v.before, *whole, *cut]
 
-    def _step(self, blocks: Mapping[Expr, str], arithmetic: list[str], tile: str) -> list[str]:
+    def _layouts(self) -> list[str]:
+        """The layouts of scores, and of the sums, which are alike (``work_split.py``) or have one width each."""
+        (found,) = {self.spec.slices(p.vector.feature) for p in self.work.products}
+        return gluon_parts.layouts(found)
+
+    def _sums(self, p: Product) -> list[str]:
+        """The accumulators of a product's reduction."""
+        count = len(self.spec.slices(p.vector.feature))
+        return [f"sum{p.place}_{k}" if k else f"sum{p.place}" for k in range(count)]
+
+    def _step(self, blocks: Mapping[Expr, Sequence[str]], arithmetic: list[str], tile: str) -> list[str]:
         """One tile: start its scores and the sums of the tile before, make weights of the scores while the sums run."""
         early, products = self.work.early, self.work.products
         used = dict.fromkeys(p.vector for p in products)
@@ -329,7 +419,7 @@ class _ConsumerText:
             *self._start_sums(products[:early]),
             *self._start_scores(blocks),
             *self._start_sums(products[early:]),
-            *self._wait_scores(len(self.weights) - early, self.weights[:early]),
+            *self._wait_scores(sum(len(self._sums(p)) for p in products[early:]), self.weights[:early]),
             *arithmetic,
             self._wait_sums(self.weights[early:]),
             *(self.text.rings[e].release("(step - 1)") for e in used),
@@ -339,7 +429,7 @@ class _ConsumerText:
     def _rename_weights(self) -> list[str]:
         return [f"{w} = next{k}" for k, w in enumerate(self.weights)]
 
-    def _start_scores(self, blocks: Mapping[Expr, str]) -> list[str]:
+    def _start_scores(self, blocks: Mapping[Expr, Sequence[str]]) -> list[str]:
         """Start the first MMAs of a tile."""
         lines, waited = [], set()
         for e in self.work.dots:
@@ -348,10 +438,7 @@ class _ConsumerText:
             if folded not in waited:
                 lines.append(ring.wait())
                 waited.add(folded)
-            block = f"{ring.block(WIDTH)}.permute((1, 0))"
-            lines.append(
-                f"{self._score(e)} = warpgroup_mma({blocks[kept]}, {block}, zeros, use_acc=False, is_async=True)"
-            )
+            lines += gluon_parts.start_score(self._score(e), blocks[kept], ring.blocks())
         return lines
 
     def _score(self, e: Expr) -> str:
@@ -376,12 +463,12 @@ class _ConsumerText:
                 lines.append(ring.wait("(step - 1)"))
                 waited.add(p.vector)
             weight = self.weights[self.work.products.index(p)]
-            block = ring.block(WIDTH, "(step - 1)")
-            lines.append(f"sum{p.place} = warpgroup_mma({weight}, {block}, sum{p.place}, is_async=True)")
+            lines += gluon_parts.start_sum(self._sums(p), weight, ring.blocks("(step - 1)"))
         return lines
 
     def _wait_sums(self, more: list[str]) -> str:
-        names = ", ".join([*(f"sum{k}" for k in self.work.places), *more])
+        sums = dict.fromkeys(name for p in self.work.products for name in self._sums(p))
+        names = ", ".join([*sums, *more])
         return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
 
     def _weigh(self, truths: dict[Expr, bool], masked: bool) -> list[str]:
@@ -390,7 +477,7 @@ class _ConsumerText:
         v.loop(masked)
         write = v.full if self.text.toss is None else v.drop
         seen = lambda e: v.seen_name(write(known(e, truths)), "0.0")
-        for x in map(leaf_name, self.text.numbers):
+        for x in self.text.ringed_numbers:
             v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
             v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
             v.inside.append(f"mbarrier.arrive({x}_empty.index(step % {depth}))")
@@ -403,22 +490,33 @@ class _ConsumerText:
         if work.sends:
             texts = [seen(f) for f in work.sends]
             v.inside.append("mbarrier.wait(sent_empty.index(step % 2), ((step // 2) & 1) ^ 1)")
-            v.inside += [f"sent{k}.index(step % 2).store(({t}).to(tl.{narrow}))" for k, t in enumerate(texts)]
+            kind = self.text.sent_type
+            v.inside += [f"sent{k}.index(step % 2).store(({t}).to(tl.{kind}))" for k, t in enumerate(texts)]
             v.inside.append("mbarrier.arrive(sent_full.index(step % 2))")
         for k, p in enumerate(work.products):
             v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
         return v.inside
 
     def _results(self) -> list[str]:
-        lines, smem = [], next(iter(self.residents.values()))
-        for k in self.work.places:
-            total, scale = f"sum{k}", self.spec.fold.scaled[k][1]
-            total = total if self.text.toss is None else f"({total} * {literal(self.text.toss.factor)})"
-            if scale is not ONE:
-                factor = self.v.number(scale)
-                total = f"({total} * {f'tl.convert_layout({factor}, SUMS)' if self.spec.keeps(scale) else factor})"
-            lines += gluon_parts.store_vectors(self.spec, k, WIDTH, smem, total)
+        lines = []
+        for p in {p.place: p for p in self.work.products}.values():
+            scale, like = self.spec.fold.scaled[p.place][1], self.text.find_memory(self.at, p)
+            factors = [] if self.text.toss is None else [literal(self.text.toss.factor)]
+            factors += [] if scale is ONE else [self.v.number(scale)]
+            totals = []
+            for k, total in enumerate(self._sums(p)):
+                for factor in factors:
+                    kept = scale is not ONE and factor == factors[-1] and self.spec.keeps(scale)
+                    total = f"({total} * {f'tl.convert_layout({factor}, SUMS{suffix(k)})' if kept else factor})"
+                totals.append(total)
+            width, slices = self.spec.width(p.vector.feature), self.spec.slices(p.vector.feature)
+            smem = self._memory(f"staged{p.place}", "_", p.vector) if like is None else self.residents[like]
+            lines += self.text.rows.store(self.spec, p.place, width, slices, smem, totals)
         return lines
+
+
+def _barriers(x: str) -> list[str]:
+    return [f"{x}_full", f"{x}_empty"]
 
 
 def _find_toss(weight: Expr, spec: Spec) -> DropoutFactor | None:

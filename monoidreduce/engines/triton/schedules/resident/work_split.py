@@ -6,6 +6,9 @@
   indices and divide the sums. One score, the cotangents', is a factor of some of the weights. The receiver makes that
   score and has those sums; the sender makes all other scores, has the other sums, and sends the other factor, in 16
   bits, through shared memory.
+- **Shared kept indices, one more factor.** Two column gradients of more than 128 features (attention's) do not fit in
+  one group either. The sender makes the weights of one sum and sends them, in 32 bits, to the receiver, whose weights
+  are made of them and of the other score.
 - **Single warp group.** Two column gradients (attention's) fit in one group's registers with nothing to spare. One
   group is then an instance by itself, and two instances share a multiprocessor (``single_warpgroup.py``).
 """
@@ -17,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .....plan.op_counts import SPECIAL
-from .....program.constructors import ONE, ZERO, apply
+from .....program.constructors import ONE, ZERO, apply, substitute
 from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
 from .....program.primitives import PRIMITIVES
@@ -27,7 +30,9 @@ from ..gluon_parts import GROUP_ROWS
 from ..spec_from_tensors import condition_leaves
 
 FOLDED = 64  # folded indices of a tile
-WIDTH = 128  # of all vectors
+_NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
+_MEASURED = 128  # features up to which sums other than the gradients of attention were measured
+_ALONE = 256  # features of two sums that one group holds
 _MOST_SENT = 2  # factors of a pair that are sent
 _MOST_SCORES = 3  # of a tile
 # How many numbers per folded index there may be, by the counts of scores and sums. With one score and two of them these
@@ -56,17 +61,25 @@ class GroupWork:
     early: int = 0  # how many of its sums are started before a tile's scores, instead of after
     held: int = 0  # kept operands that are multiplied from registers
     alone: bool = False  # whether it is an instance by itself
+    sent: str = ""  # the type in which factors are sent; by default that of matrix products
 
     @property
     def places(self) -> tuple[int, ...]:
         """The reductions whose sums it has."""
         return tuple(dict.fromkeys(p.place for p in self.products))
 
-    def fits(self) -> bool:
+    def fits(self, spec: Spec) -> bool:
         """True when registers hold its scores and sums, and its weights while they are made and multiplied."""
-        held = len(self.places) * WIDTH // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
-        held += self.held * WIDTH // 4 - self.early * FOLDED // 4
-        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT
+        sums = {p.place: count_features(p.vector, spec) for p in self.products}
+        operands = [count_features(kept_and_folded(e, spec)[0], spec) for e in self.dots][: self.held]
+        held = sum(sums.values()) // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
+        held += sum(operands) // 4 - self.early * FOLDED // 4
+        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and _have_one_width(self.products, spec)
+
+
+def count_features(e: Expr, spec: Spec) -> int:
+    """The features of a vector, as its slices hold them."""
+    return sum(size for _, size in spec.slices(e.feature))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,16 +96,21 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
     ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
+    wide = any(count_features(p.vector, spec) > _MEASURED for p in products)
+    wide &= len(dots) != 2 or not any(e.op == "exp" for e in under)
     slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     if (
         not products
         or (numbers and not ringed)
         or slow
+        or wide
         or not least <= len(dots) <= _MOST_SCORES
         or not all(_multiplies(e, spec) for e in dots)
     ):
         return ()
-    return _single_group(spec, dots, products) if sums == 2 else _two_groups(sums, dots, products)
+    if sums == 2 and sum(count_features(p.vector, spec) for p in products) <= _ALONE:
+        return _single_group(spec, dots, products)
+    return _two_groups(spec, sums, dots, products)
 
 
 def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
@@ -114,15 +132,20 @@ def count_kept(found: Sequence[GroupWork]) -> int:
     return GROUP_ROWS if len(found) == 2 or found[0].alone else 2 * GROUP_ROWS
 
 
-def _two_groups(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """One sum: the same work on own kept indices. More than registers hold: a sender and a receiver."""
     if sums == 1:
         whole = GroupWork(dots, tuple(products))
-        return (whole,) if whole.fits() else ()
-    if sums * WIDTH <= WIDEST:
+        return (whole,) if whole.fits(spec) else ()
+    if sum({p.place: count_features(p.vector, spec) for p in products}.values()) <= WIDEST:
         return ()
-    pairs = (_sender_and_receiver(e, dots, products) for e in dots)
-    return next((found for found in pairs if found and all(group.fits() for group in found)), ())
+    divisions = (_sender_and_receiver, _weights_and_receiver)
+    pairs = (divide(e, dots, products) for divide in divisions for e in dots)
+    return next((found for found in pairs if found and all(group.fits(spec) for group in found)), ())
+
+
+def _have_one_width(products: Sequence[Product], spec: Spec) -> bool:
+    return len({spec.slices(p.vector.feature) for p in products}) == 1
 
 
 def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
@@ -151,7 +174,7 @@ def _products(spec: Spec) -> Iterator[Product]:
 
 def _copied(e: Expr, spec: Spec) -> bool:
     """True for a leaf of the folded axis whose blocks tensor descriptors copy."""
-    return e in spec.box_of and spec.folds(e) and spec.width(e.feature) == WIDTH
+    return e in spec.box_of and spec.folds(e) and count_features(e, spec) > _NARROW
 
 
 def _multiplies(e: Expr, spec: Spec) -> bool:
@@ -185,6 +208,32 @@ def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Pr
     rest = tuple(e for e in dots if e is not lead)
     sender = GroupWork(rest, tuple(own), sends=sends, early=len(own), held=1)
     return sender, GroupWork((lead,), tuple(others), takes=tuple(came))
+
+
+def _weights_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+    """The two groups' work where weights are made of one score (``lead``) and of what the other scores make, which is
+    sent; else nothing. One sum each: those of attention's columns."""
+    under = [lead in topological([p.weight]) for p in products]
+    if sorted(under) != [False, True] or len(dots) != 2:
+        return ()
+    own, other = products if under[1] else products[::-1]
+    sends = tuple(dict.fromkeys(_made_of_others(other.weight, lead)))
+    if len(sends) != 1 or sends[0].dtype != "float":
+        return ()
+    came = node("leaf", (), ("came0",), rows=True, cols=True, feature=None, dtype="float")
+    (weight,) = substitute((other.weight,), {sends[0]: came})
+    rest = tuple(e for e in dots if e is not lead)
+    sender = GroupWork(rest, (own,), sends=sends, early=1, sent="float32")
+    return sender, GroupWork((lead,), (replace(other, weight=weight),), takes=(came,), sent="float32")
+
+
+def _made_of_others(e: Expr, lead: Expr) -> Iterator[Expr]:
+    """The largest numbers of pairs under an expression that are made of scores other than ``lead``."""
+    below = topological([e])
+    if lead in below:
+        yield from (found for a in e.args for found in _made_of_others(a, lead) if e is not lead)
+    elif e.is_pair and any(n.op == "dot" for n in below):
+        yield e
 
 
 def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:

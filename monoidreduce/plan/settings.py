@@ -1,0 +1,176 @@
+"""The settings in force: one frozen value in one context variable.
+
+``mr.use``, ``mr.budget`` and ``mr.skip_below``, plans that are followed or tried, and the second attempt after memory
+ran out each change some fields of it for a block. What nobody has set in a block is read from the environment, in every
+call (:func:`now`). Modules that own a setting have functions for it (``budget.requested``, ``schedule.follow``, ...);
+a call that is known asks for the whole value once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ArgumentError, EngineError
+
+ENGINES = ("auto", "eager", "panel", "reference", "triton")
+REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
+ENGINE, BUDGET, TUNE = "MONOIDREDUCE_ENGINE", "MONOIDREDUCE_BUDGET", "MONOIDREDUCE_TUNE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user, the planner and an OOM retry ask for; None: not said."""
+
+    engine: str | None = None
+    limit: int | None = REFERENCE_LIMIT  # of the engine ``reference``, in pair elements
+    precision: str | None = None  # of float32 products
+    strict: bool = False  # what has no kernel is an error
+    tune: bool | None = None
+    budget: int | None = None  # bytes
+    shrink: int = 1  # memory limits are divided by it
+    skip_below: Any = None  # the enclosing ``mr.skip_below``
+    followed: Mapping[str, Any] | None = None  # choices of schedules, by the names of folds
+    tiles: Mapping[str, Any] | None = None  # plans of kernels, by folded axis
+
+    @functools.cached_property
+    def launches(self) -> tuple | None:
+        """The fields that decide which kernels run a fold, as a key. None where recorded launches must not be used: a
+        plan is followed or tuned, or this is a second attempt with less memory."""
+        if self.followed is not None or self.shrink > 1 or self.tune:
+            return None
+        return (
+            self.engine,
+            self.precision,
+            self.strict,
+            self.budget,
+            () if self.tiles is None else tuple(self.tiles.items()),
+        )
+
+
+_DEFAULT = Settings()
+current: contextvars.ContextVar[Settings] = contextvars.ContextVar("settings", default=_DEFAULT)
+
+
+@contextlib.contextmanager
+def change(**fields: Any) -> Iterator[None]:
+    """Set some fields inside the block; afterwards they are as they were, whatever became of the others."""
+    before = put(**fields)
+    try:
+        yield
+    finally:
+        put(**before)
+
+
+def put(**fields: Any) -> dict[str, Any]:
+    """Set some fields; what they were before."""
+    found = current.get()
+    before = {name: getattr(found, name) for name in fields}
+    if before != fields:
+        current.set(replace(found, **fields))
+    return before
+
+
+# What the environment says
+
+_encode = getattr(os.environ, "encodekey", str)
+_engine, _budget, _tune = map(_encode, (ENGINE, BUDGET, TUNE))
+
+
+class EnvironmentVariable:
+    """One environment variable, read without the microsecond that ``os.environ.get`` takes when it is unset.
+
+    >>> EnvironmentVariable("MONOIDREDUCE_NO_SUCH").read() is None
+    True
+    """
+
+    def __init__(self, name: str):
+        self.name, self._key = name, _encode(name)
+
+    def read(self) -> str | None:
+        """The variable's current value; None if it is not set."""
+        known: Any = getattr(os.environ, "_data", os.environ)  # the mapping's own dict, by encoded names
+        return os.environ.get(self.name) if self._key in known else None
+
+
+_interpreter = EnvironmentVariable("TRITON_INTERPRET")
+
+
+def interprets_kernels() -> bool:
+    """Whether Triton's interpreter runs kernels on the CPU."""
+    return _interpreter.read() == "1"
+
+
+def now() -> Settings:
+    """The settings in force: the innermost block's, else the environment's, else the defaults.
+
+    ``engine`` is always set."""
+    found, known = current.get(), getattr(os.environ, "_data", os.environ)
+    if _engine in known or _budget in known or _tune in known:
+        return _with_environment(found, *map(os.environ.get, (ENGINE, BUDGET, TUNE)))
+    return found if found.engine is not None else _complete(found)
+
+
+_completed = (_DEFAULT, Settings("auto"))  # the last one that was completed
+
+
+def _complete(found: Settings) -> Settings:
+    """The same with the default engine."""
+    global _completed
+    given, made = _completed
+    if given is not found:
+        made = replace(found, engine="auto")
+        _completed = (found, made)
+    return made
+
+
+def _with_environment(found: Settings, engine: str | None, budget: str | None, tune: str | None) -> Settings:
+    """The same with what the environment says of fields that are not set."""
+    return replace(
+        found,
+        engine=found.engine or (check_engine(engine, ENGINE) if engine else "auto"),
+        budget=_parse_text(budget) if found.budget is None and budget else found.budget,
+        tune=_parse_tune(tune or "") if found.tune is None else found.tune,
+    )
+
+
+def check_engine(name: str, source: str) -> str:
+    """The name of an engine; raises EngineError where there is none of that name."""
+    if name not in ENGINES:
+        raise EngineError(
+            detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(ENGINES)}"
+        )
+    return name
+
+
+def _parse_tune(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise EngineError(detail=f"{TUNE} is {value!r}", fix="Set it to 1 or to 0, or leave it out")
+    return value == "1"
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(limit: int | str) -> int:
+    """Bytes from an int or a text such as ``"256MB"`` or ``"1.5 GiB"``; raises ArgumentError for anything else."""
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        return limit
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
+    if found is None or found[2].upper() not in UNITS or not float(found[1]):
+        raise ArgumentError(
+            detail=f"a budget was given as {limit!r}",
+            fix='Give bytes, as a whole number above 0 or as a text such as "64MB" or "1.5GiB"',
+        )
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+@functools.lru_cache(maxsize=8)
+def _parse_text(text: str) -> int:
+    return parse_bytes(int(text) if text.isdigit() else text)

@@ -1,0 +1,137 @@
+"""What the first call of a new length does, on a pretended H200: ``python -m tests.support.new_lengths`` prints JSON.
+
+- ``anew``: functions of the library that run in the first call of a length, of those that run once for a program or for
+  a class of lengths only;
+- ``different``: lengths whose launches are others than in a process that meets no other length;
+- ``held``: how many plans, prepared folds and recordings are alive after many lengths, with small caches.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FIRST = (1000, 1001, 1002, 1004, 1008, 1024)  # the lengths from 993 to 1024 are one class
+THEN = (993, 995, 996, 1006, 1012, 1016)
+OTHERS = (1050, 1052)  # of a class that was not met: its schedule is chosen, and nothing else is done
+BOUNDARIES = (1023, 1024, 1025, 1056, 1088, 1089, 130)
+# What runs once for a program, and what runs once for a class of lengths
+PROGRAM = ("program/trace:trace", "program/compile:run_passes", "program/normal_form", "program/reverse_mode")
+PROGRAM += ("program/loss_and_gradient", "program/gradient")
+PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/accumulators", "runtime/dry_run")
+CLASS = ("plan/cost", "plan/candidates")
+SMALL = 16  # entries of the caches where objects are counted
+
+
+def run() -> dict[str, Any]:
+    """The facts, from a process of their own."""
+    command = [sys.executable, "-m", "tests.support.new_lengths"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    import torch
+
+    import monoidreduce as mr
+    from benchmarks.pretend import h200
+    from monoidreduce import ops
+
+    def heads(n: int, split: bool = False) -> list[Any]:
+        shape = (1, n, 4, 64) if split else (1, 4, n, 64)
+        made = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        return [t.transpose(1, 2) for t in made] if split else made
+
+    def vectors(*lengths: int) -> list[Any]:
+        return [torch.zeros(n, 64, dtype=torch.bfloat16, requires_grad=True) for n in lengths]
+
+    calls: dict[str, Callable[[int], Any]] = {
+        "attention": lambda n: ops.attention(*heads(n)),
+        "causal": lambda n: ops.attention(*heads(n), is_causal=True),
+        "split heads": lambda n: ops.attention(*heads(n, True), is_causal=True),
+        "perceptron": lambda n: ops.mlp(*vectors(n, 512, 512)),
+        "logprobs": lambda n: ops.linear_logprobs(*vectors(n, 512), torch.zeros(n, dtype=torch.int64)),
+    }
+
+    def step(call: Callable[[int], Any], n: int) -> None:
+        y = call(n)
+        y.backward(torch.zeros_like(y))
+
+    found: dict[str, Any] = {"anew": {}, "different": {}, "held": {}}
+    with h200(), mr.use(engine="auto"):
+        for name, call in calls.items():
+            for n in FIRST:
+                step(call, n)
+            for n in (*THEN, *OTHERS):
+                seldom = (*PROGRAM, *(CLASS if n in THEN else ()))
+                again = [f for f in functions_of(lambda call=call, n=n: step(call, n)) if f.startswith(seldom)]
+                if again:
+                    found["anew"][f"{name} {n}"] = again
+            if name not in ("causal", "perceptron"):
+                continue
+            known = {n: launches(call, n, step, forget=False) for n in BOUNDARIES}
+            fresh = {n: launches(call, n, step, forget=True) for n in BOUNDARIES}
+            found["different"][name] = [n for n in BOUNDARIES if known[n] != fresh[n] or not known[n]]
+        found["held"] = held(calls["causal"], step)
+    print(json.dumps(found))
+
+
+def functions_of(call: Callable[[], object]) -> list[str]:
+    """The functions of the library that a call runs, as "folder/file:function"."""
+    seen: dict[str, None] = {}
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/monoidreduce/" in frame.f_code.co_filename:
+            name = frame.f_code.co_filename.rpartition("/monoidreduce/")[2].removesuffix(".py")
+            seen[f"{name}:{frame.f_code.co_qualname}"] = None
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return list(seen)
+
+
+def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
+    """The kernels of a call of length ``n``: text, plan, grid and integers; with empty caches where ``forget``."""
+    from monoidreduce.engines import triton
+    from monoidreduce.engines.auto import planner
+    from monoidreduce.engines.common.bounded_cache import clear_caches
+
+    if forget:
+        clear_caches()
+        planner._CHOICES.clear()
+    triton._PREPARED.clear()
+    clear_caches()  # so that folds are prepared again, by the choices that are known
+    step(call, n)
+    made = [one for ready in triton._PREPARED.values() for one in ready.launches if one.again is not None]
+    return [(one.over, hash(one.kernel.text), one.plan, one.grid, [v for v in one.template if v]) for one in made]
+
+
+def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
+    """How many objects of each kind are alive after 30 lengths, with caches of a few entries."""
+    from monoidreduce.engines import triton
+    from monoidreduce.engines.auto import planner
+    from monoidreduce.engines.common import bounded_cache, unchanged_tensors
+
+    bounded_cache.clear_caches()
+    for cache in bounded_cache._caches.values():
+        cache.size = SMALL
+    triton._MOST = planner._MOST = unchanged_tensors._MAX_ENTRIES = SMALL
+    for n in range(2050, 2110, 2):
+        step(call, n)
+        step(call, n)
+    gc.collect()
+    alive = [type(x).__name__ for x in gc.get_objects()]
+    return {name: alive.count(name) for name in ("Plan", "PreparedFold", "ForwardReplay", "ProgramReplay")}
+
+
+if __name__ == "__main__":
+    main()
