@@ -129,16 +129,21 @@ class _Blocks(LiveMemory):
             self.then = tuple(self.whose[k] for k in self.live)
 
 
-def counted(op: Any, args: Sequence[Any], backward: bool = True) -> Found:
-    """A call, and its backward, as they are measured on a GPU: what is kept from call to call is not counted."""
+def counted(op: Any, args: Sequence[Any], backward: bool = True, dense: bool = False) -> Found:
+    """A call, and its backward, as they are measured on a GPU: what is kept from call to call is not counted.
+    ``dense``: cotangents are whole tensors, which tensor descriptors can copy, made beforehand; else one number each."""
     given = [t for t in args if isinstance(t, Tensor)]
     wanted = [t for t in given if t.requires_grad]
+    ones: list[Tensor] = []
 
     def step() -> None:
         found = op(*args)
         results = [v for v in tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
         if results:
-            ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in results]
+            if not (dense and ones):
+                ones[:] = [
+                    torch.ones_like(v) if dense else torch.ones((), dtype=v.dtype).expand(v.shape) for v in results
+                ]
             torch.autograd.grad(results, wanted, ones, allow_unused=True)
 
     with mr.use(engine="auto"), torch.set_grad_enabled(backward):
@@ -164,7 +169,7 @@ def _without_numbers(v: Any) -> Any:
 def case(work: Work, size: Size) -> tuple[Scheduled, Found]:
     """One of the planner's cases."""
     args = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape, dtype in work.forms(size, "cuda")]
-    return predicted(work.op, args), counted(work.op, args)
+    return predicted(work.op, args), counted(work.op, args, dense=True)
 
 
 def main() -> None:
