@@ -131,7 +131,7 @@ class _Blocks(LiveMemory):
 
 def counted(op: Any, args: Sequence[Any], backward: bool = True, dense: bool = False) -> Found:
     """A call, and its backward, as they are measured on a GPU: what is kept from call to call is not counted.
-    ``dense``: cotangents are whole tensors, which tensor descriptors can copy, made beforehand; else one number each."""
+    ``dense``: cotangents are whole tensors, made beforehand, which tensor descriptors can copy; else a number each."""
     given = [t for t in args if isinstance(t, Tensor)]
     wanted = [t for t in given if t.requires_grad]
     ones: list[Tensor] = []
