@@ -182,7 +182,10 @@ class FoldLaunch:
         if self.spec.deep or self.few is not None or not all(one is not None and one.summed for one in found):
             return None
         steps = [one.steps for one in found if one is not None]
-        dims = [k for k, n in enumerate(self.batch) if n > 1 and not any(s[k] for s in steps)]
+        summed = {tuple(k for k, n in enumerate(self.batch) if n > 1 and not s[k]) for s in steps}
+        if len(summed) != 1:  # a result that is summed over other dimensions too would need another kernel
+            return None
+        (dims,) = summed
         asked = {e for e, _ in self.asked}
         once = [v for e, v in leaves.items() if isinstance(v, Tensor) and (e in asked or not self.spec.folds(e))]
         return dims[0] if len(dims) == 1 and not any(v.stride(dims[0]) for v in once) else None
