@@ -99,7 +99,7 @@ def filled(text: str) -> str:
         elif found is not None:
             results = json.loads(found.read_text(encoding="utf-8"))
             whole = WHOLE.get(kind, lambda _: found.with_suffix(".md").read_text(encoding="utf-8"))
-            body = shortened(kind, found) if short else whole(results)
+            body = shortened(kind, found) if short else whole(results).replace("\n## ", "\n### ")
         return f"<!-- results: {kind}{short} -->\n{body}<!-- end results -->"
 
     return BLOCK.sub(table, text)
