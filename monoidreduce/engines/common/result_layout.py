@@ -78,9 +78,12 @@ def find_strides(shape: tuple[int, ...], model: Tensor | None) -> tuple[int, ...
 
 
 def allocate_result(fold: Fold, r: Expr, k: int, leaves: Sequence[Any], sizes: Sizes) -> Tensor:
-    """Room for a result, in the memory order of the input that it belongs to."""
+    """Room for a result, in the memory order of the input that it belongs to; contiguous where that input does not
+    have all batch dimensions, so that these stay merged: most such results are summed over them afterwards."""
     shape, dtype = result_form(r, k, sizes)
-    strides = find_strides(shape, find_model(fold, r, k, leaves))
+    model = find_model(fold, r, k, leaves)
+    shared = model is not None and any(own == 1 < n for own, n in zip(model.shape, shape, strict=False))
+    strides = None if shared else find_strides(shape, model)
     if strides is None:
         return torch.empty(shape, dtype=dtype, device=sizes.device)
     return torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device)

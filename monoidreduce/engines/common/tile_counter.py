@@ -62,12 +62,12 @@ def pause_counting() -> Iterator[None]:
         _counters.reset(token)
 
 
-def count_tile(computed: bool, batch: int, rows: int, cols: int) -> None:
-    """Add one tile to all active counters; ``computed``: False if it was skipped."""
+def count_tile(computed: bool, batch: int, rows: int, cols: int, tiles: int = 1) -> None:
+    """Add a tile, or several of one size, to all active counters; ``computed``: False if they were skipped."""
     for t in _counters.get():
         if computed:
-            t.computed += 1
-            t.pairs_computed += batch * rows * cols
+            t.computed += tiles
+            t.pairs_computed += tiles * batch * rows * cols
         else:
-            t.skipped += 1
-            t.pairs_skipped += batch * rows * cols
+            t.skipped += tiles
+            t.pairs_skipped += tiles * batch * rows * cols

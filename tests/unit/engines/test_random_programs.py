@@ -77,6 +77,7 @@ def test_random_programs_use_the_whole_language():
         "word",
         "gate",
         "normal_gate",
+        "mish_gate",
     }  # nobody writes these; .float() is a cast, dropout a coin, silu and gelu have gates
     assert not sorted(wanted - seen.keys())
     assert seen["second"] > 100 and seen["two passes"] > 100 and seen["empty"] > 20 and seen["batched"] > 200

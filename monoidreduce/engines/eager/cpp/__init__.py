@@ -7,6 +7,7 @@ and the machine alone, never on what is in the cache: repeated calls have equal 
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import math
@@ -210,8 +211,8 @@ def _run(
                 head += [o.data_ptr(), o.stride(0), o.stride(1)]
             arguments = (ctypes.c_int64 * len(head))(*head)
             kernel.call(ctypes.addressof(arguments))
-    for computed, rows, cols in tables.counts:
-        tile_counter.count_tile(computed, 1, rows, cols)
+    for (computed, many, rows, cols), tiles in tables.counts.items():
+        tile_counter.count_tile(computed, many, rows, cols, tiles)
     _finish_kept(fold, rooms, swapped)
     return rooms
 
@@ -287,7 +288,7 @@ class Tables:
 
     variants: tuple[tuple[Reducer, ...], ...]
     tables: list[Tensor]
-    counts: list[tuple[bool, int, int]]
+    counts: Mapping[tuple[bool, int, int, int], int]  # tiles, by whether they are computed, batch, rows and columns
 
 
 def _reducers(code: TileCode) -> tuple[Reducer, ...]:
@@ -309,11 +310,11 @@ def _make_tables(
         only = code.variant({})
         if only is None:
             raise Unsupported("nothing to do")
-        return Tables((_reducers(only),), [], [(True, batch * sizes.rows, sizes.cols)])
+        return Tables((_reducers(only),), [], {(True, batch, sizes.rows, sizes.cols): 1})
     steps = block[::-1] if swapped else block
     rows, cols = split_range(sizes.rows, steps[0]), split_range(sizes.cols, steps[1])
     found: dict[TileCode, int] = {}
-    counts: dict[bool, int] = {True: 0, False: 0}
+    counts: collections.Counter[tuple[bool, int, int, int]] = collections.Counter()
     by_data = any(isinstance(parts.get(e), Tensor) and not e.is_pair for e in code.ranged)
     tables: list[Tensor] = []
     for where in batching.iterate_outer(shape):
@@ -332,16 +333,15 @@ def _make_tables(
                 for j, col in enumerate(cols):
                     tile = code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
                     line.append(0 if tile is None else found.setdefault(tile, len(found) + 1))
-                    counts[tile is not None] += (
-                        (1 if by_data else batch) * (row.stop - row.start) * (col.stop - col.start)
-                    )
+                    many = 1 if by_data else batch
+                    counts[tile is not None, many, row.stop - row.start, col.stop - col.start] += 1
                 table.append(line)
             layer = torch.tensor(table, dtype=torch.int8)
             layers.append(layer.mT.contiguous() if swapped else layer)
         tables.append(torch.stack(layers) if by_data else layers[0])
     if not found or len(found) > 16:
         raise Unsupported("no variant, or too many")
-    return Tables(tuple(map(_reducers, found)), tables, [(k, n, 1) for k, n in counts.items() if n])
+    return Tables(tuple(map(_reducers, found)), tables, counts)
 
 
 @functools.lru_cache(maxsize=512)
