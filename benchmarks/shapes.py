@@ -176,7 +176,7 @@ def _errors(s: Shape, calls: dict[str, Call], args: list[Tensor]) -> dict[str, l
             grads = torch.autograd.grad(y, given, g) if s.backward else ()
         except Exception:
             continue
-        parts = [y[0, :, : s.dv], *(_first(t, n) for t, n in zip(grads, (s.d, s.d, s.dv), strict=False))]
+        parts = [y.detach()[0, :, : s.dv], *(_first(t, n) for t, n in zip(grads, (s.d, s.d, s.dv), strict=False))]
         found[name] = [float((p.double() - e).norm() / e.norm()) for p, e in zip(parts, exact, strict=False)]
     return found
 
