@@ -39,6 +39,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 
 from .cpu import commit, environment
+from .measure import peak_on_gpu
 
 ROUNDS = 15  # of the contenders in turns; the median counts
 PREPARATION = 150.0  # seconds after which a process begins to compile no other layer
@@ -312,16 +313,6 @@ def time_in_turns(contenders: dict[str, Callable[[], None]], rounds: int) -> dic
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def peak(step: Callable[[], None]) -> float:
-    """Megabytes that a step holds at its peak beyond what was there, on a GPU."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
 Steps = dict[str, tuple[Callable[[], None], Callable[[], None]]]
 
 
@@ -344,7 +335,7 @@ def measure(layer: Layer, made: Steps, rounds: int) -> dict[str, Any]:
         times = time_in_turns({name: own[k] for name, own in made.items()}, rounds)
         row[what] = {name: round(t, 4) for name, t in times.items()}
         row[what]["ratio"] = round(times["ours"] / times["dense"], 3)
-    row["MB"] = {name: round(peak(own[1]), 1) for name, own in made.items()}
+    row["MB"] = {name: round(peak_on_gpu(own[1]), 1) for name, own in made.items()}
     torch.cuda.empty_cache()
     return row
 

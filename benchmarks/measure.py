@@ -46,6 +46,16 @@ def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     return graph, found
 
 
+def peak_on_gpu(step: Callable[[], object]) -> float:
+    """Megabytes that a step on a GPU holds at its peak beyond what was there before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
 Held = tuple[int, str]  # bytes, and who asked for them
 
 

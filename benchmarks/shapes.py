@@ -30,6 +30,7 @@ import monoidreduce as mr
 
 from .cpu import commit
 from .gpu import _environment, bench
+from .measure import peak_on_gpu
 
 BANDWIDTH = 4.8e12  # bytes a second that an H200's memory is sold with
 ROUNDS = 3
@@ -227,15 +228,6 @@ def _steps(call: Call, args: list[Tensor], backward: bool) -> list[Callable[[], 
     return [forward, whole]
 
 
-def _peak(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
-
-
 def measure(s: Shape, with_fa4: bool) -> dict[str, Any]:
     """Milliseconds of forward and of both, in turns, peak megabytes of both, and errors."""
     args = _inputs(s)
@@ -249,7 +241,7 @@ def measure(s: Shape, with_fa4: bool) -> dict[str, Any]:
     for name, call in calls.items():
         try:
             steps[name] = _steps(call, args, s.backward)
-            row["MB"][name] = _peak(steps[name][-1])
+            row["MB"][name] = round(peak_on_gpu(steps[name][-1]), 1)
         except Exception as error:
             row["why"][name] = f"{type(error).__name__}: {str(error)[:200]}"
     for k in range(1 + s.backward):

@@ -30,7 +30,7 @@ from ..engines.common.gradient_program import as_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
-from ..errors import EngineError, NoGradientError
+from ..errors import NoGradientError
 from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
@@ -40,7 +40,17 @@ from . import autograd, fused_expressions, logit_rounding, registry
 from .call_context import apply_settings, are_plain, is_traced, is_transformed
 from .program_operator import own_tensors
 from .result_form import contiguous_strides, output_form
-from .torch_operator import TAGS, VALUES, Frame, fix_lengths, join_values, library, split_values, write_lengths
+from .torch_operator import (
+    TAGS,
+    VALUES,
+    Frame,
+    fix_lengths,
+    join_values,
+    library,
+    split_values,
+    unknown_name,
+    write_lengths,
+)
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -314,10 +324,7 @@ def _name(sums: Sums) -> str:
 
 def _known(name: str) -> Sums:
     if name not in _SUMS:
-        raise EngineError(
-            detail="a graph from another process names a sum that this process has not met",
-            fix="Call the op once on any tensors of these types, with gradients, then the graph",
-        )
+        raise unknown_name("sum", "with gradients")
     return _SUMS[name]
 
 

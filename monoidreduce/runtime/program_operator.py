@@ -25,14 +25,23 @@ from ..engines.common import oom_retry, unchanged_tensors
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.torch_code import inputs
-from ..errors import EngineError
 from ..program.expression import Expr
 from ..program.loss_and_gradient import list_pass_results
 from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
 from .replay import ProgramSteps, can_record, make_steps
 from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
-from .torch_operator import TAGS, VALUES, Frame, join_values, library, narrow_shapes, split_values, write_lengths
+from .torch_operator import (
+    TAGS,
+    VALUES,
+    Frame,
+    join_values,
+    library,
+    narrow_shapes,
+    split_values,
+    unknown_name,
+    write_lengths,
+)
 
 _FORWARD = f"program(str call, {VALUES}) -> Tensor[]"
 _BACKWARD = f"program_gradient(str call, {VALUES}, Tensor[] results, Tensor[] cotangents) -> Tensor[]"
@@ -147,10 +156,7 @@ def _known(name: str) -> Call:
         return found
     which, *flags = name.split("|")
     if which not in _KNOWN:
-        raise EngineError(
-            detail="a graph from another process names a program that this process has not met",
-            fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
-        )
+        raise unknown_name("program")
     (keep,), needs, given = (tuple(one == "1" for one in part) for part in flags)
     return _CALLS.setdefault(name, replace(_KNOWN[which], keep=keep, needs=needs, given=given))
 

@@ -139,12 +139,17 @@ def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence
     return given
 
 
+def unknown_name(what: str, how: str = "with gradients if the graph has them") -> EngineError:
+    """The error of a graph that names ``what``, a fold or a program, before this process has met it."""
+    return EngineError(
+        detail=f"a graph from another process names a {what} that this process has not met",
+        fix=f"Call the op once on any tensors of these types, {how}, then the graph",
+    )
+
+
 def _known(name: str) -> Fold:
     if name not in _FOLDS:
-        raise EngineError(
-            detail="a graph from another process names a fold that this process has not met",
-            fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
-        )
+        raise unknown_name("fold")
     return _FOLDS[name]
 
 

@@ -10,10 +10,11 @@ import gc
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.support.visited_files import run_noting
 
 FIRST = (1000, 1001, 1002, 1004, 1008, 1024)  # the lengths from 993 to 1024 are one class
 THEN = (993, 995, 996, 1006, 1012, 1016)
@@ -89,13 +90,7 @@ def functions_of(call: Callable[[], object]) -> list[str]:
             name = frame.f_code.co_filename.rpartition("/monoidreduce/")[2].removesuffix(".py")
             seen[f"{name}:{frame.f_code.co_qualname}"] = None
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    run_noting(call, note)
     return list(seen)
 
 

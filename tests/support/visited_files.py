@@ -23,13 +23,8 @@ def visited(engine: str) -> dict[str, list[list[str]]]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def files_of(call: Callable[[], object], package: Path) -> list[str]:
-    seen: dict[str, None] = {}
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
-            seen[str(Path(frame.f_code.co_filename).relative_to(package))] = None
-
+def run_noting(call: Callable[[], object], note: Callable) -> None:
+    """Run a call with ``note`` as the profiler of this thread and of those that it starts."""
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -37,6 +32,16 @@ def files_of(call: Callable[[], object], package: Path) -> list[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+
+
+def files_of(call: Callable[[], object], package: Path) -> list[str]:
+    seen: dict[str, None] = {}
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
+            seen[str(Path(frame.f_code.co_filename).relative_to(package))] = None
+
+    run_noting(call, note)
     return list(seen)
 
 

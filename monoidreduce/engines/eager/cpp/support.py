@@ -28,9 +28,8 @@ template <class A, class B> INLINE A bits(B x) {
 }
 """
 
-FUNCTIONS = """
-INLINE float exp_(float x) {
-  float c = x < -104.0f ? -104.0f : x;  // NaN stays
+# of exp_ and exp_weight: exp(c) is p times 2 to the power n, for c of at most 89
+_EXP_SERIES = """\
   c = c > 89.0f ? 89.0f : c;
   const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
   float r = c - n * 0.693359375f;
@@ -41,21 +40,23 @@ INLINE float exp_(float x) {
   p = p * r + 0.166665734f;
   p = p * r + 0.5f;
   p = p * (r * r) + r + 1.0f;
+"""
+
+FUNCTIONS = (
+    """
+INLINE float exp_(float x) {
+  float c = x < -104.0f ? -104.0f : x;  // NaN stays
+"""
+    + _EXP_SERIES
+    + """\
   const int32_t k = (int32_t)n, half = k >> 1;  // in two steps: results may be subnormal
   return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
 }
 INLINE float exp_weight(float x) {  // 0 where the result would be subnormal
   float c = x < -87.33f ? -88.1f : x;
-  c = c > 89.0f ? 89.0f : c;
-  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
-  float r = c - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float p = 0.00139269266f;
-  p = p * r + 0.00836377387f;
-  p = p * r + 0.0416665501f;
-  p = p * r + 0.166665734f;
-  p = p * r + 0.5f;
-  p = p * (r * r) + r + 1.0f;
+"""
+    + _EXP_SERIES
+    + """\
   return p * bits<float>(((int32_t)n + 127) << 23);
 }
 INLINE double exp_(double x) {
@@ -219,6 +220,7 @@ template <class T> INLINE T nan_to_num_(T x, T nan, T most, T least) {
   return x != x ? nan : x == (T)INF ? most : x == -(T)INF ? least : x;
 }
 """
+)
 
 DRAWS = """
 INLINE U turn(U w, int shift, U factor) { return (w ^ (w >> shift)) * factor; }
