@@ -294,6 +294,15 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_results(kind: str, results: dict[str, Any], text: str) -> None:
+    """Keep a run's results, and the same as a table, under the time of now."""
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / f"{kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    print(f"written to {stem}.md and .json", file=sys.stderr)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark itself")
@@ -310,11 +319,7 @@ def main() -> int:
     text = markdown(results)
     print(text)
     if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        stem = RESULTS / f"{options.kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
-        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
-        print(f"written to {stem}.md and .json", file=sys.stderr)
+        write_results(options.kind, results, text)
     return 0
 
 

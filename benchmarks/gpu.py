@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def _row(
     name: str,
     ours: Callable,
     how: dict[str, Any],
-    others: dict[str, Callable],
+    others: Mapping[str, Callable],
     args: list[torch.Tensor],
     backward: bool,
     save: Callable[[str, Any], None],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
@@ -23,7 +23,7 @@ class Work:
 
     name: str
     ours: Callable
-    peers: dict[str, Callable]
+    peers: Mapping[str, Callable]
     args: Callable[[], list[torch.Tensor]]
     how: dict[str, Any] = field(default_factory=dict)  # for mr.use
     forward_only: bool = False

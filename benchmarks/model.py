@@ -1,13 +1,18 @@
-"""A training step of a Llama-like model of a billion weights: what users feel, beside torch's own layers and Liger's.
+"""A training step of Llama-like models, of a billion weights and of some layers of eight: what users feel, beside
+torch's own layers and Liger's.
 
     python -m benchmarks.model [--out DIR] [--commit HASH] [--only WORDS] [--budget SECONDS] [--adamw] [--tiny]
 
-The model is plain torch and stands in this file: RMSNorm, rotary positions, grouped queries, SwiGLU, a tied vocabulary.
+The model is plain torch and stands in this file: RMSNorm, rotary positions, grouped queries, SwiGLU, a vocabulary that
+is tied (1B) or not (8B). Of the 8B all sizes are true but the number of its layers, so that a step fits one device.
 A step is forward, loss and backward (``--adamw``: and the optimiser's step, the same for all), eager and compiled.
 Contenders differ in attention and loss alone: torch's (``F.scaled_dot_product_attention``, ``F.cross_entropy`` of the
 logits), Liger's loss where it is installed (with torch's attention), and ours (``ops.attention``,
 ``ops.linear_cross_entropy``). They share their weights and take turns; the median of the rounds counts. Peak memory is
 that of one step, weights and gradients included. ``--tiny`` is a few seconds on a CPU, to see that all of it runs.
+
+Each model is measured in a process of its own. A contender whose kernels fail there (an illegal access spoils the whole
+process) is written down with its error, and the others are measured again without it.
 """
 
 from __future__ import annotations
@@ -18,13 +23,17 @@ import datetime
 import importlib
 import importlib.metadata
 import json
+import re
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,21 +61,24 @@ class Shape:
     vocabulary: int = 128256
     batch: int = 4
     length: int = 4096
+    tied: bool = True  # the head is the table of embeddings
 
     @property
     def head(self) -> int:
         return self.width // self.heads
 
     def __str__(self) -> str:
-        return f"{self.batch}×{self.length} tokens, {self.heads}/{self.shared} heads of {self.head}"
+        depth = "" if self.width == Shape.width else f", {self.layers} layers of width {self.width}"
+        return f"{self.batch}×{self.length} tokens, {self.heads}/{self.shared} heads of {self.head}{depth}"
 
 
 SHAPES = {
     "4x4096": Shape(),
     "1x16384": Shape(batch=1, length=16384),
     "4x4096 of width 128": Shape(heads=16),
+    "8B, 4 layers": Shape(layers=4, width=4096, inner=14336, tied=False),
 }
-TINY = {"tiny": Shape(2, 64, 4, 2, 128, 300, 2, 48)}
+TINY = {"tiny": Shape(1, 64, 4, 2, 128, 300, 2, 48)}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -107,6 +119,7 @@ class Model(nn.Module):
         self.table = nn.Embedding(s.vocabulary, s.width)
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.last = nn.RMSNorm(s.width, 1e-5)
+        self.head = self.table if s.tied else nn.Linear(s.width, s.vocabulary, bias=False)
         angles = torch.arange(s.length)[:, None] * 500000.0 ** (-torch.arange(0, s.head, 2) / s.head)
         self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
@@ -118,7 +131,7 @@ class Model(nn.Module):
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin, attend)
-        return loss(self.last(x).flatten(0, 1), self.table.weight, targets.flatten())
+        return loss(self.last(x).flatten(0, 1), self.head.weight, targets.flatten())
 
 
 # Contenders -----------------------------------------------------------------------------------------------------------
@@ -194,14 +207,61 @@ def steps(s: Shape, device: str, adamw: bool, backend: str, allowed: Callable[[]
             yield called, step
 
 
+class Spoiled(Exception):
+    """A contender, and its error, after which no CUDA call of this process succeeds."""
+
+
+def measure_apart(name: str, options: argparse.Namespace, seconds: float) -> dict[str, dict[str, Any]]:
+    """The same in a process of its own, again without each contender that spoils the process."""
+    failed: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "found.json"
+        while True:
+            asked = {"name": name, "failed": failed, "seconds": seconds, "adamw": options.adamw, "tiny": options.tiny}
+            began = time.time()
+            command = [sys.executable, "-m", "benchmarks.model", "--answer", str(answer), "--asked", json.dumps(asked)]
+            subprocess.run(command, check=True)
+            found = json.loads(answer.read_text())
+            if "spoiled" not in found:
+                return found
+            seconds -= time.time() - began
+            failed |= found["spoiled"]
+
+
+def answer_parent(asked: dict[str, Any], answer: Path) -> None:
+    """What :func:`measure_apart` asked, as a file."""
+    began, tiny = time.time(), asked["tiny"]
+    shape, device, backend = (
+        (TINY[asked["name"]], "cpu", "aot_eager") if tiny else (SHAPES[asked["name"]], "cuda", "inductor")
+    )
+    try:
+        allowed = lambda: time.time() - began < asked["seconds"]
+        found = measure(shape, device, asked["adamw"], backend, allowed, asked["failed"])
+    except Spoiled as error:
+        found = {"spoiled": {error.args[0]: error.args[1]}}
+    answer.write_text(json.dumps(found))
+
+
 def measure(
-    s: Shape, device: str, adamw: bool = False, backend: str = "inductor", allowed: Callable[[], bool] = lambda: True
+    s: Shape,
+    device: str,
+    adamw: bool = False,
+    backend: str = "inductor",
+    allowed: Callable[[], bool] = lambda: True,
+    failed: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """Of each contender: milliseconds of a step, peak gigabytes and the loss; or its error."""
+    """Of each contender: milliseconds of a step, peak gigabytes and the loss; or its error.
+
+    ``failed`` are the errors of contenders that are not to be tried again. One that leaves the GPU unusable raises
+    :class:`Spoiled`, which names it.
+    """
     cuda = device == "cuda"
     ready: dict[str, Callable[[], Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, step in steps(s, device, adamw, backend, allowed):
+        if name in failed:
+            found[name] = failed[name]
+            continue
         try:
             if isinstance(step, str):
                 raise TimeoutError(step)
@@ -213,8 +273,12 @@ def measure(
             found[name] = {"loss": loss, "first step s": round(first, 1), "GB": _peak(step) if cuda else None}
             ready[name] = step
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            found[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             if cuda:
+                try:
+                    torch.cuda.synchronize()
+                except Exception:
+                    raise Spoiled(name, found[name]) from error
                 torch.cuda.empty_cache()
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(ROUNDS):
@@ -274,12 +338,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a folder for model-DATE.json and .md")
     parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
-    parser.add_argument("--only", default="", help="words, with | between: models by name")
+    parser.add_argument("--only", default="", help="words, with | between: models by name, in a file of their own")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which nothing more is compiled")
     parser.add_argument("--adamw", action="store_true", help="an optimiser's step belongs to each step")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
+    parser.add_argument("--asked", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    began, device = time.time(), "cpu" if options.tiny else "cuda"
+    if options.asked is not None:
+        return answer_parent(options.asked, options.answer)
+    began = time.time()
     about = environment()
     if not options.tiny:
         about["machine"] = torch.cuda.get_device_name()
@@ -296,16 +364,15 @@ def main() -> None:
             continue
         if time.time() - began > options.budget:
             break
-        backend = "aot_eager" if options.tiny else "inductor"
-        models[str(shape)] = measure(
-            shape, device, options.adamw, backend, lambda: time.time() - began < options.budget
-        )
+        models[str(shape)] = measure_apart(name, options, options.budget - (time.time() - began))
         results["seconds"] = round(time.time() - began)
         for who, row in models[str(shape)].items():
             print(f"{shape}: {who:18} { ({k: v for k, v in row.items() if k != 'rounds'}) }", flush=True)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            stem = options.out / f"model-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+            chosen = re.sub(r"\W+", "-", options.only.lower()).strip("-")
+            kind = f"model-{chosen}" if chosen else "model"
+            stem = options.out / f"{kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
             stem.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
             stem.with_suffix(".md").write_text(markdown(results))
     print(markdown(results))

@@ -4,7 +4,8 @@ A page marks the place of a table with a comment. This script writes the lines b
 
 - ``<!-- results: KIND -->``: the newest table of that kind, as the benchmark wrote it;
 - ``<!-- results: KIND, short -->``: one row per case, all contenders side by side;
-- ``<!-- results: headline -->``: the README's table, selected cases beside the best peer.
+- ``<!-- results: front -->``: the README's table, a model's step and what fits in a given memory;
+- ``<!-- results: headline -->``: selected cases beside the best peer.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import stream_gpu
+from . import limits, stream_gpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: ([\w-]+)(, short)? -->\n.*?<!-- end results -->", re.S)
 OURS = "ours"
-HEADLINE = "headline"
+HEADLINE, FRONT = "headline", "front"
 
 
 class Entry(NamedTuple):
@@ -40,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """One row of the README's table: which case of which results, and how to name it.
+    """One row of the table of selected cases: which case of which results, and how to name it.
 
     ``who`` is our entry. ``within`` limits peers to those that hold at most so many megabytes.
     """
@@ -85,7 +86,8 @@ def pages() -> list[Path]:
 
 def newest(kind: str) -> Path | None:
     """The newest results file of a kind (their names sort by date)."""
-    return max(RESULTS.glob(f"{kind}-[0-9]*.json"), default=None, key=lambda p: p.name)
+    dated = re.compile(rf"{re.escape(kind)}-\d{{8}}-\d{{4}}")
+    return max((p for p in RESULTS.glob("*.json") if dated.fullmatch(p.stem)), default=None, key=lambda p: p.name)
 
 
 def filled(text: str) -> str:
@@ -94,8 +96,8 @@ def filled(text: str) -> str:
     def table(match: re.Match[str]) -> str:
         kind, short = match.group(1), match.group(2) or ""
         found, body = newest(kind), "Not measured yet.\n"
-        if kind == HEADLINE:
-            body = headline()
+        if kind in (HEADLINE, FRONT):
+            body = headline() if kind == HEADLINE else front()
         elif found is not None:
             results = json.loads(found.read_text(encoding="utf-8"))
             whole = WHOLE.get(kind, lambda _: found.with_suffix(".md").read_text(encoding="utf-8"))
@@ -145,7 +147,6 @@ def _wide_both(results: dict[str, Any]) -> Iterator[Entry]:
 SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
     "cpu": (_cpu, "forward / forward and backward (or forward alone)"),
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
-    "gpu-works": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-wide": (_wide_short, "loss and gradients"),
 }
 ENTRIES = {"cpu": _cpu, "gpu": _gpu, "gpu-wide": _wide_both}
@@ -176,8 +177,40 @@ def shortened(kind: str, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def front() -> str:
+    """The README's table: a model's training step, and the largest problems that fit in a given memory."""
+    lines = ["| | ours | torch | Liger |", "|---|---|---|---|"]
+    sources: dict[str, str] = {}
+    for kind in ("model", "limits", "limits-cpu"):
+        path = newest(kind)
+        if path is None:
+            continue
+        results = json.loads(path.read_text(encoding="utf-8"))
+        where = results["environment"]
+        sources[path.stem] = f"{where['machine']}; {where['versions']}; {where['date']}"
+        lines += _model_rows(results) if kind == "model" else _limit_rows(results)
+    said = "\n".join(f"- `{name}`: {machine}" for name, machine in sources.items())
+    return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def _model_rows(results: dict[str, Any]) -> Iterator[str]:
+    for model, found in results["models"].items():
+        for how in ("eager", "compiled"):
+            rows = [found.get(f"{who}, {how}", {}) for who in (OURS, "torch", "Liger")]
+            cells = [f"{row['ms']:.0f} ms, {row['GB']:.1f} GB" if "ms" in row else "–" for row in rows]
+            yield f"| training step of a 1B Llama-like model, {model}, {how} | {' | '.join(cells)} |"
+
+
+def _limit_rows(results: dict[str, Any]) -> Iterator[str]:
+    where = "GPU" if results["device"] == "cuda" else "CPU"
+    memory = f"{results['memory_bytes'] / 2**20:.0f} MiB".replace("1024 MiB", "1 GiB")
+    for row in results["limits"]:
+        ours, theirs = (limits.format_side(row, who) for who in (OURS, "torch"))
+        yield f"| {row['title'].lower()} in {memory} on a {where}: {row['what']} | {ours} | {theirs} | – |"
+
+
 def headline() -> str:
-    """The README's table: each case of HEADLINES beside its fastest peer."""
+    """Each case of HEADLINES beside its fastest peer."""
     lines = [
         "| case | ours, ms | best peer, ms | ours ÷ peer | extra memory: ours / peer |",
         "|---|---|---|---|---|",

@@ -300,7 +300,9 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[], help="classes: long, width, short, decode, float32")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="classes, in a file of their own: long, width, short, decode, float32"
+    )
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which nothing new is begun")
     parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     options = parser.parse_args()
@@ -309,7 +311,8 @@ def main() -> None:
     environment = _environment(options.commit)
     environment["command"] = environment["command"].replace("benchmarks.gpu", "benchmarks.shapes")
     results: dict[str, Any] = {"environment": environment, "rows": []}
-    stem = options.out / f"shapes-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+    kind = "-".join(["shapes", *options.only])
+    stem = options.out / f"{kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
     torch._dynamo.config.cache_size_limit = 256
     with_fa4 = _has_fa4()
     for shape in shapes():

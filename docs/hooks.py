@@ -5,12 +5,17 @@
 - The changelog is a page.
 - Pages that were moved leave a page with a link at their old address.
 - The table of sizes in the contributing page is computed when the site is built.
+- Search puts pages for users before internals. What people type must find the page that answers (search.py): a build
+  whose index does not is an error.
 """
 
+import json
 import re
 from pathlib import Path
 
-import size  # docs/size.py: mkdocs puts the folder of its hooks on the path
+import search  # docs/search.py and docs/size.py: mkdocs puts the folder of its hooks on the path
+import size
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +38,9 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """Point links that leave docs/ at the pages made for them, and fill the table of sizes."""
     markdown = size.filled(markdown)
+    boost = next((b for start, b in search.BOOSTS.items() if page.file.src_uri.startswith(start)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {}).setdefault("boost", boost)
     depth = page.file.src_uri.count("/")
 
     def point(match: re.Match) -> str:
@@ -41,6 +49,18 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         return f"]({'../' * depth}{shown_at(match[2])})"
 
     return OUTSIDE.sub(point, markdown)
+
+
+def on_post_build(config) -> None:
+    """Look in the search index for what people type."""
+    index = json.loads(Path(config["site_dir"], "search", "search_index.json").read_text(encoding="utf-8"))
+    lost = [
+        f"{words!r} does not find {page}"
+        for words, page in search.SEARCHES.items()
+        if not search.finds(index, words, page)
+    ]
+    if lost:
+        raise PluginError(f"the search index: {'; '.join(lost)}")
 
 
 def outside(file: File) -> list[tuple[str, str]]:

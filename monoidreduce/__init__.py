@@ -7,48 +7,77 @@
 ...     return mr.softmax_mean(q @ k, v)
 """
 
-from . import nn, ops
+import gc as _gc
+import importlib as _importlib
+import os as _os
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._version import __version__
-from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
-from .autotune import Tuning, tune
-from .blockwise import MonoidReduce, mk_GeMMMapReduce
-from .engines.common.skip_small_tiles import skip_below
-from .engines.common.tile_counter import Tally, tally
-from .engines.ranks.agreement import shard
-from .errors import *  # noqa: F403
-from .errors import __all__ as _errors
-from .op import Op, op
-from .plan import cache
-from .plan.budget import budget
-from .program.declarations import Batch, Col, Pair, Row
-from .program.draws import dropout, gumbel, uniform
-from .program.symbol import functions
-from .program.vocabulary import all as all
-from .program.vocabulary import any as any
-from .program.vocabulary import (
-    argmax,
-    argmin,
-    col_index,
-    count,
-    logsumexp,
-    mean,
-    num_cols,
-    num_rows,
-    reduce,
-    row_index,
-    sample,
-    softmax_mean,
-    sqdist,
-    topk,
-    var,
-    weighted_mean,
-)
-from .program.vocabulary import max as max
-from .program.vocabulary import min as min
-from .program.vocabulary import sum as sum
-from .runtime.registry import use
-from .sources import chunks
-from .stream import Stream
+
+# ``monoidreduce --help`` answers without torch: where the command line starts this package, the names below are
+# imported when one of them is first asked for, by executing this file once more. Everywhere else they are imported now.
+_COMMAND = _os.path.splitext(_os.path.basename(_sys.argv[0] if _sys.argv else ""))[0] == "monoidreduce"
+_MODULE = bool(_sys.argv) and _sys.argv[0] == "-m" and "monoidreduce" in _sys.orig_argv
+_deferred = "_deferred" not in globals() and (_COMMAND or _MODULE)
+_collects = _gc.isenabled()
+_gc.disable()  # a collection looks at all of torch's objects, and is a third of the time of this import
+
+try:
+    if _TYPE_CHECKING or not _deferred:
+        from . import linalg, nn, ops
+        from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
+        from .autotune import Tuning, tune
+        from .blockwise import MonoidReduce, mk_GeMMMapReduce
+        from .engines.common.skip_small_tiles import skip_below
+        from .engines.common.tile_counter import Tally, tally
+        from .engines.ranks.agreement import shard
+        from .errors import *  # noqa: F403
+        from .errors import __all__ as _errors
+        from .op import Op, op
+        from .plan import cache
+        from .plan.budget import budget
+        from .program.declarations import Batch, Col, Pair, Row
+        from .program.draws import dropout, gumbel, uniform
+        from .program.symbol import functions
+        from .program.vocabulary import all as all
+        from .program.vocabulary import any as any
+        from .program.vocabulary import (
+            argmax,
+            argmin,
+            col_index,
+            count,
+            logsumexp,
+            mean,
+            num_cols,
+            num_rows,
+            reduce,
+            row_index,
+            sample,
+            softmax_mean,
+            sqdist,
+            topk,
+            var,
+            weighted_mean,
+        )
+        from .program.vocabulary import max as max
+        from .program.vocabulary import min as min
+        from .program.vocabulary import sum as sum
+        from .runtime.registry import use
+        from .sources import chunks
+        from .stream import Stream
+finally:
+    if _collects:
+        _gc.enable()
+
+if not _TYPE_CHECKING and _deferred:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        del globals()["__getattr__"]
+        return getattr(_importlib.reload(_sys.modules[__name__]), name)
+
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -78,6 +107,7 @@ __all__ = [
     "functions",
     "gumbel",
     "laws",
+    "linalg",
     "logsumexp",
     "mean",
     "mk_GeMMMapReduce",
@@ -102,4 +132,5 @@ __all__ = [
     "var",
     "weighted_mean",
 ]
-__all__ += _errors
+if not _deferred:
+    __all__ += _errors

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
 from .runtime import registry
@@ -66,6 +67,9 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         raise ArgumentError(
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
+    border = Border()
+    args = tuple(border.take(v, f"argument {k}") for k, v in enumerate(args))
+    kwargs = {name: border.take(v, name) for name, v in kwargs.items()}
     met = record_call(function, args, kwargs, backward)
     trials = _Trials(met)
     for _ in progress(trials, quiet, what="tuning"):

@@ -61,7 +61,7 @@ def MonoidReduce(
     The tile functions may all be ``@triton.jit`` functions, of blocks in registers: ``islice`` and ``jslice`` are then
     the rows and columns of a tile (powers of two), and arguments and results stand side by side:
     ``proj_fold(*a, *b, inside)``, ``binary_reduce(*p, *p)``, ``proj_fold_bwd(*a, *b, *p, *gp, inside)`` with a gradient
-    for each floating input. ``inside`` tells the pairs of a tile that exist. See ``docs/gpu.md``.
+    for each floating input. ``inside`` tells the pairs of a tile that exist. See ``docs/tile-functions.md``.
 
     Results and gradients of 16-bit types are accumulated in float32 and rounded once. Use it through
     ``.apply(*a, *b)``, which returns ``p``. Raises :class:`ArgumentError` and :class:`ShapeError` where functions and

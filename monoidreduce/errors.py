@@ -55,13 +55,21 @@ class _Details(dict):
 
 def shown(value: object) -> str:
     """A value in a message: an array by its type and shape, never its numbers; anything long is cut."""
-    if hasattr(type(value), "shape") and hasattr(type(value), "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"  # type: ignore[attr-defined]
     kind = type(value).__name__
+    if hasattr(type(value), "shape") and hasattr(value, "dtype"):
+        form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"  # type: ignore[attr-defined]
+        return form if type(value).__module__.split(".")[0] in ("torch", "numpy") else f"{form} ({kind})"
+    ours = type(value).__module__.startswith("monoidreduce.")  # symbols answer to every name that tensors have
+    if hasattr(type(value), "shape") and not ours:  # a table, whose columns have types of their own
+        return f"a {kind} {list(value.shape)}"  # type: ignore[attr-defined]
+    if not ours and (hasattr(type(value), "__dlpack__") or hasattr(type(value), "__array__")):
+        return f"a {kind} of {len(value)}" if hasattr(value, "__len__") else f"a {kind}"
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, list | tuple | dict | set) and len(value) > 8:
-        return f"a {kind} of {len(value)}"
+    if isinstance(value, list | tuple | dict | set):
+        inside = value.values() if isinstance(value, dict) else value
+        if len(value) > 8 or any(hasattr(type(v), "__len__") and not isinstance(v, str) for v in inside):
+            return f"a {kind} of {len(value)}"
     text = repr(value)
     return f"{text if len(text) <= 200 else text[:200] + '...'} ({kind})"
 
@@ -341,6 +349,20 @@ class StreamError(MonoidReduceError, RuntimeError):
     ...
     monoidreduce.errors.StreamError: no columns have been folded...
     """
+
+
+class ConvergenceError(MonoidReduceError, RuntimeError):
+    """An iteration, such as ``mr.linalg.cg``, did not reach the tolerance it was given.
+
+    >>> import torch, monoidreduce as mr
+    >>> x = torch.linspace(0, 1, 100, dtype=torch.float64).unsqueeze(-1)
+    >>> mr.linalg.cg(lambda v: mr.ops.kernel_sum(x, x, v), x[:, 0], ridge=1e-9, maxiter=3)
+    Traceback (most recent call last):
+    ...
+    monoidreduce.errors.ConvergenceError: not converged after 3 iterations: the residual is ... of b's size, ...
+    """
+
+    what = "not converged after {iterations} iterations: the residual{column} is {residual} of b's size, above {tol}"
 
 
 class OutOfMemoryError(MonoidReduceError, RuntimeError, MemoryError):

@@ -5,7 +5,6 @@ Nothing is executed unless ``measure=True`` is given.
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,9 +272,7 @@ def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
     step()
     device = next((t.device for t in given), torch.device("cpu"))
-    return Measured(
-        statistics.median(_measure_seconds(step, device) for _ in range(5)), _measure_peak(step, given, device)
-    )
+    return Measured(sorted(_measure_seconds(step, device) for _ in range(5))[2], _measure_peak(step, given, device))
 
 
 def _list_tensors(value: Any) -> list[Tensor]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import arrays
 from .autotune import Tuning, tune
+from .block_runs import Argument, Place, Prepared
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import ChunkedProgram
@@ -36,12 +39,15 @@ from .runtime import call_context, dynamo, layer_replay, logit_rounding, registr
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
-from .stream import Prepared, Stream
+from .runtime.result_form import output_form
+from .stream import Stream
 
+MYPY = False  # mypy takes it for True
+Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
 
-class Op(dynamo.Compiled):
+class Op(dynamo.Compiled, Generic[Result]):
     """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
 
     >>> import torch, monoidreduce as mr
@@ -67,12 +73,22 @@ class Op(dynamo.Compiled):
     def __repr__(self) -> str:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_dynamo_compiling():
+            if arrays.are_traced(args, kwargs):
+                return arrays.call_traced(self._compiled_call, args, kwargs)
+            if dtensors.are_traced([*args, *kwargs.values()]):
+                return torch._dynamo.disable(self._divided_call)(*args, **kwargs)
             return self._compiled(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
+
+    def _compiled_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(args, kwargs)
+
+    def _divided_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self._anew(args, kwargs, None)
 
     @property
     def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
@@ -80,20 +96,22 @@ class Op(dynamo.Compiled):
 
     def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
+        if key is None and arrays.has_arrays((*args, *kwargs.values())):
+            return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
-        if agreement.current_layout() is not None or dtensors.any_dtensor((*args, *kwargs.values())):
-            return self._divided(args, kwargs)
         device = call_context.autocast_device(args or kwargs.values())
         if device is not None:
             return call_context.call_in_autocast(self, self.parameters, device, args, kwargs)
+        if agreement.current_layout() is not None or dtensors.any_dtensor((*args, *kwargs.values())):
+            return self._divided(args, kwargs)
         plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
             self._plans.keep(key, plan)
         return plan(bound)
 
-    def total(self, *args: Any, **kwargs: Any) -> Any:
+    def total(self, *args: Any, **kwargs: Any) -> Result:
         """The sums over rows of the body's numbers per row: ``self(*args).sum()``, in the form of what it returns.
 
         Of a sum all cotangents are known beforehand; where features are wide the gradient is taken in the forward, from
@@ -115,6 +133,8 @@ class Op(dynamo.Compiled):
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
             return plan(given)
+        if key is None and arrays.has_arrays(given):
+            return arrays.call_with_tensors(self.total, list(self.parameters), args, kwargs)
         form = self._plans.form(len(args), kwargs)
         if key is not None or not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
@@ -129,7 +149,7 @@ class Op(dynamo.Compiled):
         plan, bound = self._planned(args, kwargs, engine, total=True)
         return plan.traced.pack(plan.sums(bound))
 
-    def within(self, limit: int | str) -> Callable[..., Any]:
+    def within(self, limit: int | str) -> Callable[..., Result]:
         """The same layer with a memory budget of its own, which its gradients keep.
 
         >>> import torch, monoidreduce as mr
@@ -228,7 +248,10 @@ class Op(dynamo.Compiled):
     # Over ranks, and over columns that come in chunks
 
     def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """The call on this rank's part, where rows or columns are divided over ranks."""
+        """The call on this rank's part, where rows or columns are divided over ranks; in a stream, what it asks for."""
+        streamed = agreement.streamed_call()
+        if streamed is not None:
+            return streamed.call(self, self._bind(args, kwargs))
         if dtensors.any_dtensor((*args, *kwargs.values())):
             return dtensors.run_on_dtensors(
                 self.parameters, self._bind(args, kwargs), lambda local: self._part((), local)
@@ -256,23 +279,35 @@ class Op(dynamo.Compiled):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return Stream(functools.partial(self._streamed, given), columns, given)
+        rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
+        cut = {n: _argument(p, "cols") for n, p in columns.items()}
+        return Stream(self._streamed, cut, given, rows)
 
-    def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
+    def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any], place: Place | None = None) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
         inputs = inputs_of(self.parameters, bound, sizes)
         engine = registry.FOLDERS["eager" if (name := registry.engine()) == "reference" else name]
 
-        def form(results: list[Any], sizes: Sizes) -> Any:
+        def results(found: list[Any], sizes: Sizes) -> list[Tensor]:
             check_sizes(traced.outputs, sizes)
-            return traced.pack(formed(results, traced, sizes, out))
+            return formed(found, traced, sizes, out)
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
         program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
-        return Prepared(ChunkedProgram(program, sizes, stays, engine), name, columns, form)
+        where = () if place is None else (place.first, place.total)
+        forms = [output_form(e, sizes, out) for e in traced.outputs]
+        return Prepared(
+            ChunkedProgram(program, sizes, stays, engine, *where),
+            name,
+            columns,
+            results,
+            lambda found, rows, total: traced.pack(found),
+            tuple(-1 - (e.feature is not None) for e in traced.outputs),
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms) // max(1, sizes.rows),
+        )
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
@@ -330,9 +365,13 @@ class Op(dynamo.Compiled):
                 detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}"
             ) from None
         bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            check_kind(self.parameters[name], value)
-        return dict(bound.arguments)
+        values = dict(bound.arguments)
+        for name, value in values.items():
+            p = self.parameters[name]
+            if p.is_tensor and not isinstance(value, Tensor | None) and arrays.is_array(value):
+                values[name] = value = arrays.to_tensor(value, name)
+            check_kind(p, value)
+        return values
 
     def _check_keywords(self, given: Iterable[str], known: Iterable[str]) -> None:
         for name in given:
@@ -350,6 +389,12 @@ class Op(dynamo.Compiled):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _argument(p: declarations.Parameter, axis: str) -> Argument:
+    """How an argument of rows or columns is cut."""
+    behind = len(p.tail) - p.tail.index(axis)
+    return Argument(p.optional, lambda rank: rank - behind)
 
 
 def _are_row_numbers(traced: Traced) -> bool:
@@ -373,14 +418,20 @@ def _summed(value: Any) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def op(function: Callable) -> Op:
-    """Make a layer of a function that says what happens to one pair.
+if MYPY:
+    # Mypy takes the letter of ``Row["f"]`` for the name of a type, in any class and behind any alias. It leaves a
+    # function alone that ``no_type_check`` decorates, and takes it for Any: so that is what ``op`` is to mypy.
+    from typing import no_type_check as op
+else:
 
-    >>> import torch, monoidreduce as mr
-    >>> @mr.op
-    ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
-    ...     return mr.softmax_mean(q @ k, v)
-    >>> attention(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 3)).shape
-    torch.Size([5, 3])
-    """
-    return Op(function)
+    def op(function: Callable[..., Result]) -> Op[Result]:
+        """Make a layer of a function that says what happens to one pair.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> attention(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 3)).shape
+        torch.Size([5, 3])
+        """
+        return Op(function)

@@ -1,27 +1,27 @@
-"""Where streamed columns come from: arrays, memory maps and files, cut into chunks that can be read again.
+"""Where streamed rows and columns come from: arrays, memory maps and files, cut into chunks that can be read again.
 
-The one place that knows optional packages: safetensors and Parquet (pyarrow) for files, rich for a progress bar. On a
-GPU the next chunk is copied from pinned memory, on a stream of its own, while the present one is folded; a thread of
-its own fills the pinned buffers, so that the copies never wait for what the caller does between two chunks.
+``files.py`` reads the files. On a GPU the next chunk is copied from pinned memory, on a stream of its own, while the
+present one is folded; a thread of its own fills the pinned buffers, so that the copies never wait for what the caller
+does between two chunks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
+import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, DTypeError, MonoidReduceError, ShapeError, StreamError
+from .arrays import check_mapped, check_type, is_array, to_tensor
+from .errors import ArgumentError, ShapeError
+from .files import is_file, open_arrays
 
 SIZE = 65536  # columns a chunk: a few tiles, and little against any memory
 BYTES = 2**27  # of a chunk for a GPU: what is done between two chunks (1.5 ms for a search) is hidden behind its copy
@@ -37,10 +37,11 @@ def chunks(
     """Columns from tensors, numpy arrays, memory maps or files, ``size`` at a time, as often as they are asked for.
 
     Several arrays of one length give tuples, in their order. ``axes`` says which axis of each is the columns' (the
-    first, unless told): -1 of what is given per pair, -2 of vectors behind batch dimensions. A file is ``.npy`` (read
-    as a memory map), ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. With a CUDA
-    ``device`` chunks arrive there through pinned memory, the next one while the present one is used; what lies in
-    pinned memory already is copied from there. Unless told, a chunk has 65536 columns, on a GPU 128 MiB of them.
+    first, unless told): -1 of what is given per pair, -2 of vectors behind batch dimensions. A file is ``.npy``,
+    ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. A list of paths is one array, its
+    files laid end to end. With a CUDA ``device`` chunks arrive there through pinned memory, the next one while the
+    present one is used; what lies in pinned memory already is copied from there. Unless told, a chunk has 65536
+    columns, on a GPU 128 MiB of them.
 
     Raises ArgumentError, ShapeError, DTypeError or, for a file that is damaged, StreamError; also while reading, for
     one that is cut short or changed meanwhile.
@@ -55,23 +56,29 @@ def chunks(
         raise ArgumentError(detail=f"chunks was given size = {size}", fix="Give at least one column at a time")
     opened: list[Any] = []
     for a in arrays:
-        opened += _open_source(a, list(names or ()))
+        opened += open_arrays(
+            to_tensor(a) if is_array(a) and not isinstance(a, numpy.ndarray) else a, list(names or ())
+        )
     if not opened:
         raise ArgumentError(detail="chunks was given nothing to cut", fix="Give tensors, arrays or paths of files")
-    cut = [_AlongAxis(a, axis) for a, axis in zip(opened, _resolve_axes(opened, axes), strict=True)]
+    cut = [AlongAxis(a, axis) for a, axis in zip(opened, _resolve_axes(opened, axes), strict=True)]
     if len({len(a) for a in cut}) > 1:
         raise ShapeError(
             detail=f"the arrays differ in length: {', '.join(str(len(a)) for a in cut)}",
             fix="Give equally many columns in each, and say with axes=... where they are not the first axis",
         )
     where = torch.device(device) if device is not None else None
-    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else _columns_per_chunk(cut)), where)
+    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else gpu_columns(cut)), where)
 
 
-def _columns_per_chunk(cut: list[_AlongAxis]) -> int:
+def is_source_of_arrays(given: Any) -> bool:
+    """Whether something is a whole array, or files of one, and not an iterable of chunks."""
+    return isinstance(given, Tensor) or is_array(given) or is_file(given)
+
+
+def gpu_columns(cut: list[AlongAxis]) -> int:
     """The number of columns in a chunk of ``BYTES``."""
-    one = sum(_to_tensor(a[0:1]).nbytes for a in cut)
-    return max(1, BYTES // max(1, one))
+    return max(1, BYTES // max(1, sum(a.bytes_each for a in cut)))
 
 
 def _resolve_axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
@@ -86,200 +93,94 @@ def _resolve_axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
     return axes
 
 
-class _AlongAxis:
-    """An array with the axis that is cut."""
+class AlongAxis:
+    """An array, in memory or in a file, with the axis that is cut."""
 
     def __init__(self, array: Any, axis: int):
         self.array, self.axis = array, axis % len(array.shape)
         if isinstance(array, numpy.ndarray):
-            _check_type(array)
+            check_type(array, str(getattr(array, "filename", None) or "an array"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in self.array.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        array = self.array
+        return to_tensor(numpy.empty(0, array.dtype)).dtype if isinstance(array, numpy.ndarray) else array.dtype
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of one row or column."""
+        return self.dtype.itemsize * math.prod(n for k, n in enumerate(self.shape) if k != self.axis)
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.array, "filename", None) or type(self.array).__name__)
 
     def __len__(self) -> int:
-        return int(self.array.shape[self.axis])
+        return self.shape[self.axis]
 
     def __getitem__(self, which: slice) -> Any:
         if isinstance(self.array, numpy.memmap):
-            _check_mapped(self.array)
+            check_mapped(self.array)
         stop = slice(which.start, min(which.stop, len(self)))
         return self.array[(*(slice(None),) * self.axis, stop)] if self.axis else self.array[stop]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A part of it as a tensor."""
+        return _to_tensor(self[start:stop])
 
 
 class Chunks:
     """A source that can be read again; made by :func:`chunks`."""
 
-    def __init__(self, arrays: list[_AlongAxis], size: int, device: torch.device | None):
-        self.arrays, self.size, self.device = arrays, size, device
+    def __init__(
+        self,
+        arrays: list[AlongAxis],
+        size: int,
+        device: torch.device | None,
+        names: tuple[str, ...] | None = None,
+    ):
+        self.arrays, self.size, self.device, self.names = arrays, size, device, names
 
     def __len__(self) -> int:
         return -(-len(self.arrays[0]) // self.size)
 
     def __repr__(self) -> str:
-        what = ", ".join(str(getattr(a.array, "filename", None) or type(a.array).__name__) for a in self.arrays)
+        what = ", ".join(a.name for a in self.arrays)
         return f"mr.chunks({what}, size={self.size})"
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        if self.device is not None and self.device.type == "cuda":
-            return _prefetch(self._cut(), self.device)
-        return (tuple(_to_tensor(a) for a in arrays) for arrays in self._cut())
+    def __iter__(self) -> Iterator[Any]:
+        return self.read_from(0)
 
-    def _cut(self) -> Iterator[tuple[Any, ...]]:
-        for at in range(0, len(self.arrays[0]), self.size):
+    def like(self, values: tuple[Tensor, ...]) -> Any:
+        """Tensors as a chunk holds them: on its device, by name where it has names."""
+        there = values if self.device is None else tuple(v.to(self.device) for v in values)
+        return there if self.names is None else dict(zip(self.names, there, strict=True))
+
+    @property
+    def columns(self) -> int:
+        """How many columns there are in all."""
+        return len(self.arrays[0])
+
+    def read_from(self, chunk: int) -> Iterator[Any]:
+        """The chunks from the given one on: tuples of tensors, or dicts where the arrays have names."""
+        if self.device is not None and self.device.type == "cuda":
+            found = _prefetch(self._cut(chunk), self.device)
+        else:
+            found = (tuple(_to_tensor(a) for a in arrays) for arrays in self._cut(chunk))
+        return found if self.names is None else (dict(zip(self.names, values, strict=True)) for values in found)
+
+    def _cut(self, chunk: int) -> Iterator[tuple[Any, ...]]:
+        for at in range(chunk * self.size, len(self.arrays[0]), self.size):
             yield tuple(a[at : at + self.size] for a in self.arrays)
 
 
-def _open_source(given: Any, names: list[str]) -> list[Any]:
-    if isinstance(given, Tensor | numpy.ndarray):
-        return [given]
-    if not isinstance(given, str | Path):
-        raise ArgumentError(detail=f"chunks was given {type(given).__name__}", fix="Give a tensor, an array or a path")
-    path = Path(given)
-    reader = _READERS.get(path.suffix)
-    if reader is None:
-        raise ArgumentError(detail=f"{path.name} is no file of {', '.join(_READERS)}", fix="Read it to an array first")
-    if not path.exists():
-        raise ArgumentError(detail=f"there is no file {path}", fix="Give the path of one")
-    if path.is_dir():
-        raise ArgumentError(detail=f"{path} is a folder", fix="Give the path of a file")
-    with _report_read_errors(path):
-        return reader(path, names)
-
-
-@contextlib.contextmanager
-def _report_read_errors(path: Path) -> Iterator[None]:
-    """Turn read errors of numpy, safetensors and pyarrow into a StreamError that names the file."""
-    try:
-        yield
-    except (MonoidReduceError, MemoryError):
-        raise
-    except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StreamError(
-            detail=f"{path} cannot be read as {path.suffix}: {said}",
-            fix="The file is damaged, cut short or of another kind: write it again, or check who may read it",
-        ) from error
-
-
-def _check_type(array: numpy.ndarray) -> None:
-    try:
-        torch.from_numpy(numpy.empty(0, array.dtype))
-    except (TypeError, ValueError):  # texts, objects, another byte order
-        where = getattr(array, "filename", None)
-        raise DTypeError(
-            detail=f"{where or 'an array'} holds {array.dtype.name} ({array.dtype.str}), which torch has no type for",
-            fix="Convert it to a type of torch first, in the machine's own byte order",
-        ) from None
-
-
-def _check_mapped(array: numpy.memmap) -> None:
-    """Raise StreamError if a memory-mapped file was truncated: reading past its end would kill the process (SIGBUS)."""
-    mapped = getattr(array, "_mmap", None)
-    if mapped is None:
-        return
-    needed = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + len(mapped)
-    if mapped.size() < needed:
-        raise StreamError(
-            detail=f"{array.filename} has been cut short while it was read: it has {mapped.size()} bytes, "
-            f"and had at least {needed}",
-            fix="Write it again, and let nobody change it meanwhile",
-        )
-
-
-def _open_npy(path: Path, names: list[str]) -> list[Any]:
-    return [numpy.load(path, mmap_mode="r")]
-
-
-class _Safetensor:
-    """One tensor of a file, read a slice at a time."""
-
-    def __init__(self, path: Path, name: str):
-        self.path, self.name = path, name
-        self.shape = tuple(self._slice().get_shape())
-
-    @property
-    def filename(self) -> Path:
-        return self.path
-
-    def _slice(self) -> Any:
-        return _import_safetensors()(str(self.path), framework="pt").get_slice(self.name)
-
-    def __getitem__(self, which: Any) -> Tensor:
-        with _report_read_errors(self.path):  # opened anew for each chunk: it may have changed
-            found = self._slice()
-            if tuple(found.get_shape()) != self.shape:
-                raise StreamError(
-                    detail=f"{self.name} in {self.path} had the shape {self.shape}, and has {found.get_shape()} now",
-                    fix="Let nobody change the file while it is read",
-                )
-            return found[which]
-
-
-def _import_safetensors() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise StreamError(detail="safetensors is not installed", fix="pip install safetensors") from None
-    return safe_open
-
-
-def _open_safetensors(path: Path, names: list[str]) -> list[Any]:
-    there = list(_import_safetensors()(str(path), framework="pt").keys())
-    return [_Safetensor(path, n) for n in _pick_names(names, there, path)]
-
-
-class _ParquetColumn:
-    """One column of a file; the group of rows that was read last is kept, for the next chunk."""
-
-    def __init__(self, path: Path, name: str):
-        self.file, self.filename, self.name = _import_parquet().ParquetFile(path), path, name
-        counts = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
-        self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
-        self.kept: tuple[int, Any] = (-1, None)
-        self.shape = (self.starts[-1],)  # the axis that can be cut
-
-    def __getitem__(self, which: slice) -> Any:
-        start, stop = which.start, which.stop
-        groups = [g for g in range(len(self.starts) - 1) if self.starts[g] < stop and self.starts[g + 1] > start]
-        cut = [self._group(g)[max(0, start - self.starts[g]) : stop - self.starts[g]] for g in groups]
-        return numpy.concatenate(cut) if cut else self._group(0)[:0]
-
-    def _group(self, g: int) -> Any:
-        if self.kept[0] != g:
-            with _report_read_errors(self.filename):
-                column = self.file.read_row_group(g, columns=[self.name]).column(0).combine_chunks()
-                values = column.to_numpy(zero_copy_only=False)
-                values = numpy.stack(list(values)) if values.dtype == object else values
-            _check_type(values)
-            self.kept = g, values
-        return self.kept[1]
-
-
-def _import_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise StreamError(detail="pyarrow is not installed, which reads Parquet", fix="pip install pyarrow") from None
-    return pyarrow.parquet
-
-
-def _open_parquet(path: Path, names: list[str]) -> list[Any]:
-    there = _import_parquet().ParquetFile(path).schema_arrow.names
-    return [_ParquetColumn(path, n) for n in _pick_names(names, there, path)]
-
-
-def _pick_names(names: list[str], there: list[str], path: Path) -> list[str]:
-    missing = [n for n in names if n not in there]
-    if missing:
-        raise ArgumentError(
-            detail=f"{path.name} has no {', '.join(missing)}", fix=f"It has {', '.join(there)}; pick with names=[...]"
-        )
-    return names or there
-
-
-_READERS = {".npy": _open_npy, ".safetensors": _open_safetensors, ".parquet": _open_parquet}
-
-
 def _to_tensor(a: Any) -> Tensor:
-    return a if isinstance(a, Tensor) else torch.from_numpy(numpy.array(a))
+    """A chunk as a tensor; what lies in a mapped file is copied out of it, for the file may go."""
+    return to_tensor(numpy.array(a) if isinstance(a, numpy.memmap) else a)
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------
@@ -341,7 +242,7 @@ def _copy_ahead(source: Iterator[tuple[Any, ...]], device: torch.device, free: A
 
 def _copy_to_pinned(a: Any, buffers: dict[int, Tensor], k: int) -> Tensor:
     """An array in pinned memory: itself if it is pinned, else copied to buffer ``k`` by all of torch's threads."""
-    t = a if isinstance(a, Tensor) else _view_as_tensor(a)
+    t = to_tensor(a)
     if t.is_pinned():
         return t
     if k not in buffers or buffers[k].dtype != t.dtype or buffers[k].numel() < t.numel():
@@ -349,23 +250,73 @@ def _copy_to_pinned(a: Any, buffers: dict[int, Tensor], k: int) -> Tensor:
     return buffers[k][: t.numel()].view(t.shape).copy_(t)
 
 
-def _view_as_tensor(a: numpy.ndarray) -> Tensor:
-    """A tensor over the memory of a read-only array, without torch's warning; it must not be written to."""
-    if a.flags.writeable or not a.flags.c_contiguous or not a.size:
-        return torch.from_numpy(a if a.flags.writeable else numpy.array(a))
-    memory = memoryview((ctypes.c_char * a.nbytes).from_address(a.ctypes.data)).cast("B")
-    return torch.from_numpy(numpy.frombuffer(memory, a.dtype).reshape(a.shape))
-
-
 def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding") -> Iterator[Any]:
-    """Iterate over ``source`` with a progress bar, if stderr is a terminal and rich is installed."""
-    if quiet or not sys.stderr.isatty():
-        return iter(source)
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        return iter(source)
+    """Iterate over ``source``; at a terminal a line says how far it is, how fast it goes and how long it will take."""
     if total is None and hasattr(source, "__len__"):
         total = len(source)  # type: ignore[arg-type]
-    return iter(track(source, what, total=total, console=Console(stderr=True), transient=True))
+    meter = Meter(quiet, total, what)
+    try:
+        for item in source:
+            yield item
+            del item  # while the next one comes, nobody holds this one
+            meter.add(1)
+    finally:
+        meter.close()
+
+
+class Meter:
+    """A line at the terminal about work under way: the share done, the rate, and the time left.
+
+    ``total``: how much there is to do, if it is known; ``unit``: of what; ``done``: what was done in an earlier run."""
+
+    def __init__(self, quiet: bool, total: int | None, what: str = "folding", unit: str = "", done: int = 0):
+        self.shown = not quiet and sys.stderr.isatty()
+        self.total, self.what, self.unit, self.done, self.first = total, what, unit, done, done
+        self.start = self.last = time.monotonic()
+        self.width = 0
+
+    def add(self, count: int) -> None:
+        """So much more is done."""
+        self.done += count
+        now = time.monotonic()
+        if self.shown and (now - self.last > 0.2 or self.done == self.total):
+            self.last = now
+            self._write(self.text(now - self.start))
+
+    def text(self, seconds: float) -> str:
+        """The line, ``seconds`` after the start."""
+        rate = (self.done - self.first) / max(seconds, 1e-9)
+        parts = [self.what]
+        if self.total:
+            parts.append(f"{100 * self.done / self.total:.0f}%")
+        parts.append(f"{format_count(self.done)}{f' of {format_count(self.total)}' if self.total else ''} {self.unit}")
+        parts.append(f"{format_count(rate)}/s" if rate else "")
+        if self.total and rate:
+            parts.append(f"{format_time((self.total - self.done) / rate)} left")
+        return "  ".join(p.strip() for p in parts if p.strip())
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self.width))
+        sys.stderr.flush()
+        self.width = len(text)
+
+    def close(self) -> None:
+        """Wipe the line."""
+        if self.shown and self.width:
+            self._write("")
+            sys.stderr.write("\r")
+            sys.stderr.flush()
+
+
+def format_count(n: float) -> str:
+    """A number as people say it: 950, 1.2k, 34M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g}{letter}"
+    return f"{n:.3g}"
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

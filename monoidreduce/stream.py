@@ -1,6 +1,7 @@
-"""Columns that do not fit in memory, or are not there yet: a fold fed chunk by chunk, stopped, resumed and merged.
+"""Rows and columns that do not fit in memory, or are not there yet: a fold fed in chunks, stopped, resumed, merged.
 
-The rows and the state stay; a chunk of columns comes, is folded where it stands in the whole, and goes. A state knows
+The rows and the state stay; a chunk of columns comes, is folded where it stands in the whole, and goes. Rows in a file
+are read in blocks, each of which sees all columns (``block_runs.py``). A state knows
 which columns it covers, as intervals of global column numbers, so that streams merge in any order and no column is
 counted twice. Gradients need a second look at every chunk, so they ask for a source that can be read again. A source is
 any iterable of chunks (a tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and files.
@@ -9,13 +10,26 @@ any iterable of chunks (a tensor, or a tuple or dict of tensors); ``sources.py``
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
+from .arrays import Border, is_array, to_tensor
+from .block_runs import (
+    Argument,
+    BlockRun,
+    ChunkMaker,
+    Columns,
+    Prepare,
+    Prepared,
+    Rows,
+    check_same_program,
+    columns_per_chunk,
+    fits_in_memory,
+)
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states as closed
@@ -23,22 +37,12 @@ from .engines.ranks import agreement
 from .engines.stream import chunked_passes
 from .engines.stream.checksum import Readings, row_checksums
 from .engines.stream.chunked_passes import Chunk, ChunkedProgram, OnGradient
-from .errors import ArgumentError, StreamError
-from .program.declarations import Parameter
-from .sources import Chunks, progress
+from .errors import ArgumentError, ShapeError, StreamError, shown
+from .files import is_file, open_arrays
+from .saved_runs import SavedRun, check_out
+from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 
 Ranges = tuple[tuple[int, int], ...]  # disjoint intervals [start, stop) of column numbers, in order, none adjacent
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What an op tells of a call: the walk over its passes, its program's name, how columns become inputs, and its
-    results' form. It holds no column: a chunk is not to outlive its turn."""
-
-    walk: ChunkedProgram
-    name: str
-    inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
-    form: Callable[[list[Any], Sizes], Any]
 
 
 class Stream:
@@ -58,18 +62,77 @@ class Stream:
 
     def __init__(
         self,
-        prepare: Callable[[Mapping[str, Any]], Prepared],
-        columns: Mapping[str, Parameter],
+        prepare: Prepare,
+        columns: Mapping[str, Argument],
         rows: Mapping[str, Any],
+        row_arguments: Mapping[str, Argument],
+        memo: dict[str, int] | None = None,
     ):
-        self._prepare, self._columns, self._rows = prepare, columns, rows
+        """``prepare``: makes ready for some rows and a chunk of columns; ``rows``: all that is no column;
+        ``row_arguments``: which of these have one entry a row; ``memo``: numbers drawn while it runs."""
+        self._border = Border()
+        self._call, self._columns, self._row_arguments = prepare, columns, row_arguments
+        self._rows, self._files = self._take_rows(rows)
+        self._memo = {} if memo is None else memo
         self._prepared: Prepared | None = None
-        self._last: tuple[dict[str, Any], Prepared] | None = None  # of what kind the last chunk was
+        self._maker = ChunkMaker(self._prepare)
         self._empty: dict[str, Any] | None = None  # a chunk of no columns, of the kind of those folded
         self._states: list[State] | None = None
         self._ranges: Ranges = ()
         self._next = 0  # the number of the next column
         self._placed = False  # whether starting() said so, and no column has come since
+
+    def _take_rows(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, AlongAxis]]:
+        """The arguments in memory, and those that are too long for it."""
+        memory, files = {}, {}
+        for name, value in rows.items():
+            if name in self._row_arguments and (is_file(value) or isinstance(value, Chunks)):
+                files[name] = self._open_rows(name, value)
+            else:
+                memory[name] = value
+        mapped = {n: v for n, v in memory.items() if n in self._row_arguments and isinstance(v, numpy.memmap)}
+        found = {**files, **{n: self._open_rows(n, v) for n, v in mapped.items()}}
+        self._opened = dict(files)
+        if fits_in_memory(found.values()):
+            memory |= {n: a.read(0, len(a)) for n, a in files.items()}
+            files = {}
+        else:
+            files = found
+            self._border.of_numpy = self._border.of_numpy or bool(mapped)
+        memory = {n: self._border.take(v, n) for n, v in memory.items() if n not in files}
+        return memory, files
+
+    def _open_rows(self, name: str, value: Any) -> AlongAxis:
+        if isinstance(value, Chunks):
+            found = [a.array for a in value.arrays]
+        else:
+            found = open_arrays(value)
+        if len(found) > 1:
+            named = [a for a in found if getattr(a, "name", None) == name]
+            found = named or found
+        if len(found) != 1:
+            raise ArgumentError(
+                detail=f"{name} was given a file of {len(found)} arrays",
+                fix=f"Name the one that it is {name!r}, or pick it: mr.chunks(path, names=[...])",
+            )
+        rank = len(found[0].shape)
+        axis = self._row_arguments[name].axis(rank) if rank else -1
+        if not 0 <= axis < rank:
+            raise ShapeError(
+                detail=f"{name} in {getattr(found[0], 'filename', 'an array')} has shape {list(found[0].shape)}",
+                fix="Give an array with one number or one vector a row",
+            )
+        return AlongAxis(found[0], axis)
+
+    def _prepare(self, chunk: Mapping[str, Any]) -> Prepared:
+        return self._call(self._rows, chunk, None)
+
+    def _check_rows_in_memory(self, what: str) -> None:
+        if self._files:
+            raise StreamError(
+                detail=f"{what} holds all rows, but those of {', '.join(self._files)} are read from a file in blocks",
+                fix="Use over(...), or read the rows into an array first",
+            )
 
     @property
     def ranges(self) -> Ranges:
@@ -95,10 +158,11 @@ class Stream:
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Fold one more chunk of columns, given in the order of the op's column parameters, or by name."""
+        self._check_rows_in_memory("update")
         named = self._named(kwargs if kwargs and not args else args)
         with torch.no_grad():
             prepared = self._ready(named)
-            chunk = self._chunk(prepared, named, self._next)
+            chunk = self._maker.make(prepared, named, self._next)
             ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
             walk, p = prepared.walk, _single_pass(prepared.walk)
             leaves = walk.leaves(p, walk.row_feeds(p, {}, None), chunk, None)
@@ -142,26 +206,45 @@ class Stream:
         walk = self._prepared.walk
         with torch.no_grad():
             found = closed(_single_pass(walk).fold, self._states)
-            return self._prepared.form(*walk.finish({0: found}, sum(b - a for a, b in self._ranges)))
+            return self._give(self._prepared, *walk.finish({0: found}, sum(b - a for a, b in self._ranges)))
+
+    def _give(self, prepared: Prepared, outputs: list[Any], sizes: Sizes) -> Any:
+        return self._border.give(prepared.pack(prepared.results(outputs, sizes), self._rows, sizes.cols))
 
     def over(
         self,
-        source: Iterable[Any],
-        *,
+        *sources: Any,
         gradients: OnGradient | None = None,
         quiet: bool = False,
         verify: bool = True,
+        out: Any = None,
+        state: Any = None,
+        every: float = 30.0,
     ) -> Any:
-        """Read a whole source of chunks; the result, differentiable for the rows where they ask for it.
+        """Read all columns; the result, differentiable for the rows where they ask for it.
+
+        ``sources`` are the op's columns, in order: each a path, a list of paths (laid end to end), an array or a
+        tensor; or one dict of them by name; or one iterable of chunks (``mr.chunks(...)``, a ``DataLoader``, a list, a
+        generator). At a terminal a line says how far it is, unless ``quiet``.
+
+        ``out="result.npy"`` writes the result to that file, when it is complete, and returns it as a memory map; of
+        several results each has a file (``result.values.npy``). ``state="folder"`` keeps the state there, every so many
+        seconds (``every``), and when the run is interrupted: the same call goes on from there, to the bit, and deletes
+        the folder when it is done. Neither has gradients.
 
         A gradient reads the source again: chunks that ask for one get theirs added to ``.grad``, and
         ``gradients(first column, {name: gradient})`` is called for each. A program of several passes reads it once for
-        each, and what it calls with is then to be added up. At a terminal a bar shows how far it is, unless ``quiet``.
+        each, and what it calls with is then to be added up.
 
         A later reading that differs from the first is a StreamError: the number of columns is always compared, and
         with ``verify`` a checksum of every chunk (where there can be a second reading; it costs two reads of the
-        chunk's memory each time).
+        chunk's memory each time). Of a file, size and time of the last change are compared, always.
         """
+        source, own = self._source(sources)
+        if isinstance(source, Chunks):
+            self._memo["columns"] = source.columns  # for checks that need it before any work
+        if self._files or out is not None or state is not None:
+            return self._run(source, own, gradients, quiet, out, state, every)
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
         _check_not_sharded()
@@ -194,13 +277,74 @@ class Stream:
         def chunks() -> Iterator[Chunk]:
             at = self._next
             for values in progress(begun.pop() if begun else source, quiet, count):
-                chunk = self._chunk(prepared, self._named(values), at)
+                chunk = self._maker.make(prepared, self._named(values), at)
                 at += chunk[1]
                 del values  # while the next one comes, nobody holds this one
                 yield chunk
                 del chunk
 
-        return prepared.form(*chunked_passes.run_over_source(prepared.walk, read, gradients, columns_ask))
+        return self._give(prepared, *chunked_passes.run_over_source(prepared.walk, read, gradients, columns_ask))
+
+    def _run(self, source: Any, own: bool, gradients: Any, quiet: bool, out: Any, state: Any, every: float) -> Any:
+        """A run in blocks of rows, or one that is kept on disk."""
+        if self._states is not None or self._ranges:
+            raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
+        if gradients is not None or (torch.is_grad_enabled() and self._rows_ask()):
+            raise StreamError(
+                detail="rows in a file, out= and state= have no gradients, but one is asked for",
+                fix="Call it under torch.no_grad(), or give the rows in memory and neither out= nor state=",
+            )
+        _check_not_sharded()
+        path = None if out is None else check_out(out)
+        saved = None if state is None else SavedRun.open(state, every)
+        files = {**self._opened, **self._files}  # those that would fit as well: a saved run keeps its blocks
+        rows = Rows({n: v for n, v in self._rows.items() if n not in files}, files, self._row_arguments)
+        columns = Columns(source, self._named, saved is not None)
+        found = BlockRun(self._call, rows, columns, saved, quiet, self._memo, own).run(path)
+        return found if path is not None else self._border.give(found)
+
+    def _source(self, sources: Sequence[Any]) -> tuple[Any, bool]:
+        """An iterable of chunks, and whether it was made here of arrays or files."""
+        if not sources:
+            raise ArgumentError(detail="over was given no columns", fix=f"Give {', '.join(self._columns)}")
+        if len(sources) == 1 and not isinstance(sources[0], Mapping) and not is_source_of_arrays(sources[0]):
+            return sources[0], False
+        if len(sources) == 1 and isinstance(sources[0], Mapping):
+            given = dict(sources[0])
+        else:
+            given = self._named(tuple(sources) if len(sources) > 1 else self._split_file(sources[0]), opened=True)
+        arrays = {n: self._open_column(n, v) for n, v in given.items() if n in self._columns}
+        self._named({n: None for n in given}, opened=True)
+        if len({len(a) for a in arrays.values()}) > 1:
+            said = ", ".join(f"{n} has {len(a)}" for n, a in arrays.items())
+            raise ShapeError(detail=f"the columns differ in number: {said}", fix="Give equally many columns in each")
+        device = next((v.device for v in self._rows.values() if isinstance(v, Tensor) and v.is_cuda), None)
+        cut = list(arrays.values())
+        size = columns_per_chunk(cut, SIZE if device is None else gpu_columns(cut))
+        return Chunks(cut, size, device, tuple(arrays)), True
+
+    def _split_file(self, given: Any) -> Any:
+        """The arrays of a file that holds several, by the names of the columns or in their order."""
+        found = open_arrays(given) if is_file(given) else [given]
+        named = {a.name: a for a in found if getattr(a, "name", None) in self._columns}
+        needed = {n for n, p in self._columns.items() if not p.optional}
+        return named if needed <= set(named) else tuple(found)
+
+    def _open_column(self, name: str, value: Any) -> AlongAxis:
+        (array,) = open_arrays(value) if is_file(value) else [value]
+        if is_array(array):
+            self._border.of_numpy = self._border.of_numpy or isinstance(array, numpy.ndarray)
+            self._border.of_others = self._border.of_others or not isinstance(array, numpy.ndarray)
+            array = array if isinstance(array, numpy.ndarray) else to_tensor(array, name)
+        elif isinstance(array, Tensor):
+            self._border.of_others = True
+        rank = len(getattr(array, "shape", ()))
+        axis = self._columns[name].axis(rank) if rank else -1
+        if not 0 <= axis < rank:
+            raise ShapeError(
+                detail=f"{name} was given {shown(array)}", fix="Give an array with one number or one vector a column"
+            )
+        return AlongAxis(array, axis)
 
     # Stop and resume
 
@@ -209,6 +353,7 @@ class Stream:
 
         The rows are not kept, but a checksum of each: a state is resumed with the rows that it was made with.
         """
+        self._check_rows_in_memory("a state")
         return {
             "program": self._prepared.name if self._prepared is not None else "",
             "start": self.start,
@@ -226,6 +371,7 @@ class Stream:
         """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Load into a fresh op.stream(...)")
+        self._check_rows_in_memory("a state")
         missing = {"program", "start", "stop", "ranges", "rows", "columns", "states"} - set(state)
         if missing:
             raise StreamError(
@@ -242,15 +388,16 @@ class Stream:
 
     # Chunks
 
-    def _named(self, values: Any) -> dict[str, Any]:
-        if isinstance(values, Tensor):
+    def _named(self, values: Any, opened: bool = False) -> dict[str, Any]:
+        """A chunk by name, with tensors in place of arrays; ``opened``: of sources, which are taken as they are."""
+        if isinstance(values, Tensor) or is_array(values):
             values = (values,)
         needed = [n for n, p in self._columns.items() if not p.optional]
         if isinstance(values, Mapping):
             wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
         elif isinstance(values, tuple | list) and len(values) in (len(needed), len(self._columns)):
             names = needed if len(values) == len(needed) else list(self._columns)
-            return dict(zip(names, values, strict=True))
+            return self._tensors(dict(zip(names, values, strict=True)), opened)
         else:
             wrong = {"what was given"}
         if wrong:
@@ -259,7 +406,12 @@ class Stream:
                 fix="Give a tensor for each column parameter, in order or by name; what is given per pair, too, comes "
                 "with the chunk's columns",
             )
-        return dict(values)
+        return self._tensors(dict(values), opened)
+
+    def _tensors(self, values: dict[str, Any], opened: bool) -> dict[str, Any]:
+        if opened or all(isinstance(v, Tensor) or v is None for v in values.values()):
+            return values
+        return {n: self._border.take(v, n) for n, v in values.items()}
 
     def _ready(self, named: Mapping[str, Any], name: str = "") -> Prepared:
         """What is known of the op for chunks like this one, made by the first and then kept; with ``name``, it must be
@@ -273,31 +425,20 @@ class Stream:
                     detail="this op asks for the number of columns before they have all come",
                     fix="Use .over(source) with a source that can be read again",
                 )
-            _check_same_source(name or prepared.name, prepared.name)
+            check_same_program(name or prepared.name, prepared.name)
             self._prepared = prepared
             self._empty = {n: self._without_columns(n, v) for n, v in named.items()}
-        _check_same_source(name or self._prepared.name, self._prepared.name)
+        check_same_program(name or self._prepared.name, self._prepared.name)
         return self._prepared
 
     def _without_columns(self, name: str, value: Any) -> Any:
         """A column argument of no columns, which says all that a program asks of one: type, features and batch."""
         if not isinstance(value, Tensor):
             return value
-        tail = self._columns[name].tail
-        return value.detach().narrow(value.dim() - len(tail) + tail.index("cols"), 0, 0).clone()
+        return value.detach().narrow(self._columns[name].axis(value.dim()), 0, 0).clone()
 
     def _rows_ask(self) -> bool:
         return any(isinstance(v, Tensor) and v.requires_grad for v in self._rows.values())
-
-    def _chunk(self, prepared: Prepared, named: Mapping[str, Any], at: int) -> Chunk:
-        """A chunk checked against the first one, its tensors given all batch dimensions; one like the last is right."""
-        kind = {n: (v.dtype, v.shape, v.device) if isinstance(v, Tensor) else None for n, v in named.items()}
-        if self._last is None or self._last[0] != kind or None in kind.values():
-            again = self._prepare(named)
-            _check_same_source(prepared.name, again.name)
-            self._last = kind, again
-        again = self._last[1]
-        return at, again.walk.sizes.cols, again.inputs(named)
 
 
 def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
@@ -321,14 +462,6 @@ def _single_pass(walk: ChunkedProgram) -> Any:
             fix="Use .over(source) with a source that can be read again",
         )
     return walk.program.passes[0]
-
-
-def _check_same_source(name: str, other: str) -> None:
-    if name != other:
-        raise StreamError(
-            detail="the columns, rows or options do not fit those folded so far",
-            fix="Keep one op, one set of rows, and chunks of one type and one number of features",
-        )
 
 
 def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:

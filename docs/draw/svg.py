@@ -1,9 +1,22 @@
-"""A drawing as text: the few shapes that the pictures need. The same calls give the same file, byte for byte."""
+"""A drawing as text: the few shapes that the pictures need. The same calls give the same file, byte for byte.
 
+A picture is light or dark as the page around it is: its style sheet replaces each colour of the light form by one of
+DARK. Drawings use no colour that is not there.
+"""
+
+import re
 from html import escape
+
+_COLOUR = re.compile(r'(fill|stroke)="([^"]+)"')
 
 INK, PALE, FAINT = "#1f2933", "#9aa5b1", "#e4e7eb"
 ROW, COL, FOLD, GRADIENT = "#0b7285", "#d9480f", "#2b8a3e", "#862e9c"
+DARK = {
+    "white": "#1e2129", INK: "#e4e7eb", PALE: "#7b8794", FAINT: "#3e4c59",
+    ROW: "#66d9e8", COL: "#ffa94d", FOLD: "#8ce99a", GRADIENT: "#e599f7",
+    "#c5f6fa": "#0f4c58", "#e3fafc": "#12343c", "#d3f9d8": "#1c3d24", "#8ce99a": "#2f6b3b",
+    "#ffe8cc": "#5a3410", "#fff4e6": "#33261a", "#f3d9fa": "#3f2248", "#f8f0fc": "#2c1d31", "#f8f9fa": "#262b33",
+}  # fmt: skip
 
 
 class Drawing:
@@ -34,6 +47,11 @@ class Drawing:
             "polygon", points=" ".join(f"{_short(a)},{_short(b)}" for a, b in corners), fill=stroke, stroke=stroke
         )
 
+    def path(self, points: list[tuple[float, float]], stroke: str = INK, **more: object) -> None:
+        """Lines from point to point."""
+        joined = " ".join(f"{_short(float(x))},{_short(float(y))}" for x, y in points)
+        self._add("polyline", points=joined, fill="none", stroke=stroke, **more)
+
     def text(
         self, x: float, y: float, words: str, size: int = 14, fill: str = INK, at: str = "middle", **more: object
     ) -> None:
@@ -50,7 +68,15 @@ class Drawing:
             f'font-family="system-ui, sans-serif" stroke-width="1.5">'
         )
         ground = f'  <rect width="{w}" height="{h}" fill="white"/>'
-        return "\n".join([head, f"  <title>{escape(self.title)}</title>", ground, *self.parts, "</svg>"]) + "\n"
+        body = [ground, *self.parts]
+        return "\n".join([head, f"  <title>{escape(self.title)}</title>", _dark_style(body), *body, "</svg>"]) + "\n"
+
+
+def _dark_style(parts: list[str]) -> str:
+    """The style sheet of the dark form, for the colours that the parts use."""
+    used = sorted({(what, colour) for part in parts for what, colour in _COLOUR.findall(part) if colour != "none"})
+    rules = " ".join(f'[{what}="{colour}"]{{{what}:{DARK[colour]}}}' for what, colour in used)
+    return f"  <style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>"
 
 
 def _attributes(values: dict[str, object]) -> str:

@@ -15,6 +15,7 @@ from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.algebra.probe import probe
 from monoidreduce.algebra.shaping import as_fields, lift, lower, normal_dim
 from monoidreduce.algebra.tree import combined, fold_axis, with_identity
+from monoidreduce.arrays import Border, is_array
 from monoidreduce.errors import ArgumentError
 
 
@@ -33,7 +34,8 @@ def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> A
       the result is that of all chunks laid end to end. ``like``, an element (or chunk), gives the sizes of the
       identity for a stream that turns out empty.
 
-    The fields of the result have the shape of one element. 16-bit numbers are folded in float32.
+    The fields of the result have the shape of one element. 16-bit numbers are folded in float32. Numpy arrays may stand
+    for tensors, and the result's fields are then numpy arrays; so may arrays with DLPack, which give tensors.
 
     Plain torch: ``fold(Sum, x, dim).v`` is ``x.sum(dim)``; ``fold(LogWSum, {"z": z, "v": v}).v`` is ``softmax(z) @ v``.
     Raises ArgumentError, ShapeError or DeviceError, before any work; and MonoidLawError, with an example, for a monoid
@@ -51,16 +53,25 @@ def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> A
     if not (isinstance(monoid, type) and issubclass(monoid, Monoid) and monoid.fields()):
         raise ArgumentError(detail=f"fold needs a monoid class, got {monoid!r}", fix="Pass a subclass of Monoid")
     probe(monoid)
-    if isinstance(xs, (Monoid, Mapping, Tensor)):
+    border = Border()
+    if isinstance(xs, (Monoid, Mapping, Tensor)) or is_array(xs):
         dim = -1 if dim is None else dim
-        given = as_fields(monoid, xs, dim)
-        return lower(_fold_axis(lift(monoid, given), dim), given)
+        given = as_fields(monoid, _take(border, xs, monoid), dim)
+        return border.give(lower(_fold_axis(lift(monoid, given), dim), given))
     if not isinstance(xs, Iterable):
         raise ArgumentError(
             detail=f"fold of {monoid.__name__} got {type(xs).__name__}",
             fix="Give tensors, or an iterable of elements",
         )
-    return _fold_stream(monoid, xs, dim, like)
+    like = None if like is None else _take(border, like, monoid)
+    return border.give(_fold_stream(monoid, (_take(border, x, monoid) for x in xs), dim, like))
+
+
+def _take(border: Border, x: Any, monoid: Any) -> Any:
+    """An element, or tensors of many, with tensors in place of arrays."""
+    if isinstance(x, Monoid):
+        return type(x)(**{name: border.take(value, name) for name, value in x.asdict().items()})
+    return border.take(x, f"what {monoid.__name__} folds")
 
 
 class Partials:

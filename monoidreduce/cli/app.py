@@ -1,37 +1,41 @@
-"""The table of commands, and what they share: ``--json``, error messages and exit codes.
+"""The table of commands, their help, and exit codes. Imports no torch: ``--help`` and a typo are answered at once.
 
-What a layer prints while a command runs goes to stderr with the progress bar, so stdout holds the answer alone.
+A command's module is imported when the command is named; ``execute`` then runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import difflib
+import importlib
 import os
-import re
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
 from .._version import __version__
-from ..engines.common.oom_retry import is_out_of_memory
-from ..errors import MonoidReduceError
-from . import terminal
-from .bench import bench
-from .check import check
-from .command import Command, CommandError
-from .demo import demo
-from .doctor import doctor
-from .plans import cache, explain, tune
-from .profile import profile
 
-COMMANDS: tuple[Command, ...] = (demo, check, explain, bench, profile, tune, cache, doctor)
-_IGNORED_WARNINGS = ("mkldnn_matmul failed",)  # thirty lines of addresses on CPUs without bfloat16; the result is right
-_TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow", "invalid size")
+
+class Entry(NamedTuple):
+    """A row of the table: a command's name, the module that has it under that name, and the first line of its help."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS: tuple[Entry, ...] = (
+    Entry("demo", "demo", "Show what fits in a given memory, and how fast."),
+    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory."),
+    Entry("explain", "plans", "Say what would run at a size, and why."),
+    Entry("bench", "bench", "Measure layers beside every peer that is installed."),
+    Entry("profile", "profile", "Draw a layer's memory over time, ours and the dense form's."),
+    Entry("tune", "plans", "Find the fastest plans for a size, and remember them."),
+    Entry("cache", "plans", "Show, clear or share the plans kept on disk."),
+    Entry("doctor", "doctor", "Say what is here, what runs where, and what to install."),
+)
 PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
 
@@ -42,14 +46,8 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
         return code
     except click.ClickException as error:
-        return _print_error(error.format_message())
-    except (CommandError, MonoidReduceError) as error:
-        return _print_error(str(error))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
-            raise
-        size = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        return _print_error(f"out of memory{f' (of {size[1]})' if size else ''}. Give smaller sizes, or fewer features")
+        print(f"monoidreduce: error: {error.format_message()}", file=sys.stderr)
+        return 2
     except (KeyboardInterrupt, click.Abort):
         print("monoidreduce: interrupted", file=sys.stderr)
         return 130
@@ -70,10 +68,32 @@ def _invoke(argv: list[str]) -> int:
 
 
 class _Group(click.Group):
-    """Lists its commands in the order of the table."""
+    """Lists its commands from the table and imports one when it is named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [entry.name for entry in COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = next((e for e in COMMANDS if e.name == cmd_name), None)
+        if entry is None:
+            return None
+        execute = importlib.import_module(".execute", __package__)
+        command: click.Command = execute.load_command(entry.module, entry.name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args[0] in names or args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        close = difflib.get_close_matches(args[0], names, 1)
+        advice = f"Did you mean {close[0]}?" if close else f"There are {', '.join(names)}"
+        raise click.UsageError(f"No such command {args[0]!r:.80}. {advice}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(entry.name, entry.summary) for entry in COMMANDS])
 
 
 def make_group() -> click.Group:
@@ -88,49 +108,6 @@ def make_group() -> click.Group:
         callback=click.pass_context(print_help),
         invoke_without_command=True,
         help="Differentiable layers as folds over commutative monoids: the M × N matrix is never built.",
-        commands=[_make_click_command(command) for command in COMMANDS],
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     return click.version_option(__version__, prog_name="monoidreduce", message="%(prog)s %(version)s")(group)
-
-
-def _make_click_command(command: Command) -> click.Command:
-    def run_and_print(as_json: bool, **options: Any) -> int:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            for message in _IGNORED_WARNINGS:
-                warnings.filterwarnings("ignore", message)
-            answer = command.run(**options)
-        if as_json:
-            print(json.dumps(to_json(answer.data), indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            answer.show(terminal.make_console())
-        return answer.code
-
-    as_json = click.Option(["--json", "as_json"], is_flag=True, help="print the answer as JSON, and nothing else")
-    return click.Command(
-        command.name,
-        params=[*command.params, as_json],
-        callback=run_and_print,
-        help=command.help,
-        short_help=command.help.splitlines()[0],
-    )
-
-
-def to_json(value: Any) -> Any:
-    """A value that JSON can hold: infinities and NaN become null, paths and other objects become text.
-
-    >>> to_json({"a": (1, float("inf")), 2: None})
-    {'a': [1, None], '2': None}
-    """
-    if isinstance(value, Mapping):
-        return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, int | str | None) else str(value)
-
-
-def _print_error(message: str) -> int:
-    print(f"monoidreduce: error: {message}", file=sys.stderr)
-    return 2

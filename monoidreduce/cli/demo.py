@@ -1,24 +1,37 @@
-"""``monoidreduce demo``: the papers' layers and their dense forms, measured on this machine, and a page about it."""
+"""``monoidreduce demo``: what fits in a given memory, what is faster, and the papers' layers, measured on this machine.
+
+First the sizes that fit, ours beside torch (``limits``); then layers beside their dense forms. ``demo_page`` makes the
+page. On a machine with a GPU everything is measured there, in bfloat16 and at sizes that a GPU is for.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
+from torch import Tensor
 
-from . import measure, report
-from .command import OUT, Answer, OutputFolder, command
-from .layers import LOGIT, PAPER_LAYERS, Layer, Size
-from .measure import Environment, MemoryProfile, Runner, relative_error, run_once, time_in_turns, to_float64
-from .terminal import format_number, format_ratio, geometric_mean, print_table, show_progress
+from ..engines.common import matmul
+from ..errors import ArgumentError
+from ..plan.settings import parse_bytes
+from . import demo_page, limits, measure
+from .command import OUT, Answer, CommandError, OutputFolder, ParsedType, command, parse_device
+from .layers import PAPER_LAYERS, TIME_LAYERS, Layer, Size
+from .limits import QUESTIONS, Limit
+from .measure import CPU, MemoryProfile, Runner, relative_error, run_once, time_in_turns, to_float64
+from .terminal import format_number, format_ratio, format_size, geometric_mean, print_table, show_progress
 
-SECONDS = 75.0  # what the whole demo should take
-TIMED_SHARE = 0.35  # the part of it for timed runs; the rest is the truth in float64, first calls and memory
+SECONDS = 100.0  # what the whole demo should take
+GROWING_SHARE = 0.4  # the part of it for finding what fits
+TIMED_SHARE = 0.35  # the part of a layer's time for timed runs; the rest is the truth, first calls and memory
+MEMORY = {"cpu": 2**28, "cuda": 2**30}  # what the first part may use, unless --memory says
+QUICK_MEMORY = 2**24
+GPU_SCALE = 4  # rows and columns on a GPU, of those on a CPU
 STAGES = ("float64 truth", "time", "memory")  # of measuring a layer
 LEAST_RUNS, MOST_RUNS = 2, 5  # timed runs of each implementation
 
@@ -74,51 +87,117 @@ class Result:
         }
 
 
-@command(
-    "demo", click.Option(["--quick"], is_flag=True, help="tiny sizes, a few seconds; the numbers mean little"), OUT
-)
-def demo(quick: bool, out: Path) -> Answer:
-    """Show what it does: ten layers beside their dense forms.
+@dataclass(frozen=True)
+class Findings:
+    """All that the demo measured. Layers for which no time was left are named in ``left_out``."""
 
-    The papers' layers are measured here and now, ours and naive: time, peak extra memory, error against float64.
-    Writes a page, index.html.
+    limits: Sequence[Limit]
+    wins: Sequence[Result]
+    papers: Sequence[Result]
+    memory: int
+    seconds: float
+    left_out: Sequence[str] = ()
+    quick: bool = False
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "memory_bytes": self.memory,
+            "seconds": self.seconds,
+            "limits": [x.to_data() for x in self.limits],
+            "wins": [r.to_data() for r in self.wins],
+            "layers": [r.to_data() for r in self.papers],
+            "left_out": list(self.left_out),
+        }
+
+
+def _parse_memory(text: str) -> int:
+    try:
+        return parse_bytes(int(text) if text.isdigit() else text)
+    except ArgumentError:
+        raise ValueError(
+            f"{text!r:.80} is no memory. Give a number of bytes, or a text such as 256MiB or 2GB"
+        ) from None
+
+
+@command(
+    "demo",
+    click.Option(["--memory"], type=ParsedType("SIZE", _parse_memory), help="what must suffice; 256MiB, 1GiB on a GPU"),
+    click.Option(["--device"], type=ParsedType("DEVICE", parse_device), help="cpu or cuda; a GPU where there is one"),
+    click.Option(["--quick"], is_flag=True, help="tiny sizes, a few seconds; the numbers mean little"),
+    OUT,
+)
+def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path) -> Answer:
+    """Show what fits in a given memory, and how fast.
+
+    Problems are made larger until they no longer fit, ours and plain torch; then layers are measured beside their dense
+    forms: time, peak extra memory, error against float64. Writes a page, index.html.
     """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory = memory or (QUICK_MEMORY if quick else MEMORY[device.type])
+    free = matmul.free_memory(device)
+    if free and memory > 0.7 * free:
+        raise CommandError(f"--memory {format_size(memory)} is too much: {format_size(free)} are free. Give less")
     folder = OutputFolder(out)
-    start = time.perf_counter()
-    results = _measure_all(quick)
-    seconds = time.perf_counter() - start
-    environment = measure.describe_environment()
-    (page,) = folder.write({"index.html": render_page(results, environment, seconds, quick)})
+    findings = _measure_all(memory, device, quick)
+    environment = measure.describe_environment(device)
+    (page,) = folder.write({"index.html": demo_page.render_page(findings, environment)})
 
     def show(console: Any) -> None:
-        print_results(console, results, _write_footnotes(results, seconds))
+        print_limits(console, findings.limits)
+        print_results(console, [*findings.wins, *findings.papers], _write_footnotes(findings))
         console.print(f"report: {page}", soft_wrap=True, markup=False)
 
-    layers = [r.to_data() for r in results]
-    return Answer({"environment": vars(environment), "seconds": seconds, "layers": layers, "report": str(page)}, show)
+    return Answer({"environment": vars(environment), **findings.to_data(), "report": str(page)}, show)
 
 
-def _measure_all(quick: bool) -> list[Result]:
-    """Measure every layer. On a slow or busy machine, later layers get fewer timed runs, so that it ends in time."""
+def _measure_all(memory: int, device: torch.device, quick: bool) -> Findings:
+    """Measure everything. On a slow or busy machine, later layers get fewer timed runs, or are left out."""
     start = time.perf_counter()
+    seconds = 2.0 if quick else SECONDS
+    found: list[Limit] = []
     results: list[Result] = []
-    with show_progress(len(PAPER_LAYERS) * len(STAGES)) as begin:
-        for k, layer in enumerate(PAPER_LAYERS):
-            share = (SECONDS - (time.perf_counter() - start)) / (len(PAPER_LAYERS) - k)
+    left_out: list[str] = []
+    layers = (*TIME_LAYERS, *PAPER_LAYERS)
+    with show_progress(len(QUESTIONS) + len(layers) * len(STAGES)) as begin:
+        for question in QUESTIONS:
+            begin(f"{question.title} in {format_size(memory)}")
+            found.append(limits.answer(question, memory, seconds * GROWING_SHARE / len(QUESTIONS) / 2, device))
+        for k, layer in enumerate(layers):
+            left = SECONDS - (time.perf_counter() - start)
+            if left < 0:
+                left_out.append(layer.name)
+                continue
             tell = lambda stage, name=layer.name: begin(f"{name}: {stage}")
-            results.append(measure_layer(layer, layer.quick if quick else layer.full, share * TIMED_SHARE, tell))
-    return results
+            share = left / (len(layers) - k) * TIMED_SHARE
+            results.append(measure_layer(layer, _choose_size(layer, device, quick), share, tell, device))
+    wins, papers = ([r for r in results if r.layer in some] for some in (TIME_LAYERS, PAPER_LAYERS))
+    return Findings(found, wins, papers, memory, time.perf_counter() - start, left_out, quick)
+
+
+def _choose_size(layer: Layer, device: torch.device, quick: bool) -> Size:
+    """A layer's size on a device: larger on a GPU, as far as the dense form in float64 has room."""
+    if quick or device.type == "cpu":
+        return layer.quick if quick else layer.full
+    scale = GPU_SCALE
+    truth = 8 * measure.DENSE_MATRICES * layer.full.rows * layer.full.cols  # bytes of the dense form in float64
+    while scale > 1 and truth * scale**2 > matmul.free_memory(device):
+        scale //= 2
+    return Size(layer.full.rows * scale, layer.full.cols * scale, layer.full.features)
 
 
 def measure_layer(
-    layer: Layer, size: Size, seconds: float = 2.5, tell: Callable[[str], None] = lambda stage: None
+    layer: Layer,
+    size: Size,
+    seconds: float = 2.5,
+    tell: Callable[[str], None] = lambda stage: None,
+    device: torch.device = CPU,
 ) -> Result:
     """Measure a layer at a size. ``tell`` is called with each of the STAGES as it begins.
 
     Timed runs stop after ``seconds``, but each implementation gets at least LEAST_RUNS (one if ``seconds`` is 0).
     """
-    args = layer.inputs(size)
-    runners = [Runner(call, args, backward=layer.backward) for call in (layer.ours, layer.naive)]
+    args = tuple(_move(a, device) if isinstance(a, Tensor) else a for a in layer.inputs(size))
+    runners = [Runner(call, args, device, backward=layer.backward) for call in (layer.ours, layer.naive)]
     tell(STAGES[0])
     errors = _measure_errors(layer, runners)  # also the first call of both, which may trace and fill caches
     tell(STAGES[1])
@@ -129,6 +208,14 @@ def measure_layer(
         for r, error in zip(runners, errors, strict=True)
     )
     return Result(layer, size, ours, naive, rounds)
+
+
+def _move(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; floating-point numbers become bfloat16 on a GPU."""
+    if device.type == "cpu":
+        return x
+    dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
+    return x.detach().to(device, dtype).requires_grad_(x.requires_grad)
 
 
 def _measure_errors(layer: Layer, runners: Sequence[Runner]) -> list[float]:
@@ -148,6 +235,24 @@ def _measure_errors(layer: Layer, runners: Sequence[Runner]) -> list[float]:
 # In the terminal --------------------------------------------------------------------------------------------------
 
 _WIDE, _NARROW = 112, 72  # window widths that the two forms of the table need
+_BAR = 24  # characters of the longest bar
+
+
+def print_limits(console: Any, found: Sequence[Limit]) -> None:
+    """Print the largest sizes that fit as bars, ours above torch's."""
+    for answer in found:
+        question = answer.question
+        console.print()
+        title = f"[bold]{question.title} in {format_size(answer.ours.limit)}[/]"
+        console.print(f"{title}  [dim]{question.what}; forward and backward[/]")
+        largest = max([g.largest.size for g in (answer.ours, answer.dense) if g.largest] or [1])
+        for who, growth, colour in (("ours", answer.ours, "blue"), ("torch", answer.dense, "dim")):
+            size = growth.largest.size if growth.largest else 0
+            width = min(_BAR, max(4, console.width - 36))
+            bar = "█" * max(1, round(width * size / largest)) if size else ""
+            words = demo_page.describe_largest(growth, question.unit)
+            ratio = f", [green]{format_ratio(answer.gain)}[/]" if who == "ours" and 1 < answer.gain < 1e9 else ""
+            console.print(f"  {who:5} [{colour}]{bar}[/] {words}{ratio}")
 
 
 def print_results(console: Any, results: Sequence[Result], footnotes: Sequence[str]) -> None:
@@ -184,105 +289,19 @@ def _format(r: Result) -> list[list[str]]:
     ]
 
 
-def _write_footnotes(results: Sequence[Result], seconds: float) -> list[str]:
-    return [
-        "ms: forward and backward in float32, the best run. MB: peak beyond the inputs and their gradients. "
+def _write_footnotes(findings: Findings) -> list[str]:
+    results = [*findings.wins, *findings.papers]
+    notes = [
+        "Above, ≥: the next size would have taken too long; there was memory left.",
+        "ms: forward and backward, the best run. MB: peak beyond the inputs and their gradients. "
         "error: the worst of outputs and gradients against float64. ratio: naive ÷ ours.",
-        f"Geometric means of the ratios: time {format_ratio(geometric_mean([r.faster for r in results]))}, "
-        f"memory {format_ratio(geometric_mean([r.smaller for r in results]))}. Measured in {seconds:.0f} s.",
     ]
-
-
-# The page ---------------------------------------------------------------------------------------------------------
-
-_EXAMPLE = """\
-@mr.op
-def attention(q: Row["f"], k: Col["f"], v: Col["d"]):   # what happens to one pair of a row and a column
-    return mr.softmax_mean(q @ k, v)                    # how the pairs combine
-
-y = attention(q, k, v)                                  # differentiable; nothing of size M × N is ever allocated"""
-_TIME, _MEMORY, _ERROR = "Time, ms", "Peak extra memory, MB", "Error"
-
-
-def render_page(results: Sequence[Result], environment: Environment, seconds: float, quick: bool = False) -> str:
-    """The page, a function of the results alone. The figures show the first result, attention."""
-    intro = f"""<p class="lead">A layer that combines every row with every column usually builds the M × N matrix of all
-pairs, and keeps it for the backward pass. If the results combine by a commutative monoid, it need not: the fold runs
-tile by tile, and the gradient of each pair follows from the final result alone. Below, {len(results)} layers written
-this way beside the same layers in plain torch, measured on this machine.</p>
-<pre><code>{escape(_EXAMPLE)}</code></pre>"""
-    error = max(r.ours.error / max(r.naive.error, 1e-30) for r in results)
-    mean = "geometric mean of the layers below"
-    tiles = (
-        (format_ratio(geometric_mean([r.smaller for r in results])), "less extra memory", mean),
-        (format_ratio(geometric_mean([r.faster for r in results])), "the dense form’s speed", mean),
-        (format_ratio(error), "the dense form’s error", "the worst layer, both against float64"),
-    )
-    parts = [_make_layers(results, quick), _make_figures(results[0]), _make_method(results)]
-    more = """<p>or <code>make demo</code> in a clone of the repository. <code>--json</code> prints the numbers,
-<code>--out DIR</code> puts this page elsewhere.</p>"""
-    origin = report.Origin(environment, seconds, "python -m monoidreduce demo" + (" --quick" if quick else ""))
-    return report.make_page("the demo", "MonoidReduce", intro, tiles, parts, origin, more)
-
-
-def _make_layers(results: Sequence[Result], quick: bool) -> str:
-    caution = "<p><b>Tiny sizes (<code>--quick</code>): these numbers mean little.</b></p>" if quick else ""
-    key = [report.make_legend_entry("ours", "MonoidReduce"), report.make_legend_entry("naive", "dense torch")]
-    legend = f'<p class="key">{" ".join(key)}\nBars are relative within a cell.</p>'
-    table = report.make_table(("Layer", _TIME, _MEMORY, _ERROR), map(_make_row, results))
-    return report.make_section("The layers", caution, legend, table)
-
-
-def _make_row(r: Result) -> str:
-    only = "" if r.layer.backward else " <em>forward only</em>"
-    forward = f"Forward alone: {format_number(r.ours.forward_ms)} ms, dense {format_number(r.naive.forward_ms)} ms. "
-    details = f"Dense: <code>{escape(r.layer.dense)}</code><br>{forward if r.layer.backward else ''}Best of {r.rounds}."
-    errors = f'<span>{_format_error(r.ours)}</span><span class="quiet">{_format_error(r.naive)}</span>'
-    return f"""<tr>
-<th scope="row"><span class="name">{escape(r.layer.name)}</span>{only}
-<span class="formula">{escape(r.layer.formula)}</span>
-<details><summary>{escape(str(r.size))}</summary>{details}</details></th>
-<td data-label="{_TIME}">{_make_bars(r.ours.total_ms, r.naive.total_ms, r.faster, "faster", "slower")}</td>
-<td data-label="{_MEMORY}">{_make_bars(r.ours.extra_mb, r.naive.extra_mb, r.smaller, "smaller", "larger")}</td>
-<td data-label="{_ERROR}" class="errors">{errors}</td>
-</tr>"""
-
-
-def _make_bars(ours: float, naive: float, gain: float, better: str, worse: str) -> str:
-    longest = max(ours, naive, 1e-12)
-    words = f"{format_ratio(gain)} {better}" if gain >= 1 else f"{format_ratio(1 / gain)} {worse}"
-    lines = "".join(
-        f'<span class="line"><span class="track"><span class="bar {kind}" style="width:{100 * value / longest:.1f}%">'
-        f"</span></span><span>{format_number(value)}</span></span>"
-        for kind, value in (("ours", ours), ("naive", naive))
-    )
-    return f'{lines}<span class="gain {"good" if gain >= 1 else "bad"}">{words}</span>'
-
-
-def _format_error(side: Side) -> str:
-    digits, _, power = f"{side.error:.1e}".partition("e")
-    return f"{digits}·10<sup>{int(power)}</sup>".replace("-", "−")
-
-
-def _make_figures(r: Result) -> str:
-    dense = f"<code>{escape(r.layer.dense)}</code> holds all pairs, their softmax, and the gradients of both."
-    profiles = (
-        (r.ours.profile, "Memory of MonoidReduce attention", "One tile of pairs exists at a time."),
-        (r.naive.profile, "Memory of naive attention", dense),
-    )
-    return report.make_memory_section(f"{r.layer.name} ({r.size})", profiles)
-
-
-def _make_method(results: Sequence[Result]) -> str:
-    rounds = sorted({r.rounds for r in results})
-    runs = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
-    method = f"""<ul>
-<li><b>Time</b>: forward and backward in float32, the best of {runs} runs, ours and dense in turns.</li>
-<li><b>Memory</b>: every allocation and release of torch’s allocator, by <code>torch.profiler</code>, in a run of its
-own after the timed ones. <em>Extra</em> is what lives beyond the inputs and their gradients: outputs, what is saved
-for the backward, and temporaries; the number is its peak. 1 MB is 10<sup>6</sup> bytes.</li>
-<li><b>Error</b>: ‖x − truth‖ / ‖truth‖, the worst of all outputs and gradients; the truth is the dense form in float64
-on the same inputs. A sampler is judged by the log-probability of what it drew.</li>
-<li>Inputs are random with a fixed seed; logits have a standard deviation of {LOGIT:g}.</li>
-</ul>"""
-    return report.make_section("How it was measured", method)
+    if results:
+        notes.append(
+            f"Geometric means of the ratios: time {format_ratio(geometric_mean([r.faster for r in results]))}, "
+            f"memory {format_ratio(geometric_mean([r.smaller for r in results]))}. "
+            f"Measured in {findings.seconds:.0f} s."
+        )
+    if findings.left_out:
+        notes.append(f"Left out, for want of time: {'; '.join(findings.left_out)}.")
+    return notes

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import ops
 
 SEED = 2023  # inputs are the same on every run
+WINDOW = 256  # keys that a token attends to, in the demo
 LOGIT = 2.0  # standard deviation of a logit: peaked enough that rare large logits matter
 
 
@@ -78,6 +79,11 @@ def _dense_kernel_sum(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return torch.exp(-square / 2) @ b
 
 
+def _dense_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    near = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_().triu_(1 - WINDOW)
+    return (q @ k.T).masked_fill(~near, -torch.inf).softmax(-1) @ v
+
+
 # Inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +111,11 @@ def _distribution_inputs(s: Size) -> tuple[Any, ...]:
 
 def _sample_inputs(s: Size) -> tuple[Any, ...]:
     return (*(t.detach() for t in _matrices("rows", "cols")(s)), SEED)
+
+
+def _point_inputs(s: Size) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(SEED)
+    return tuple(torch.rand(count, s.features, generator=generator) for count in (s.rows, s.cols))
 
 
 def _judge_sample(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -182,6 +193,25 @@ _OTHER_LAYERS: tuple[Layer, ...] = (
     Layer(
         "kernel-sum", "Gaussian kernel sum", "Σⱼ exp(−|x − yⱼ|²/2) bⱼ", "torch.exp(-(x² + y² - 2 x @ y.T) / 2) @ b",
         ops.kernel_sum, _dense_kernel_sum, _matrices("rows", "cols", "cols"), Size(4096, 4096, 3), Size(96, 128, 3),
+    ),
+)  # fmt: skip
+
+_KERNEL_SUM = _OTHER_LAYERS[1]
+
+# Shown by the demo as those that skip most pairs, or whose pairs are cheap.
+TIME_LAYERS: tuple[Layer, ...] = (
+    Layer(
+        "window-attention", "attention within a window", f"Σⱼ softmaxⱼ(q·kⱼ) vⱼ over the last {WINDOW} keys",
+        f"near = ones(n, n, bool).tril().triu({1 - WINDOW}); (q @ k.T).masked_fill(~near, -inf).softmax(-1) @ v",
+        partial(ops.attention, scale=1.0, causal=True, window=WINDOW - 1), _dense_window,
+        _matrices("rows", "cols", "cols"), _SQUARE, Size(128, 128, 16),
+    ),
+    _KERNEL_SUM,
+    Layer(
+        "nearest", "10 nearest neighbours in space", "the 10 smallest |x − yⱼ|",
+        "torch.cdist(x, y).topk(10, largest=False)",
+        partial(ops.knn, k=10), lambda x, y: torch.cdist(x, y).topk(10, largest=False), _point_inputs,
+        Size(8192, 8192, 3), Size(96, 128, 3), backward=False,
     ),
 )  # fmt: skip
 

@@ -164,6 +164,7 @@ def _linear_axis(top: float, start: float, end: float, most: int = 5) -> _Axis:
 
 def _log_axis(values: Sequence[float], start: float, end: float) -> _Axis:
     """An axis with a margin at both ends, labelled at powers of ten and, where there are few, between them."""
+    values = [*values] or [1.0]  # nothing fitted
     low, high = max(min(values), 1e-9), max(max(values), 1e-9)
     margin = 1.15 if high / low > 1.5 else 2.0
     low, high = math.log10(low / margin), math.log10(high * margin)
@@ -285,28 +286,46 @@ def _draw_areas(profile: MemoryProfile, x: _Axis, y: _Axis) -> Iterator[str]:
 # SVG: curves over the number of pairs -----------------------------------------------------------------------------
 
 
-def draw_curves(curves: Mapping[str, Points], unit: str, label: str) -> str:
-    """Curves over the number of pairs, both axes logarithmic; the first is ours. ``label`` is for screen readers."""
+@dataclass(frozen=True)
+class Bound:
+    """A horizontal line across a chart of curves, and the words above it."""
+
+    value: float
+    words: str
+
+
+def draw_curves(
+    curves: Mapping[str, Points], unit: str, label: str, x_unit: str = "pairs", bound: Bound | None = None
+) -> str:
+    """Curves over the number of pairs, both axes logarithmic; the first is ours. ``label`` is for screen readers.
+
+    A mark tells its values where the pointer rests on it. With another ``x_unit``, round sizes are labelled.
+    """
     xs, ys = ([point[k] for points in curves.values() for point in points] for k in (0, 1))
-    x = replace(_log_axis(xs, 56, WIDTH - 18), ticks=sorted(set(xs)))
-    y = _log_axis(ys, HEIGHT - 40, 22)
-    parts = list(_draw_axes(x, y, "pairs", unit))
-    for k, points in reversed(list(enumerate(curves.values()))):  # ours last, on top
-        parts += _draw_curve([(x.at(a), y.at(b)) for a, b in points], k % CURVE_STYLES)
+    x = _log_axis(xs, 56, WIDTH - 18)
+    x = replace(x, ticks=sorted(set(xs))) if x_unit == "pairs" else x
+    y = _log_axis([*ys, bound.value] if bound else ys, HEIGHT - 40, 22)
+    parts = list(_draw_axes(x, y, x_unit, unit))
+    if bound:
+        at = y.at(bound.value)
+        parts += [_line(x.start, at, x.end, at, "peak"), _text(x.start + 4, at - 6, bound.words, "start", "strong")]
+    for k, (who, points) in reversed(list(enumerate(curves.items()))):  # ours last, on top
+        words = [f"{escape(who)}: {a:.0f} {x_unit}, {format_number(b)} {unit}" for a, b in points]
+        parts += _draw_curve([(x.at(a), y.at(b)) for a, b in points], k % CURVE_STYLES, words)
     return _svg(label, parts)
 
 
-def _draw_curve(points: Points, k: int) -> Iterator[str]:
+def _draw_curve(points: Points, k: int, words: Sequence[str]) -> Iterator[str]:
     if len(points) > 1:
         yield f'<path class="curve k{k}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
-    for x, y in points:
+    for (x, y), said in zip(points, words, strict=True):
         shape = (
             f"M{x - 4:.1f} {y:.1f}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
             f"M{x - 3.5:.1f} {y - 3.5:.1f}h7v7h-7Z",
             f"M{x:.1f} {y - 4.5:.1f}l4.5 8h-9Z",
             f"M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5Z",
         )[k % 4]
-        yield f'<path class="mark k{k}" d="{shape}"/>'
+        yield f'<g><title>{said}</title><path class="mark k{k}" d="{shape}"/></g>'
 
 
 def _svg(label: str, parts: Iterable[str]) -> str:

@@ -110,6 +110,18 @@ def format_mb(size: float) -> str:
     return format_number(size / 1e6)
 
 
+def format_size(size: int) -> str:
+    """Bytes in the largest binary unit, with one decimal where it says something.
+
+    >>> format_size(2**28), format_size(3 * 2**29), format_size(2**23 + 1)
+    ('256 MiB', '1.5 GiB', '8 MiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size} B"
+
+
 def format_ratio(ratio: float) -> str:
     """A ratio with a times sign.
 

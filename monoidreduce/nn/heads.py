@@ -115,16 +115,20 @@ class LinearLogProbs(Head):
         ignore_index: int = -100,
         return_entropy: bool = False,
         return_argmax: bool = False,
+        return_lse: bool = False,
         top_k: int = 0,
     ) -> None:
         options = {
             "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index,
-            "return_entropy": return_entropy, "return_argmax": return_argmax, "top_k": top_k,
+            "return_entropy": return_entropy, "return_argmax": return_argmax, "return_lse": return_lse, "top_k": top_k,
         }  # fmt: skip
         super().__init__(in_features, num_classes, bias, device, dtype, options)
 
-    def forward(self, x: Tensor, target: Tensor) -> Any:
-        return ops.linear_logprobs(x, self.linear.weight, target, bias=self.linear.bias, **self._options())
+    def forward(
+        self, x: Tensor, target: Tensor | None = None, *, ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Any:
+        head = self.linear
+        return ops.linear_logprobs(x, head.weight, target, bias=head.bias, ids=ids, mask=mask, **self._options())
 
 
 class LinearEntropy(Head):

@@ -15,7 +15,7 @@ from .distributions import cross_entropy_distributions, linear_cross_entropy_sof
 from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_step, softmin
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
-from .neighbours import Neighbours, chamfer, kmeans_assign, knn, maxsim
+from .neighbours import Neighbours, PointIndex, chamfer, kmeans_assign, knn, maxsim
 from .pooling import MaxPool, max_pool_product
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 
@@ -25,6 +25,7 @@ __all__ = [
     "LogProbs",
     "MaxPool",
     "Neighbours",
+    "PointIndex",
     "Sample",
     "Sinkhorn",
     "TopK",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, no_type_check, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch import Tensor
 from ..errors import ArgumentError, DTypeError, ShapeError
 from . import checks, grouping
 from . import language as mr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Causal = bool | Literal["upper_left", "lower_right"]
 Window = int | tuple[int | None, int | None]
@@ -28,8 +31,8 @@ class AttentionOutput(NamedTuple):
     (torch.Size([2, 5]), tensor([3., 3.]))
     """
 
-    values: Any
-    lse: Any
+    values: Tensor
+    lse: Tensor
 
 
 @mr.op
@@ -52,6 +55,8 @@ def _attention(
     lengths: mr.Batch | None = None,
     row_documents: mr.Row | None = None,
     col_documents: mr.Col | None = None,
+    row_blocks: mr.Row | None = None,
+    col_blocks: mr.Col | None = None,
     dropout_p: float | None = None,
     seed: int | None = None,
     sinks: mr.Batch | None = None,
@@ -68,8 +73,10 @@ def _attention(
         i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows)
     if alibi_slopes is not None:
         s = s - alibi_slopes * (i - j).abs()
-    if causal:
+    if causal and row_blocks is None:
         s = torch.where(j <= i, s, -torch.inf)
+    if causal and row_blocks is not None:
+        s = torch.where((j <= i) | (row_blocks == col_blocks), s, -torch.inf)
     if left is not None:
         s = torch.where(j >= i - left, s, -torch.inf)
     if right is not None:
@@ -89,7 +96,68 @@ def _attention(
     return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
-@checks.public_layer
+class _AttentionOptions(TypedDict, total=False):
+    scale: float | Tensor | None
+    enable_gqa: bool
+    mask_hides: bool
+    causal: Causal
+    window: Window | None
+    softcap: float | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    documents: Documents | None
+    lengths: Tensor | None
+    sinks: Tensor | None
+    seed: int | None
+
+
+class _DecodeOptions(TypedDict, total=False):
+    scale: float | Tensor | None
+    window: Window | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_lse: bool,
+    **options: Unpack[_AttentionOptions],
+) -> Tensor | AttentionOutput: ...
+@checks.public_layer(
+    rows={"q": "vectors"}, cols={"k": "vectors", "v": "vectors", "attn_mask": "numbers", "bias": "numbers"}
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -153,6 +221,53 @@ def attention(
     >>> torch.allclose(attention(q, k, v, seen), F.scaled_dot_product_attention(q, k, v, seen), atol=1e-6)
     True
     """
+    return _attend(
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        mask_hides=mask_hides,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        documents=documents,
+        lengths=lengths,
+        sinks=sinks,
+        seed=seed,
+        return_lse=return_lse,
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    mask_hides: bool = False,
+    causal: Causal = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    documents: Documents | None = None,
+    lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: int | None = None,
+    return_lse: bool = False,
+    blocks: tuple[Tensor, Tensor] | None = None,
+) -> Any:
+    """:func:`attention`; with ``blocks``, of rows and columns, causal rows also see later columns of their block."""
     checks.floating(q=q, k=k, v=v)
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
@@ -169,11 +284,13 @@ def attention(
         options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
+    if blocks is not None:
+        options["row_blocks"], options["col_blocks"] = _documents(blocks, q, k)
     if dropout_p > 0:
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
-    if options.get("lower_right") and q.shape[-2] == 1:
+    if options.get("lower_right") and q.shape[-2] == 1 and checks.is_undivided():
         _drop_implied(options)
     layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
@@ -182,7 +299,34 @@ def attention(
     return result if layout is None else layout.merged(result)
 
 
-@checks.public_layer
+attention_in_blocks = checks.public_layer(_attend)
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_DecodeOptions],
+) -> Tensor: ...
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_DecodeOptions],
+) -> AttentionOutput: ...
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, return_lse: bool, **options: Unpack[_DecodeOptions]
+) -> Tensor | AttentionOutput: ...
+@checks.public_layer(rows={"q": "vectors"}, cols={"k_cache": "vectors", "v_cache": "vectors"})
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -287,9 +431,10 @@ def _matrix(name: str, value: Any, boolean: bool) -> Tensor:
 
 def _alignment(causal: Any, is_causal: Any) -> tuple[bool, bool]:
     """Whether rows see only what lies before them, and whether the last row stands beside the last column."""
-    if causal not in (False, True, "upper_left", "lower_right"):
+    if not isinstance(causal, bool | int | str) or causal not in (False, True, "upper_left", "lower_right"):
         raise ArgumentError(
-            detail=f"causal was given {causal!r}", fix='Use True, False, "upper_left" (as True) or "lower_right"'
+            detail=f"causal was given {checks.describe_value(causal)}",
+            fix='Use True, False, "upper_left" (as True) or "lower_right"',
         )
     if is_causal and causal == "lower_right":
         raise ArgumentError(
@@ -305,7 +450,7 @@ def _limits(window: Any) -> tuple[int | None, int | None]:
             not isinstance(side, numbers.Integral) or isinstance(side, bool) or not 0 <= int(side) < 2**31
         ):
             raise ArgumentError(
-                detail=f"window was given {window!r}",
+                detail=f"window was given {checks.describe_value(window)}",
                 fix="Give a whole number from 0, or a pair (left, right) of such, None being no limit",
             )
     return sides

@@ -8,19 +8,24 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ..engines.ranks import agreement
-from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
+from .. import arrays
+from ..engines.ranks import agreement, dtensors
+from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
+from ..stream import Stream
+from . import dtensor_layers
+from .streaming import LayerStreams
 
 Reduction = Literal["mean", "sum", "none"]
-Layer = TypeVar("Layer", bound=Callable)
+Given = ParamSpec("Given")
+Result = TypeVar("Result", covariant=True)
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -30,7 +35,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
+        raise ArgumentError(
+            detail=f"{name} was given {_shown(value)}", fix=f"Use one of {', '.join(map(repr, choices))}"
+        )
 
 
 def reduction(value: str) -> None:
@@ -47,7 +54,9 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
         return
     if not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
         above = "" if least < 0 else f", {least} or more"
-        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Give an integer that fits in 64 bits{above}")
+        raise ArgumentError(
+            detail=f"{name} was given {_shown(value)}", fix=f"Give an integer that fits in 64 bits{above}"
+        )
 
 
 def positive(name: str, value: Any) -> None:
@@ -65,7 +74,12 @@ def positive(name: str, value: Any) -> None:
 
 def describe_value(value: Any) -> str:
     """A value as an error message names it: a tensor by its shape."""
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    """A choice as it was written; anything else by its type and shape."""
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def between(name: str, value: Any, least: float, most: float) -> None:
@@ -126,7 +140,8 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
     """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message."""
     if not isinstance(value, Tensor):
         raise ArgumentError(
-            detail=f"{name} was given {value!r} ({type(value).__name__})", fix=f"Give a tensor of shape {shape}"
+            detail=f"{name} was given {shown(value)}",
+            fix=f"Give a tensor, a numpy array or an array with DLPack, of shape {shape}",
         )
     if value.dim() < least or (most is not None and value.dim() > most):
         raise ShapeError(
@@ -171,7 +186,14 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
         )
     if value.is_complex():
         raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give real numbers")
-    _one_device({"x": x, name: value})
+    one_device({"x": x, name: value})
+
+
+def truths(name: str, value: Any, x: Tensor) -> None:
+    """Raise unless ``value`` is one truth value for each row of x."""
+    per_row(name, value, x)
+    if value.dtype is not torch.bool:
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give truth values: mask != 0")
 
 
 def alike(**tensors: Tensor) -> None:
@@ -180,10 +202,11 @@ def alike(**tensors: Tensor) -> None:
     if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
-    _one_device(tensors)
+    one_device(tensors)
 
 
-def _one_device(tensors: dict[str, Tensor]) -> None:
+def one_device(tensors: dict[str, Tensor]) -> None:
+    """Raise DeviceError unless the tensors are on one device."""
     first, *rest = tensors.values()
     if any(t.device != first.device for t in rest):
         mixed = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
@@ -218,12 +241,17 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     flat = flat if flat.dtype is torch.int64 else flat.long()
     if not can_inspect(flat):
         return Labels(flat, False)
+    streamed = agreement.streamed_call()
+    if streamed is not None and streamed.totals[1] is None:  # looked at again when all classes have come
+        return Labels(flat, False)
     count = agreement.total_sizes(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
         return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
     if least < 0 or most >= count:
         _out_of_range(flat, target, count, ignore_index, first)
+    if streamed is not None:  # rows come in blocks, of which each must have as many results as rows
+        return Labels(flat, False)
     if not least <= ignore_index <= most:
         return Labels(flat, True)
     counted = flat != ignore_index
@@ -312,24 +340,67 @@ def is_undivided() -> bool:
     return agreement.current_layout() is None
 
 
-def public_layer(layer: Layer) -> Layer:
+class PublicLayer(Protocol[Given, Result]):
+    """A ready-made layer: called like the function that it is, or streamed over columns that come in chunks."""
+
+    __name__: str
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+
+    def stream(self, *args: Any, **kwargs: Any) -> Stream:
+        """A fold over columns that come in chunks: give everything but the columns, then feed it."""
+        ...
+
+
+@overload
+def public_layer(layer: Callable[Given, Result]) -> PublicLayer[Given, Result]: ...
+@overload
+def public_layer(
+    *, rows: Mapping[str, str], cols: Mapping[str, str], stream: Callable[..., Any] | None = None
+) -> Callable[[Callable[Given, Result]], PublicLayer[Given, Result]]: ...
+def public_layer(
+    layer: Any = None,
+    *,
+    rows: Mapping[str, str] | None = None,
+    cols: Mapping[str, str] | None = None,
+    stream: Callable[..., Any] | None = None,
+) -> Any:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
-    repeated calls of one kind replay its Python (``runtime/layer_replay.py``)."""
-    replay = layer_replay.LayerReplay(layer)
+    repeated calls of one kind replay its Python (``runtime/layer_replay.py``). ``rows`` and ``cols``: which arguments
+    are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given."""
+    if layer is None:
+        return lambda found: _public(found, rows or {}, cols or {}, stream)
+    return _public(layer, {}, {}, stream)
+
+
+def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
+    def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
+        return dtensor_layers.run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
+
+    replay = layer_replay.LayerReplay(layer, of_any_tensors)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
+            if arrays.are_traced(args, kwargs):
+                return arrays.call_traced(layer, args, kwargs)
+            if dtensors.are_traced([*args, *kwargs.values()]):
+                return torch._dynamo.disable(of_any_tensors)(*args, **kwargs)
             return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)
+        if arrays.has_arrays((*args, *kwargs.values())):
+            return replay.call_with_arrays(args, kwargs)
         try:
-            return layer(*args, **kwargs)
+            return of_any_tensors(*args, **kwargs)
         except MonoidReduceError as error:
             agreement.report_failure(error)
             raise
 
-    return cast(Layer, checked)
+    checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
+    return checked
 
 
 def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
@@ -357,5 +428,8 @@ def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
 
 def draw_seed() -> int | Tensor:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
+    streamed = agreement.streamed_call()
+    if streamed is not None and streamed.memo is not None:
+        return streamed.memo.setdefault("seed", int(torch.randint(2**63 - 1, ())))
     seed = torch.randint(2**63 - 1, ())
     return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run

@@ -13,6 +13,7 @@ from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
+from .streaming import BothWays, LayerStreams, count_entries
 
 Kind = Literal["clip", "infonce", "siglip"]
 Labels = Tensor | tuple[Tensor, Tensor]
@@ -68,7 +69,36 @@ def _contrastive_loss(
     return [loss for loss, _ in ways], [count for _, count in ways if count is not None]
 
 
-@checks.public_layer
+def _stream_contrastive_loss(
+    x: Any, *, kind: Kind = "clip", reduction: checks.Reduction = "mean", **options: Any
+) -> Any:
+    """One way is a stream as any other; both ways are two, with x and y exchanged."""
+    checks.one_of("kind", kind, ("clip", "infonce", "siglip"))
+    if options.get("labels") is not None:
+        raise ArgumentError(detail="contrastive_loss.stream was given labels", fix="Call it with x and y in memory")
+    one_way = LayerStreams(contrastive_loss.__wrapped__, {"x": "vectors"}, {"y": "vectors"})  # type: ignore[attr-defined]
+    if kind != "clip":
+        return one_way.stream(x, kind=kind, reduction=reduction, **options)
+
+    def run(x: Any, y: Any, quiet: bool) -> Tensor:
+        count_equal(x, y)
+        ways = [
+            one_way.stream(rows, kind="infonce", reduction=reduction, **options).over(cols, quiet=quiet)
+            for rows, cols in ((x, y), (y, x))
+        ]
+        return (ways[0] + ways[1]) / 2
+
+    def count_equal(x: Any, y: Any) -> None:
+        m, n = count_entries("x", x), count_entries("y", y)
+        if m != n:
+            raise ShapeError(
+                detail=f"x has {m} vectors, but y has {n}", fix="The i-th x belongs to the i-th y: give equally many"
+            )
+
+    return BothWays("contrastive_loss", x, run)
+
+
+@checks.public_layer(rows={}, cols={}, stream=_stream_contrastive_loss)
 def contrastive_loss(
     x: Tensor,
     y: Tensor | None,
@@ -177,6 +207,9 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
 
 
 def _check_counts(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
+    streamed = agreement.streamed_call()
+    if streamed is not None and streamed.totals[1] is None:
+        return  # it is looked at again when all columns have come
     m, n = agreement.total_sizes(x.shape[-2], y.shape[-2])
     fits = m == n or (kind != "clip" and (labelled or (kind == "infonce" and m < n)))
     if not fits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, no_type_check
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, no_type_check, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ..runtime import layer_replay
 from ..runtime.fused_expressions import label_share, label_share_kernel
 from . import checks, heads
 from . import language as mr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CrossEntropy(NamedTuple):
@@ -27,9 +30,9 @@ class CrossEntropy(NamedTuple):
     tensor(0.6667)
     """
 
-    loss: Any
-    lse: Any = None
-    accuracy: Any = None
+    loss: Tensor
+    lse: Tensor = None  # type: ignore[assignment]  # None where it was not asked for
+    accuracy: Tensor = None  # type: ignore[assignment]  # None where it was not asked for
 
 
 @mr.op
@@ -50,8 +53,10 @@ def _against_classes(
     softcap: float | None = None,
     temperature: float | None = None,
     share_of_row: float | None = None,
+    low_rows: mr.Row["r"] | None = None,
+    low_cols: mr.Col["r"] | None = None,
 ):
-    whole = heads.logits(x, weight, bias, softcap, temperature)
+    whole = heads.logits(x, weight, bias, softcap, temperature, low_rows, low_cols)
     s = whole if near is None else whole - near
     z, hit = mr.logsumexp(s), mr.col_index == target
     loss = z - mr.sum(torch.where(hit, s, 0.0))
@@ -101,8 +106,10 @@ def _against_probabilities(
     bias: mr.Col | None = None,
     softcap: float | None = None,
     temperature: float | None = None,
+    low_rows: mr.Row["r"] | None = None,
+    low_cols: mr.Col["r"] | None = None,
 ):
-    whole = heads.logits(x, weight, bias, softcap, temperature)
+    whole = heads.logits(x, weight, bias, softcap, temperature, low_rows, low_cols)
     s = whole if near is None else whole - near
     if smoothing is not None:
         given = (1 - smoothing) * given + smoothing / mr.num_cols
@@ -120,7 +127,64 @@ def _against_probabilities(
     return rows
 
 
-@checks.public_layer
+class _HeadOptions(TypedDict, total=False):
+    bias: Tensor | None
+    class_weights: Tensor | None
+    ignore_index: int | None
+    label_smoothing: float
+    z_loss: float
+    softcap: float | Tensor | None
+    temperature: float | Tensor
+    token_weights: Tensor | None
+    reduction: checks.Reduction
+    shift: int
+    low_rank: tuple[Tensor, Tensor] | None
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+    **options: Unpack[_HeadOptions],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_accuracy: bool = False,
+    **options: Unpack[_HeadOptions],
+) -> CrossEntropy: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = False,
+    return_accuracy: Literal[True],
+    **options: Unpack[_HeadOptions],
+) -> CrossEntropy: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    **options: Unpack[_HeadOptions],
+) -> Tensor | CrossEntropy: ...
+@checks.public_layer(
+    rows={"x": "first", "target": "first", "token_weights": "first"},
+    cols={"weight": "vectors", "bias": "numbers", "class_weights": "numbers"},
+)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -138,6 +202,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_accuracy: bool = False,
     shift: int = 0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """Cross-entropy of the logits ``x @ weight.T + bias`` against class indices or given probabilities.
 
@@ -158,6 +223,9 @@ def linear_cross_entropy(
     - ``token_weights`` [...]: multiply the rows' losses; the mean is divided by their sum too.
     - ``shift``: row t is to predict token t + shift, as ``x[..., :-shift, :]`` against ``target[..., shift:]``
       (``token_weights`` go with the target).
+    - ``low_rank``: rows [..., r] and columns [V, r], whose product is added to the logits before bias and softcap, as
+      LoRA on a head does (``(scale * dropout(x) @ A.T, B)``). Neither ``weight + B @ A`` nor a gradient of ``weight``
+      that nobody asked for is computed.
     - ``return_lse``, ``return_accuracy``: return a :class:`CrossEntropy` with the rows' logsumexp [...], and the share
       of rows, of those not ignored, whose largest logit is the target's (with ``reduction="sum"`` their number, with
       ``"none"`` 0 or 1 for each).
@@ -184,12 +252,16 @@ def linear_cross_entropy(
     """
     head = (x, weight, bias, softcap, temperature)
     given = _check(*head, target, class_weights, ignore_index, label_smoothing, z_loss, token_weights, reduction, shift)
+    low_rows, low_cols = heads.check_low_rank(x, weight, low_rank)
     if shift:
         x, target, token_weights = _next_tokens(x, target, token_weights, int(shift), given)
+        low_rows = None if low_rows is None else low_rows[..., : x.shape[-2], :]
     options = {
         "smoothing": label_smoothing or None,
         "z_loss": z_loss or None,
         "class_weights": class_weights,
+        "low_rows": None if low_rows is None else checks.flatten_rows(low_rows),
+        "low_cols": low_cols,
         **heads.options(bias, softcap, temperature),
     }
     options = checks.drop_unset(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
@@ -209,7 +281,8 @@ def linear_cross_entropy(
         loss, accuracy = _restore_rows(loss, x, kept), None if accuracy is None else _restore_rows(accuracy, x, kept)
     if not return_lse and not return_accuracy:
         return loss
-    return CrossEntropy(loss, _restore_rows(found["lse"], x) if return_lse else None, accuracy)
+    lse = _restore_rows(found["lse"], x) if return_lse else None
+    return CrossEntropy(loss, lse, accuracy)  # type: ignore[arg-type]
 
 
 cross_entropy = linear_cross_entropy
@@ -279,6 +352,8 @@ def _fold_against_labels(
     its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
     rows, index = _select_rows(rows, kept), _select_rows(labels.classes, kept)
+    if "low_rows" in options:
+        options["low_rows"] = _select_rows(options["low_rows"], kept)
     if "smoothing" in options and heads.needs_shift(rows) and len(weight) and not agreement.divides_cols():
         options["near"] = _likeliest_logit(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
@@ -341,6 +416,8 @@ def _argmax(given: mr.Pair):
 def _likeliest_logit(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
     """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
     s = (rows * weight[best]).sum(-1)
+    if "low_rows" in options:
+        s = s + (options["low_rows"] * options["low_cols"][best]).sum(-1)
     if "bias" in options:
         s = s + options["bias"][best]
     s = heads.apply_softcap(s, options.get("softcap"), options.get("temperature"))
@@ -367,7 +444,7 @@ def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
     return checks.reduce_numbers(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "probs": "numbers", "bias": "numbers"})
 def cross_entropy_given(
     x: Tensor,
     weight: Tensor,

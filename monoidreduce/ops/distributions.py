@@ -129,7 +129,10 @@ def _fold_and_reduce(
     return checks.reduce_loss(shaped(_two_heads(*given)), reduction, token_weights)
 
 
-@checks.public_layer
+@checks.public_layer(
+    rows={"x": "first", "teacher_x": "first", "token_weights": "first"},
+    cols={"weight": "vectors", "teacher_weight": "vectors", "bias": "numbers", "teacher_bias": "numbers"},
+)
 def linear_cross_entropy_soft(
     x: Tensor,
     weight: Tensor,
@@ -175,7 +178,10 @@ def linear_cross_entropy_soft(
     return _divergence("cross_entropy", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.public_layer
+@checks.public_layer(
+    rows={"x": "first", "teacher_x": "first", "token_weights": "first"},
+    cols={"weight": "vectors", "teacher_weight": "vectors", "bias": "numbers", "teacher_bias": "numbers"},
+)
 def linear_kl(
     x: Tensor,
     weight: Tensor,
@@ -216,7 +222,10 @@ def linear_kl(
     return _divergence("kl", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.public_layer
+@checks.public_layer(
+    rows={"x": "first", "teacher_x": "first", "token_weights": "first"},
+    cols={"weight": "vectors", "teacher_weight": "vectors", "bias": "numbers", "teacher_bias": "numbers"},
+)
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -266,7 +275,7 @@ def linear_jsd(
     )
 
 
-@checks.public_layer
+@checks.public_layer(rows={"p": "vectors", "q": "vectors"}, cols={"c": "vectors", "t": "vectors"})
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
 
 # what may come per head, and how many axes it has after the heads
 _PER_HEAD = {
-    "bias": 2, "attn_mask": 2, "row_documents": 1, "col_documents": 1, "alibi_slopes": 0, "sinks": 0, "lengths": 0,
+    "bias": 2, "attn_mask": 2, "row_documents": 1, "col_documents": 1, "row_blocks": 1, "col_blocks": 1,
+    "alibi_slopes": 0, "sinks": 0, "lengths": 0,
 }  # fmt: skip
 
 
@@ -42,7 +44,8 @@ def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:
     found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x, *others)
     if checks.can_inspect(value) and value.numel():
         low, high = int(value.min()), int(value.max())
-        if low < 0 or high > x.shape[-2]:
+        streamed = agreement.streamed_call() is not None  # x is a chunk, and others follow
+        if low < 0 or (high > x.shape[-2] and not streamed):
             raise ArgumentError(
                 detail=f"{name} holds {low if low < 0 else high}, but there are {x.shape[-2]} vectors",
                 fix=f"Give numbers from 0 to {x.shape[-2]}",

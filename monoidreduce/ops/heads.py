@@ -12,14 +12,16 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError, ShapeError, shown
 from . import checks
 from . import language as mr
 
 
 @no_type_check
-def logits(x, weight, bias, softcap, temperature):
-    """One pair's logit."""
-    return apply_softcap(x @ weight if bias is None else x @ weight + bias, softcap, temperature)
+def logits(x, weight, bias, softcap, temperature, low_rows=None, low_cols=None):
+    """One pair's logit; ``low_rows`` and ``low_cols`` are a second product, added to the first."""
+    s = x @ weight if low_rows is None else x @ weight + low_rows @ low_cols
+    return apply_softcap(s if bias is None else s + bias, softcap, temperature)
 
 
 def apply_softcap(s: Any, softcap: Any, temperature: Any) -> Any:
@@ -67,6 +69,28 @@ def mask_ignored(target, ignore_index, value):
 def needs_shift(x: Any) -> bool:
     """True where a first pass is worth its cost: inputs wider than 16 bits, whose small losses would lose digits."""
     return isinstance(x, Tensor) and x.dtype.itemsize > 2
+
+
+def check_low_rank(x: Tensor, weight: Tensor, low_rank: Any) -> tuple[Any, Any]:
+    """Check the pair that makes a low-rank term of the logits; returns its rows and columns, None without it."""
+    if low_rank is None:
+        return None, None
+    if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
+        raise ArgumentError(
+            detail=f"low_rank was given {shown(low_rank)}",
+            fix="Give a pair of tensors, rows [..., r] and columns [V, r]",
+        )
+    rows, cols = low_rank
+    checks.tensor("low_rank[0]", rows, "[..., r]", 1)
+    checks.tensor("low_rank[1]", cols, "[V, r]", 2, 2)
+    checks.alike(x=x, **{"low_rank[0]": rows, "low_rank[1]": cols})
+    if rows.shape[:-1] != x.shape[:-1] or cols.shape[0] != weight.shape[0] or rows.shape[-1] != cols.shape[-1]:
+        raise ShapeError(
+            detail=f"low_rank has shapes {tuple(rows.shape)} and {tuple(cols.shape)} beside x {tuple(x.shape)} and "
+            f"weight {tuple(weight.shape)}",
+            fix="Give rows [..., r], a vector for each of x, and columns [V, r], a vector for each of weight",
+        )
+    return rows, cols
 
 
 def check(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, *, prefix: str = "") -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
+from ..arrays import is_array, to_tensor
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
 from .neighbours import root
+from .streaming import BothWays, count_entries
 
 Kernel = Literal["gaussian", "laplacian", "cauchy", "energy"]
 KERNELS = ("gaussian", "laplacian", "cauchy", "energy")
@@ -49,7 +52,7 @@ def _kernel_vectors(x: mr.Row["d"], y: mr.Col["d"], b: mr.Col["e"], kernel: str,
     return mr.sum(_kernel(x, y, kernel, bandwidth) * b)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "vectors"}, cols={"y": "vectors", "b": "either"})
 def kernel_sum(
     x: Tensor,
     y: Tensor,
@@ -94,7 +97,7 @@ def _kernel_logsumexp(x: mr.Row["d"], y: mr.Col["d"], kernel: str, bandwidth: fl
     return mr.logsumexp(s if log_weights is None else s + log_weights)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "vectors"}, cols={"y": "vectors", "log_weights": "numbers"})
 def kernel_logsumexp(
     x: Tensor,
     y: Tensor,
@@ -146,7 +149,7 @@ def _softmin(x: mr.Row["d"], y: mr.Col["d"], h: mr.Col, eps: float, cost: str):
     return -eps * mr.logsumexp(h - (square if cost == "sqeuclidean" else root(square)) / eps)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "vectors"}, cols={"y": "vectors", "h": "numbers"})
 def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost = "sqeuclidean") -> Tensor:
     """The soft minimum of a cost: -ε log Σ_j exp(h_j - C(x_i, y_j) / ε), the one operation of entropic transport.
 
@@ -186,12 +189,28 @@ class Sinkhorn(NamedTuple):
     (torch.Size([2]), torch.Size([3]))
     """
 
-    value: Any
-    f: Any
-    g: Any
+    value: Tensor
+    f: Tensor
+    g: Tensor
 
 
-@checks.public_layer
+def _stream_sinkhorn_step(
+    x: Any, g: Any, log_a: Any, log_b: Any, *, eps: float | Tensor, cost: Cost = "sqeuclidean"
+) -> BothWays:
+    """Two streams: the potential of x over y, then that of y over x."""
+    g, log_a, log_b = (to_tensor(t) if is_array(t) else t for t in (g, log_a, log_b))
+    for name, t in (("g", g), ("log_a", log_a), ("log_b", log_b)):
+        checks.tensor(name, t, "[M or N]", 1, 1)
+    checks.positive("eps", eps)
+
+    def run(x: Any, y: Any, quiet: bool) -> tuple[Tensor, Tensor]:
+        f = softmin.stream(x, eps=eps, cost=cost).over(y, log_b + g / eps, quiet=quiet)
+        return f, softmin.stream(y, eps=eps, cost=cost).over(x, log_a + f / eps, quiet=quiet)
+
+    return BothWays("sinkhorn_step", x, run)
+
+
+@checks.public_layer(rows={}, cols={}, stream=_stream_sinkhorn_step)
 def sinkhorn_step(
     x: Tensor,
     y: Tensor,
@@ -229,7 +248,49 @@ def sinkhorn_step(
         return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
-@checks.public_layer
+def _stream_sinkhorn(
+    x: Any,
+    a: Any = None,
+    b: Any = None,
+    *,
+    eps: float,
+    iterations: int = 100,
+    tolerance: float = 0.0,
+    cost: Cost = "sqeuclidean",
+) -> BothWays:
+    """Sinkhorn's iterations, each two streams; the potentials stay in memory."""
+    checks.positive("eps", eps)
+    checks.whole("iterations", iterations, 1)
+    checks.between("tolerance", tolerance, 0, float("inf"))
+    given = [to_tensor(t) if is_array(t) else t for t in (a, b)]
+
+    def run(x: Any, y: Any, quiet: bool) -> Sinkhorn:
+        lengths = [count_entries("x", x), count_entries("y", y)]
+        masses = []
+        for mass, count, name in zip(given, lengths, "ab", strict=True):
+            mass = torch.full((count,), 1 / max(count, 1)) if mass is None else mass
+            checks.tensor(name, mass, "[points]", 1, 1)
+            if len(mass) != count:
+                raise ShapeError(detail=f"{name} has {len(mass)} masses for {count} points", fix="Give one each")
+            masses.append(_as_float32(mass))
+        step = functools.partial(_stream_sinkhorn_step, eps=eps, cost=cost)
+        log_a, log_b = (mass.log() for mass in masses)
+        g = torch.zeros_like(log_b)
+        for _ in range(int(iterations)):
+            f, new = step(x, g, log_a, log_b).run(x, y, quiet)
+            still, g = bool(tolerance) and float(_largest_change(new, g)) <= tolerance, new
+            if still:
+                break
+        f, g = (
+            softmin.stream(rows, eps=eps, cost=cost).over(cols, h, quiet=quiet)
+            for rows, cols, h in ((x, y, log_b + g / eps), (y, x, log_a + f / eps))
+        )
+        return Sinkhorn((masses[0] * f).sum(-1) + (masses[1] * g).sum(-1), f, g)
+
+    return BothWays("sinkhorn", x, run)
+
+
+@checks.public_layer(rows={}, cols={}, stream=_stream_sinkhorn)
 def sinkhorn(
     x: Tensor,
     y: Tensor,

@@ -69,7 +69,7 @@ def _mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * q)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"p": "vectors", "q": "vectors", "bias": "numbers"})
 def mlp(
     x: Tensor,
     p: Tensor,
@@ -129,7 +129,10 @@ def _gated_mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * down)
 
 
-@checks.public_layer
+@checks.public_layer(
+    rows={"x": "first"},
+    cols={"gate": "vectors", "up": "vectors", "down": "vectors", "gate_bias": "numbers", "up_bias": "numbers"},
+)
 def gated_mlp(
     x: Tensor,
     gate: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, no_type_check, overload
+from typing import Literal, NamedTuple, no_type_check, overload
 
 from torch import Tensor
 
@@ -19,8 +19,8 @@ class MaxPool(NamedTuple):
     (tensor([2., 4.]), tensor([1, 0]))
     """
 
-    values: Any
-    indices: Any
+    values: Tensor
+    indices: Tensor
 
 
 @mr.op
@@ -36,7 +36,7 @@ def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[False] = F
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[True]) -> MaxPool: ...
 @overload
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool) -> Tensor | MaxPool: ...
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"w": "vectors"})
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool = False) -> Tensor | MaxPool:
     """The largest product of each row with any column, ``max_j ⟨x_i, w_j⟩``.
 

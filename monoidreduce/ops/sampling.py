@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class Sample(NamedTuple):
     (tensor([0, 0]), tensor([0., 0.]))
     """
 
-    index: Any
-    log_prob: Any
+    index: Tensor  # type: ignore[assignment]  # the name of a method of tuples
+    log_prob: Tensor
 
 
 class TopK(NamedTuple):
@@ -36,8 +36,8 @@ class TopK(NamedTuple):
             [0]]))
     """
 
-    values: Any
-    indices: Any
+    values: Tensor
+    indices: Tensor
 
 
 @mr.op
@@ -56,7 +56,7 @@ def _sample(
     return Sample(drawn, torch.where(drawn < 0, -math.inf, logit - mr.logsumexp(s)))
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_sample(
     x: Tensor,
     weight: Tensor,
@@ -122,7 +122,7 @@ def _topk(
     return TopK(best.values - mr.logsumexp(s) if log_probs else best.values, best.indices)
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_topk(
     x: Tensor,
     weight: Tensor,
@@ -168,7 +168,7 @@ def _argmax(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
     return mr.argmax(heads.logits(x, weight, bias, None, None))
 
 
-@checks.public_layer
+@checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The class of the largest logit of each row, the first of equals, as greedy decoding takes it.
 

@@ -86,12 +86,15 @@ class Cost:
     budget: int | None
     dense: int | None  # without a budget: bytes that one matrix of pairs may take; None: dense is never allowed
     backward: bool
+    own: str = ""  # the schedule under which each fold runs by its own choice
 
     @property
     def chosen(self) -> Scheduled:
-        """What a call on this device would run: the fastest allowed schedule; dense only if it is clearly faster."""
+        """What a call on this device would run: its folds' own choices, or the fastest schedule that is allowed; dense
+        only if it is clearly faster."""
         here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
         folds = [s for s in here if s.schedule != "dense"]
+        folds.sort(key=lambda s: s.schedule != self.own)
         fold = next((s for s in folds if self.allows(s)), folds[-1])
         dense = self.get("dense")
         if dense is not None and self.allows(dense) and dense.seconds <= CLEARLY * fold.seconds:

@@ -33,8 +33,22 @@ def round_length(length: int, classes: int = _STEPS) -> int:
     >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
     (31, 1024, 1024, 1088, 4096)
     """
-    step = 1 << max(0, (length - 1).bit_length() - classes.bit_length())
+    step = _class_step(length, classes)
     return -(-length // step) * step
+
+
+def middle_length(length: int) -> int:
+    """The length in the middle of a length's class (:func:`round_length`).
+
+    >>> middle_length(31), middle_length(1000), middle_length(1024), middle_length(16400)
+    (31, 1008, 1008, 16896)
+    """
+    return round_length(length) - _class_step(length) // 2
+
+
+def _class_step(length: int, classes: int = _STEPS) -> int:
+    """How many lengths the class of a length has."""
+    return 1 << max(0, (length - 1).bit_length() - classes.bit_length())
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,12 @@ class Case:
         """The case that stands for all lengths of its class, whose schedule is the same: the longest one, so that what
         fits a budget there fits it here."""
         rows, cols = round_length(self.rows), round_length(self.cols)
+        return self if (rows, cols) == (self.rows, self.cols) else replace(self, rows=rows, cols=cols)
+
+    def typical(self) -> Case:
+        """The case of a length in the middle of its class, by whose time schedules are compared: the longest one may
+        begin another wave of program instances, of which the others know nothing."""
+        rows, cols = middle_length(self.rows), middle_length(self.cols)
         return self if (rows, cols) == (self.rows, self.cols) else replace(self, rows=rows, cols=cols)
 
     @functools.cached_property

@@ -12,7 +12,9 @@ import inspect
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..errors import DeclarationError
 from .closure import nonlocals
@@ -46,7 +48,22 @@ class _Side(type):
         return cls.__name__
 
 
-class Row(metaclass=_Side):
+if TYPE_CHECKING:
+
+    class _Declared(torch.Tensor):
+        """What a type checker sees: in a body, arguments are used as tensors. Pyright honours ``__class_getitem__``, so
+        that ``Row["f"]`` is a Row; mypy does not, and is told to leave bodies alone (``op`` in ``op.py``)."""
+
+        axis: str
+        feature: Feature
+
+        def __class_getitem__(cls, feature: str | int) -> type[_Declared]: ...
+
+else:
+    _Declared = _Side("_Declared", (), {})
+
+
+class Row(_Declared):
     """One number per row; ``Row["f"]``: one vector per row. Shapes ``[..., M]`` and ``[..., M, f]``.
 
     >>> import torch, monoidreduce as mr
@@ -61,7 +78,7 @@ class Row(metaclass=_Side):
     feature: Feature = None
 
 
-class Col(metaclass=_Side):
+class Col(_Declared):
     """One number per column; ``Col["f"]``: one vector per column. Shapes ``[..., N]`` and ``[..., N, f]``.
 
     >>> import torch, monoidreduce as mr
@@ -76,7 +93,7 @@ class Col(metaclass=_Side):
     feature: Feature = None
 
 
-class Batch(metaclass=_Side):
+class Batch(_Declared):
     """One number per batch element; ``Batch["f"]``: one vector. Shapes ``[...]`` and ``[..., f]``.
 
     >>> import torch, monoidreduce as mr
@@ -92,7 +109,7 @@ class Batch(metaclass=_Side):
     feature: Feature = None
 
 
-class Pair(metaclass=_Side):
+class Pair(_Declared):
     """One number, integer or truth value per pair, as the caller holds it: a bias, a mask. Shape ``[..., M, N]``.
 
     It is only ever sliced, tile by tile; an axis of size 1 is broadcast; its gradient is as large as itself.

@@ -14,7 +14,7 @@ from .symbol import Symbol, expr_of
 
 
 @check_call
-def uniform(seed: Any) -> Any:
+def uniform(seed: Any) -> torch.Tensor:
     """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j).
 
     >>> import torch, monoidreduce as mr
@@ -39,7 +39,7 @@ def _draw(name: str, seed: Any) -> Any:
 
 
 @check_call
-def gumbel(seed: Any) -> Any:
+def gumbel(seed: Any) -> torch.Tensor:
     """A standard Gumbel number per pair, the same for every tile, engine and recomputation.
 
     >>> import torch, monoidreduce as mr
@@ -53,7 +53,7 @@ def gumbel(seed: Any) -> Any:
 
 
 @check_call
-def dropout(x: Any, p: Any, seed: Any) -> Any:
+def dropout(x: Any, p: Any, seed: Any) -> torch.Tensor:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone.
 
     p is rounded to a multiple of 2**-15, other than 0 and 1 unless it is one of them: so the mean is kept.

@@ -148,7 +148,7 @@ def is_whole_power(x: Expr, n: Expr) -> bool:
 
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
     """A reduction of ``fields`` over ``"cols"`` or ``"rows"``; its results are reached through :func:`result`."""
-    rows, cols, _ = (True, True, None) if kind == "pick" else join(fields)  # a pick meets the other side by its index
+    rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is met by index
     return node(
         "reduce",
         fields,

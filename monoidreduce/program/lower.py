@@ -134,13 +134,16 @@ def merge_softmax(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def group_reductions(outputs: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], ...]:
-    """Compiler pass: the reductions over pairs that run together, one group for each level, lowest first."""
+    """Compiler pass: the reductions over pairs that run together, one group for each level, lowest first.
+
+    Gathers of several pairs a row (top-k gradients, numbers at given indices) are a group of their own: they compute no
+    tiles, and beside them engines would not know the folds that they have special code for."""
     levels = _pass_levels(outputs)
-    groups: list[list[Expr]] = [[] for _ in range(max(levels.values(), default=0))]
+    groups: list[tuple[list[Expr], list[Expr]]] = [([], []) for _ in range(max(levels.values(), default=0))]
     for e in topological(outputs):
         if is_pass(e):
-            groups[levels[e] - 1].append(e)
-    return tuple(map(tuple, groups))
+            groups[levels[e] - 1][kind_of(e).gathers and e.args[0].feature is not None].append(e)
+    return tuple(tuple(group) for level in groups for group in level if group)
 
 
 def hoist_one_sided(outputs: tuple[Expr, ...], groups: tuple[tuple[Expr, ...], ...]) -> Lowered:

@@ -14,7 +14,7 @@ from typing import Any
 from ..reductions import kind_of, make
 from . import constructors
 from .constructors import ONE, ZERO, apply, terms
-from .expression import Expr, const, size, topological
+from .expression import Expr, const, index, size, topological
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
@@ -82,8 +82,8 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
         return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
-    if parts is None:  # a vector per pair that is no product: engines walk its features
-        return make("sum", over, (), (e,))[0]
+    if parts is None:  # a vector per pair that is no product: numbers at given indices, or engines walk its features
+        return _numbers_at_indices(e, over) or make("sum", over, (), (e,))[0]
     sums: dict[Part, Expr] = {}
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
@@ -95,7 +95,7 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         key = (r, outer, inner)
         sums[key] = apply("add", sums[key], mid) if key in sums else mid
     total = ZERO
-    for r, outer, inner, value in _sum_groups(sums, over):
+    for r, outer, inner, value in (*_split_many_matches(sums, over), *_sum_groups(sums, over)):
         value = apply("mul", value, r)
         if outer is not None:
             value = apply("mul", value, outer)
@@ -103,6 +103,39 @@ def _normal_sum(e: Expr, over: str) -> Expr:
             value = constructors.spread(value, e.feature)
         total = apply("add", total, value) if total is not ZERO else value
     return total
+
+
+def _numbers_at_indices(e: Expr, over: str) -> Expr | None:
+    """Σ where(index == targets, number, 0) with a vector of targets and the folded index: a ``picks``."""
+    if e.op != "where" or not constructors.is_constant(e.args[2], 0) or e.args[1].feature is not None:
+        return None
+    hot, rest = split_index_match(e.args[0])
+    if hot is None or f"{hot[0]}s" != over or hot[1].feature is None or rest.feature is not None:
+        return None
+    return make("picks", over, (hot[0],), (hot[1], apply("where", rest, e.args[1], 0.0), ONE))[0]
+
+
+def _split_many_matches(sums: dict[Part, Expr], over: str) -> list[tuple[Expr, Expr | None, Expr | None, Expr]]:
+    """Take out of each part, as sums of their own, the values at vectors of targets (``sums`` is changed).
+
+    A dense part with one target stays whole (see :func:`_plain_sum`); with K of them, comparing K indices in every
+    pair would cost more than the pair, while gathering is K vectors a row. Both sums are accumulated alike and added
+    before they are rounded."""
+    found: list[tuple[Expr, Expr | None, Expr | None, Expr]] = []
+    for (r, outer, inner), mid in sums.items():
+        if not mid.is_pair or not _stays_whole(mid, inner):
+            continue
+        dense, hots = split_index_matches(mid)
+        many = [h for h in hots if h[1].feature is not None]
+        if not many or dense is None:
+            continue
+        for axis, t, value in hots:
+            if t.feature is None:
+                dense = apply("add", dense, apply("where", apply("eq", index(axis), t), value, 0.0))
+        sums[r, outer, inner] = dense
+        picked = [make("pick", over, (a,), (t, v, ONE if inner is None else inner))[0] for a, t, v in many]
+        found += [(r, outer, inner, p) for p in picked]
+    return found
 
 
 def _sum_groups(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:

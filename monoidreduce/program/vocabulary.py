@@ -6,7 +6,7 @@ Each becomes one of the few kinds of ``reductions.py`` and arithmetic on its res
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from .draws import gumbel
 from .expression import Expr, const, index, size
 from .symbol import Everywhere, Symbol, current_trace, expr_of
 
-row_index = Everywhere(index("row"))
+row_index: torch.Tensor = Everywhere(index("row"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's row, from 0; over many ranks, of the whole.
 
 >>> import torch, monoidreduce as mr
@@ -31,7 +31,7 @@ row_index = Everywhere(index("row"))
 tensor([1, 2, 3])
 """
 
-col_index = Everywhere(index("col"))
+col_index: torch.Tensor = Everywhere(index("col"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's column, from 0; over many ranks and in a stream, of the whole.
 
 >>> import torch, monoidreduce as mr
@@ -42,7 +42,7 @@ col_index = Everywhere(index("col"))
 tensor([7., 5.])
 """
 
-num_rows = Everywhere(size("rows"))
+num_rows: torch.Tensor = Everywhere(size("rows"))  # type: ignore[assignment]  # in a body, a tensor
 """How many rows there are, in all.
 
 >>> import torch, monoidreduce as mr
@@ -53,7 +53,7 @@ num_rows = Everywhere(size("rows"))
 tensor([1., 2.])
 """
 
-num_cols = Everywhere(size("cols"))
+num_cols: torch.Tensor = Everywhere(size("cols"))  # type: ignore[assignment]  # in a body, a tensor
 """How many columns there are, in all.
 
 >>> import torch, monoidreduce as mr
@@ -70,7 +70,7 @@ def _size(axis: str) -> Any:
 
 
 @check_call
-def sqdist(x: Any, y: Any) -> Symbol:
+def sqdist(x: Any, y: Any) -> torch.Tensor:
     """|x - y|² of a row's and a column's vector, careful for close points.
 
     >>> import torch, monoidreduce as mr
@@ -80,7 +80,7 @@ def sqdist(x: Any, y: Any) -> Symbol:
     >>> nearest(torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [1.0, 1.0]]))
     tensor([2.])
     """
-    return Symbol(constructors.sqdist(expr_of(x), expr_of(y)))
+    return cast(torch.Tensor, Symbol(constructors.sqdist(expr_of(x), expr_of(y))))
 
 
 def _is_bool(x: Any) -> bool:
@@ -119,7 +119,7 @@ def _number(x: Any) -> Expr:
 
 
 @check_call
-def sum(x: Any, *, over: str = "cols") -> Any:
+def sum(x: Any, *, over: str = "cols") -> torch.Tensor:
     """Σ_j x: the sum over columns (or rows) of a number or a vector per pair.
 
     >>> import torch, monoidreduce as mr
@@ -133,7 +133,7 @@ def sum(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def mean(x: Any, *, over: str = "cols") -> Any:
+def mean(x: Any, *, over: str = "cols") -> torch.Tensor:
     """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing.
 
     >>> import torch, monoidreduce as mr
@@ -148,7 +148,7 @@ def mean(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def logsumexp(x: Any, *, over: str = "cols") -> Any:
+def logsumexp(x: Any, *, over: str = "cols") -> torch.Tensor:
     """log Σ_j exp(x); minus infinity where there is nothing to see.
 
     >>> import torch, monoidreduce as mr
@@ -162,7 +162,7 @@ def logsumexp(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
+def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> torch.Tensor:
     """Σ_j softmax_j(logit) value, of a vector or of a number; 0 where every logit is minus infinity.
 
     >>> import torch, monoidreduce as mr
@@ -177,7 +177,7 @@ def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
+def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> torch.Tensor:
     """Σ_j weight · value / Σ_j weight; 0 where the weights sum to 0.
 
     >>> import torch, monoidreduce as mr
@@ -193,7 +193,7 @@ def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def max(x: Any, *, over: str = "cols") -> Any:
+def max(x: Any, *, over: str = "cols") -> torch.Tensor:
     """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing.
 
     Of truth values it is :func:`any`, as in torch.
@@ -209,7 +209,7 @@ def max(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def min(x: Any, *, over: str = "cols") -> Any:
+def min(x: Any, *, over: str = "cols") -> torch.Tensor:
     """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing.
 
     Of truth values it is :func:`all`, as in torch.
@@ -225,7 +225,7 @@ def min(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def argmax(x: Any, *, over: str = "cols") -> Any:
+def argmax(x: Any, *, over: str = "cols") -> torch.Tensor:
     """The first column of the largest x; -1 where every x is minus infinity or there is none.
 
     >>> import torch, monoidreduce as mr
@@ -239,7 +239,7 @@ def argmax(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def argmin(x: Any, *, over: str = "cols") -> Any:
+def argmin(x: Any, *, over: str = "cols") -> torch.Tensor:
     """The first column of the smallest x; -1 where every x is infinity or there is none.
 
     >>> import torch, monoidreduce as mr
@@ -255,8 +255,8 @@ def argmin(x: Any, *, over: str = "cols") -> Any:
 class TopK(NamedTuple):
     """What :func:`topk` returns: k values, best first, and their columns."""
 
-    values: Any
-    indices: Any
+    values: torch.Tensor
+    indices: torch.Tensor
 
 
 @check_call
@@ -278,7 +278,7 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
 
 
 @check_call
-def any(x: Any, *, over: str = "cols") -> Any:
+def any(x: Any, *, over: str = "cols") -> torch.Tensor:
     """Whether x holds for any column.
 
     >>> import torch, monoidreduce as mr
@@ -292,7 +292,7 @@ def any(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def all(x: Any, *, over: str = "cols") -> Any:
+def all(x: Any, *, over: str = "cols") -> torch.Tensor:
     """Whether x holds for every column (true of none).
 
     >>> import torch, monoidreduce as mr
@@ -306,7 +306,7 @@ def all(x: Any, *, over: str = "cols") -> Any:
 
 
 @check_call
-def count(x: Any = True, *, over: str = "cols") -> Any:
+def count(x: Any = True, *, over: str = "cols") -> torch.Tensor:
     """For how many columns x holds.
 
     >>> import torch, monoidreduce as mr
@@ -317,12 +317,12 @@ def count(x: Any = True, *, over: str = "cols") -> Any:
     tensor([0, 1])
     """
     if isinstance(x, bool):
-        return _size(over) if x else Symbol(const(0))
+        return cast(torch.Tensor, _size(over) if x else Symbol(const(0)))
     return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name="count")[0]
 
 
 @check_call
-def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
+def var(x: Any, *, correction: float = 1, over: str = "cols") -> torch.Tensor:
     """The variance of x over columns, as torch.var: Σ (x - mean)² / (N - correction), in Welford's form.
 
     >>> import torch, monoidreduce as mr
@@ -337,7 +337,7 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
 
 
 @check_call
-def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
+def sample(logit: Any, seed: Any, *, over: str = "cols") -> torch.Tensor:
     """One column drawn with probability softmax(logit), by the Gumbel-max trick.
 
     >>> import torch, monoidreduce as mr

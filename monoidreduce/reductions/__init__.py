@@ -17,13 +17,14 @@ from .best import Best
 from .moments import Moments
 from .pair import Pair
 from .pick import Pick
+from .picks import Picks
 from .softmax import Softmax
 from .sum import Sum
 from .topk import TopK
 from .user import User
 
 KINDS: dict[str, Reduction] = {
-    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), TopK(), Moments(), User(), Pair())
+    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair())
 }
 
 

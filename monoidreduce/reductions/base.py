@@ -19,6 +19,7 @@ combination of partial results, the exchange between ranks and the cost. A kind 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -269,9 +270,17 @@ def stretch(fields: list[Tensor], vectors: list[bool], over: str, size: int) -> 
     return [f.expand(*shape, f.shape[-1]) if v else f.expand(*shape) for f, v in zip(fields, vectors, strict=True)]
 
 
+_RUNS = 4  # of equal numbers: splits cover two or three lengths
+
+
 def per_part(numbers: Sequence[int], like: Tensor) -> Tensor:
     """A number for each part, shaped to broadcast with ``like`` ``[parts, ...]``."""
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device).view(-1, *(1,) * (like.dim() - 1))
+    runs = [(value, len([*same])) for value, same in itertools.groupby(numbers)]
+    if like.is_cuda and 0 < len(runs) <= _RUNS:  # a copy from the host would wait for the device
+        made = torch.cat([like.new_full((count,), value) for value, count in runs])
+    else:
+        made = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+    return made.view(-1, *(1,) * (like.dim() - 1))
 
 
 def broadcast(x: Tensor, like: Tensor) -> Tensor:

@@ -84,14 +84,43 @@ class PickLaneLines(PickLines):
         self.direct = self.tools.reads_one_pair(self.reduction.args[1], self.v.spec)
 
 
-class Pick(Reduction):
-    """Its state is its result: a part that lacks the index adds nothing."""
+class Gather(Reduction):
+    """What gathers have in common. Their state is their result: a part that lacks an index adds nothing."""
+
+    gathers = True
+    plain_ops, combine_ops = 0, 1
+
+    def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
+        return fields[1] == iv.FALSE
+
+    def identity(self, params: tuple) -> tuple[float, ...]:
+        return (0.0,)
+
+    def merge(self, params: tuple, state: State) -> State:
+        return [state[0].sum(0, keepdim=True)]
+
+    def exchange(self, params: tuple, state: State) -> Exchange:
+        return (yield "SUM", state)
+
+    def tile_reads(self, fields: tuple[Expr, ...], over: str) -> Reads:
+        return fields[1:2], ()
+
+    def tile_width(self, r: Expr, size_of: Callable[[str], int]) -> int:
+        return 1
+
+    def no_kernel(self, r: Expr) -> str:
+        return ""
+
+    def combine_launches(self, params: tuple, stacked: tuple[Form, ...], splits: int) -> list[CombineLaunch] | None:
+        return sum_launches(stacked, splits)
+
+
+class Pick(Gather):
+    """One index, and the sum of products there."""
 
     name = "pick"
-    gathers = True
     sums_vectors = True
     accumulator, lines, lane_lines = PickAccumulator, PickLines, PickLaneLines
-    plain_ops, combine_ops = 0, 1
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(fields[2].feature, "float")]
@@ -108,9 +137,6 @@ class Pick(Reduction):
             weight = weight.sum()
         return [None, torch.where(hit, inner, 0.0), weight * g[0]]
 
-    def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
-        return fields[1] == iv.FALSE
-
     def walks(self, r: Expr, reductions: Sequence[Expr]) -> bool:
         """True when tiles that hold the number are computed anyway: it then sees the same rounding."""
         gathers = not self.scatters(r) and r.args[0].feature is None and r.args[2] is ONE and r.args[1].is_pair
@@ -120,9 +146,6 @@ class Pick(Reduction):
         """True when the target is an index of the kept axis: pairs of many rows may add to one column."""
         _, over, (axis,) = r.attrs
         return not over.startswith(axis)
-
-    def identity(self, params: tuple) -> tuple[float, ...]:
-        return (0.0,)
 
     def has_whole_form(self, r: Expr) -> bool:
         return r.args[0].feature is None and not self.scatters(r)
@@ -135,26 +158,8 @@ class Pick(Reduction):
             given.append(writer.vectors(vector) if own.vector else writer.matrix(vector))
         return own, given
 
-    def merge(self, params: tuple, state: State) -> State:
-        return [state[0].sum(0, keepdim=True)]
-
-    def exchange(self, params: tuple, state: State) -> Exchange:
-        return (yield "SUM", state)
-
-    def tile_reads(self, fields: tuple[Expr, ...], over: str) -> Reads:
-        return fields[1:2], ()
-
-    def tile_width(self, r: Expr, size_of: Callable[[str], int]) -> int:
-        return 1
-
     def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
         return 0
-
-    def no_kernel(self, r: Expr) -> str:
-        return ""
-
-    def combine_launches(self, params: tuple, stacked: tuple[Form, ...], splits: int) -> list[CombineLaunch] | None:
-        return sum_launches(stacked, splits)
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return width(r.args[2]) * item, 0

@@ -19,6 +19,7 @@ from ..program.symbol import Symbol
 from ..reductions import kind_of
 
 _ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
+GIVE = "Give a tensor, a numpy array or an array with DLPack; of a table, table.to_numpy()"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -33,7 +34,7 @@ def check_kind(p: Parameter, value: Any) -> None:
                 fix="Call the function that it was made of, as in op.function(...): a body may use any other",
             )
         if not isinstance(value, Tensor):
-            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a tensor")
+            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix=GIVE)
         if value.dim() < len(p.tail):
             raise ShapeError(
                 detail=f"{p.name} is declared {p}, so its shape is {p.shape}, but it is {tuple(value.shape)}",

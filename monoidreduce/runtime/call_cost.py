@@ -60,16 +60,15 @@ def estimate_program(
     rates = device_rates.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
     cases = [planner.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
-    found = [
-        _estimate_schedule(name, own, passes, cases, rates, closely) for name, own in _list_schedules(cases).items()
-    ]
+    schedules, own = _list_schedules(cases)
+    found = [_estimate_schedule(name, each, passes, cases, rates, closely) for name, each in schedules.items()]
     dense = estimate_dense(program, inputs, sizes, backward)
     if dense is not None:
         found.append(dense)
     if ranks > 1 and found:
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
     most = None if triton.launches_on(sizes.device) else DENSE_LIMIT
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward)
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own)
 
 
 def require_gradients(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,18 +121,20 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     return Scheduled("dense", found.flops, found.bytes, found.seconds, count_matrix_bytes(sizes), found.peak, ())
 
 
-def _list_schedules(cases: list[Case]) -> dict[str, list[Choice]]:
+def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
     """By schedule, a choice for every fold: its best of that schedule, or its best of all if it has none of that name.
 
-    What would run, each fold's best of all, stands under the last schedule of ``_NAMES`` among its choices."""
+    What would run, each fold's own choice, stands under the last schedule of ``_NAMES`` among its choices: the second
+    value."""
     own, ranked = [candidates.choose(case) for case in cases], [candidates.rank_untuned(case) for case in cases]
     found: dict[str, list[Choice]] = {}
     for name in _NAMES if cases else _NAMES[:1]:
         mine = [next((c for c in each if c.schedule == name), None) for each in ranked]
         if any(mine) or not cases:
             found[name] = [c or each[0] for c, each in zip(mine, ranked, strict=True)]
-    found[max((c.schedule for c in own), key=_NAMES.index, default="flash")] = own
-    return found
+    name = max((c.schedule for c in own), key=_NAMES.index, default="flash")
+    found[name] = own
+    return found, name
 
 
 def _estimate_schedule(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..arrays import call_with_tensors, has_arrays
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import FunctionWriter, define, tuple_text
 from .call_key import CHOICE, CallKeys
@@ -168,10 +170,11 @@ def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[.
 
 
 class LayerReplay:
-    """A layer, with the recordings of its calls by their keys."""
+    """A layer, with the recordings of its calls by their keys; ``unkeyed`` is called in its place for calls without a
+    key, such as those on subclasses of tensors."""
 
-    def __init__(self, layer: Callable[..., Any]):
-        self.layer = layer
+    def __init__(self, layer: Callable[..., Any], unkeyed: Callable[..., Any] | None = None):
+        self.layer, self.unkeyed = layer, unkeyed or layer
         self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])), launches=True)
         self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST)  # once: a number that always changes is no kind
         self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
@@ -182,9 +185,16 @@ class LayerReplay:
         values = (*args, *kwargs.values()) if kwargs else args
         key = self.keys.key(len(args), kwargs, values)
         if key is None:
-            return self.layer(*args, **kwargs)
+            if has_arrays(values):
+                return self.call_with_arrays(args, kwargs)
+            return self.unkeyed(*args, **kwargs)
         call = self.known.find(key)
         return self._record(key, args, kwargs) if call is None else call(*values)
+
+    def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
+        call = lambda *given, **named: self(given, named)
+        return call_with_tensors(call, list(inspect.signature(self.layer).parameters), args, kwargs)
 
     def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Record the second call of a kind; one that raises leaves nothing behind."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.result_layout import find_model, find_strides
-from ..program.expression import Expr
+from ..program.expression import Expr, topological
 from ..program.lower import Lowered
 from ..reductions import outputs_of
 
@@ -29,7 +29,15 @@ def output_form(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = Fa
     kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
     if total:
         return (), kind if e.dtype == "float" else torch.int64
-    return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
+    if out is not None and e.feature is not None and e.dtype == "float" and not _is_list_of_numbers(e):
+        kind = out
+    return (*sizes.batch, *tail), kind
+
+
+def _is_list_of_numbers(e: Expr) -> bool:
+    """True where only integers have this feature, as the numbers at a row's given indices: no vector of the inputs."""
+    named = [n.dtype for n in topological([e]) if n.feature == e.feature and not n.args]
+    return bool(named) and all(dtype == "int" for dtype in named)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ it writes, are seen, and are not the right ones that an earlier run left there.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,7 +172,7 @@ def measure_seconds(
     first = clock(run)
     spend = 0.0 if first > FAR * best else default_spend(device) if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
-    return statistics.median([first, *(clock(run) for _ in range(count))])
+    return float(numpy.median([first, *(clock(run) for _ in range(count))]))
 
 
 def default_spend(device: torch.device) -> float:

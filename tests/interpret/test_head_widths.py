@@ -5,6 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen.kernel_spec import slice_width
 from monoidreduce.engines.triton.schedules.resident.attention import SCHEDULES, AttentionSchedule
@@ -54,6 +55,22 @@ def _check(width, values, dtype, causal, rising=False, strided=False):
     for ours, theirs, want in zip(got, _plain(q, k, v, weights, causal), exact, strict=True):
         error, other = ((x.double() - want).norm() for x in (ours, theirs))
         assert error <= 2 * other, (width, values, causal, float(error), float(other))
+
+
+@pytest.mark.parametrize("width, said", [(40, True), (56, True), (48, False), (64, False)])
+def test_strides_of_eight_are_said(width, said, monkeypatch):
+    """Heads split from one projection: strides are multiples of the width, and Triton looks for multiples of 16."""
+    monkeypatch.setattr(engine, "_PREPARED", {})
+    gen = torch.Generator().manual_seed(width)
+    x = torch.randn(1, 150, 3 * 2 * width, generator=gen).half()
+    q, k, v = (t.unflatten(-1, (2, width)).transpose(1, 2) for t in x.chunk(3, -1))
+    weights = torch.randn(1, 2, 150, width, generator=gen).half()
+    got, exact = _gradients(q, k, v, weights, True), _gradients(q, k, v, weights, True, "reference", torch.float64)
+    plain = _plain(*(t.detach().clone() for t in (q, k, v)), weights, True)
+    for ours, theirs, want in zip(got, plain, exact, strict=True):
+        assert (ours - want).norm() <= 2 * (theirs.double() - want).norm()
+    specs = [one.spec for ready in engine.prepared_folds().values() for one in ready.launches]
+    assert specs and all(any(spec.eighths) == said for spec in specs)
 
 
 WIDTHS = [(72, 72), (96, 96), (80, 112), (192, 128), (256, 256)]

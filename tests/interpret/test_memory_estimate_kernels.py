@@ -14,7 +14,7 @@ from benchmarks.planner_works import WORKS
 from tests.support import ROOT
 
 BLOCK = 512  # bytes: the allocator's, to which the least tensors are rounded up
-MEASURED = ROOT / "benchmarks/results/planner-cuda-20261115-1908.json"
+MEASURED = ROOT / "tests/interpret/measured/planner-cuda-20261115-1908.json"
 
 
 @pytest.fixture(scope="module")

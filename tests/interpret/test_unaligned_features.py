@@ -37,6 +37,19 @@ def test_loss_and_gradients(monkeypatch):
     assert seen and all(t.shape[-1] == 264 for given in seen for t in given[1:])
 
 
+@pytest.mark.parametrize("limit, padded", [(2**20, True), (2**17, False)])
+def test_copies_are_part_of_the_budget(monkeypatch, limit, padded):
+    """Copies and padded gradients of ``2 * (ROWS + COLS) * 264`` 16-bit numbers: 83 kB."""
+    seen, real = [], aligned_features.pad
+    monkeypatch.setattr(aligned_features, "pad", lambda *given: seen.append(real(*given)) or seen[-1])
+    monkeypatch.setattr("monoidreduce.engines.panel.TorchStep.aligns_features", True)
+    x, w, target = head(torch.bfloat16)
+    with mr.use(engine="panel"), mr.budget(limit):
+        torch.autograd.grad(ops.linear_cross_entropy(x, w, target), (x, w))
+    assert seen and all((sizes.letters["d"] == 264) == padded for _, sizes, _ in seen)
+    assert all(0 < left < limit for _, _, left in seen) or not padded
+
+
 def test_a_forward_in_one_kernel_reads_padded_copies(monkeypatch):
     monkeypatch.setattr(engine, "_PREPARED", {})
     x, w, target = (t.detach() for t in head(torch.float16))

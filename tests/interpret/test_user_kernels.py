@@ -199,7 +199,7 @@ def test_a_number_is_no_way_to_cut_for_torch():
 
 def test_the_example_of_the_documentation(seed):
     """It is not run with the other pages, since kernels need a GPU or the interpreter."""
-    path = ROOT / "docs" / "gpu.md"
+    path = ROOT / "docs" / "tile-functions.md"
     text = path.read_text(encoding="utf-8")
     (block,) = [m for m in BLOCK.finditer(text) if "@triton.jit" in m.group(1)]
     line = text.count("\n", 0, block.start(1))

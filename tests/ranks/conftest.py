@@ -1,22 +1,35 @@
-"""One pool of eight ranks for all tests, started anew after a failure."""
+"""One pool of eight ranks for all tests, and one of four that have other packages imported; started anew after a
+failure."""
 
 import pytest
 
 from tests.support.rank_pool import Pool
 
+PEERS = ("megatron.core.tensor_parallel", "transformers.models.llama.modeling_llama")
+
 
 @pytest.fixture(scope="session")
 def _pools():
-    pools = []
+    pools = {}
     yield pools
-    for pool in pools:
+    for pool in pools.values():
         pool.close()
 
 
 @pytest.fixture
 def pool(_pools):
-    if _pools and _pools[-1].broken:
-        _pools.pop().close()
-    if not _pools:
-        _pools.append(Pool())
-    return _pools[-1]
+    return _find_pool(_pools, "eight", lambda: Pool())
+
+
+@pytest.fixture
+def peers(_pools):
+    """Four ranks of a process that has imported the packages that we are compared with."""
+    return _find_pool(_pools, "peers", lambda: Pool(4, imported=PEERS))
+
+
+def _find_pool(pools, name, make):
+    if name in pools and pools[name].broken:
+        pools.pop(name).close()
+    if name not in pools:
+        pools[name] = make()
+    return pools[name]

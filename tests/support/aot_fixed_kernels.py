@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import exponent_shift, pick, split_combine
+from monoidreduce.engines.triton.kernels import exponent_shift, pick, point_search, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
@@ -23,6 +23,8 @@ SINGLE = {"out": "*bf16", "rest": "*fp32", "key": "*i32", "order": "*i64", "weig
 SINGLE |= {"near": "*bf16", "far": "*bf16"} | dict.fromkeys(("side", "other", "matches", "entries", "beyond"), "i32")
 SINGLE |= {f"{x}_{axis}": "i32" for x in "nf" for axis in "bsf"}
 BEST = {"value_out": "*fp32", "place_out": "*i64", "value": "*fp32", "place": "*i64", "parts": "i32", "rows": "i32"}
+NEAREST = {"found": "*i64", "order": "*i64"} | dict.fromkeys(("queries", "sorted", "boxes"), "*fp32")
+NEAREST |= dict.fromkeys(("total", "count", "level", "blocks", "k", "first_own"), "i32")
 
 
 def listed(kind, strips, width, slots, bits):
@@ -58,6 +60,7 @@ CASES = [
         {"LANES": 1024},
         4,
     ),
+    (point_search._TEXT, "nearest", NEAREST, {"D": 3, "SLOTS": 16, "POINTS": 128, "BOXES": 512}, 4),
 ]
 
 

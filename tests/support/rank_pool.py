@@ -1,14 +1,16 @@
 """A pool of eight rank processes, started once and given one task after another, in worlds of any size.
 
-``python -m tests.support.rank_pool`` is the parent of the ranks: it imports torch once and forks the ranks of every
-pool. Each rank reads tasks from its own pipe. A task is the name of a function of ``tests.support.rank_tasks`` and its
-arguments. A world of n is a gloo group of the first n ranks; each task gets its group.
+``python -m tests.support.rank_pool`` is the parent of the ranks: it imports torch once, and what a pool asks for, and
+forks the ranks of every such pool. Each rank reads tasks from its own pipe. A task is the name of a function of
+``tests.support.rank_tasks``, or ``module:function``, and its arguments. A world of n is a gloo group of the first n
+ranks; each task gets its group.
 """
 
 import atexit
 import contextlib
 import datetime
 import functools
+import importlib
 import os
 import pickle
 import select
@@ -51,11 +53,17 @@ def serve(rank: int, world: int, door: socket.socket, timeout: float, tasks: Con
         except EOFError:
             break
         try:
-            result: Any = getattr(table, name)(groups[size], *args)
+            result: Any = _find_task(table, name)(groups[size], *args)
         except BaseException as error:  # the parent raises it
             result = Failure(type(error).__name__, str(error), traceback.format_exc())
         tasks.send_bytes(pickle.dumps(result))
     os._exit(0)
+
+
+def _find_task(table: Any, name: str) -> Any:
+    """A function of the table, or of the module that is named before a colon."""
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module) if module else table, function)
 
 
 class Failure:
@@ -74,11 +82,11 @@ class Failure:
 class Pool:
     """Ranks of one world, forked by a process that has torch imported already."""
 
-    def __init__(self, world: int = MOST, timeout: float = TIMEOUT):
+    def __init__(self, world: int = MOST, timeout: float = TIMEOUT, imported: tuple[str, ...] = ()):
         self.world, self.broken = world, False
         pairs = [socket.socketpair() for _ in range(world)]
         self.here = [Connection(a.detach()) for a, _ in pairs]
-        nursery = _nursery()
+        nursery = _nursery(imported)
         socket.send_fds(nursery, [pickle.dumps(timeout)], [b.fileno() for _, b in pairs])
         for _, b in pairs:
             b.close()
@@ -120,11 +128,11 @@ class Pool:
 
 
 @functools.cache
-def _nursery() -> socket.socket:
-    """The way to ask for ranks: started by the first pool, ended with the tests' process."""
+def _nursery(imported: tuple[str, ...]) -> socket.socket:
+    """The way to ask for ranks: started by the first pool that has these imported, ended with the tests' process."""
     here, there = socket.socketpair()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.support.rank_pool", str(there.fileno())]
+    command = [sys.executable, "-m", "tests.support.rank_pool", str(there.fileno()), *imported]
     process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT, env=environment)
     there.close()
     atexit.register(process.wait)
@@ -135,12 +143,14 @@ def _nursery() -> socket.socket:
 # In the nursery
 
 
-def main(asked: socket.socket) -> None:
+def main(asked: socket.socket, imported: list[str]) -> None:
     import torch
 
     import monoidreduce  # noqa: F401
     from tests.support import rank_tasks  # noqa: F401
 
+    for name in imported:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead: a process that is there lives
     while True:
@@ -170,4 +180,4 @@ def start(timeout: float, fds: list[int]) -> list[int]:
 if __name__ == "__main__":
     from tests.support import rank_pool  # by its own name, so that what it sends can be read
 
-    rank_pool.main(socket.socket(fileno=int(sys.argv[1])))
+    rank_pool.main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -367,7 +367,11 @@ def usual_names(group: Any) -> dict[str, str]:
         "sampling": ({"cols": group}, lambda x, w: mr.ops.sample(x, w, seed=3), [x, w], [none, all_], [none] * 2),
         "nearest neighbours, argmax": ({"cols": group}, search, [x, w], [none, all_], [none] * 3),
     }
-    labels = torch.arange(18) % 4
+    labels, ids = torch.arange(18) % 4, torch.randint(0, 23, (18, 4), generator=gen)
+    ids[::4, 1] = -100
+    some = lambda x, w, t, i, m: tuple(
+        y for y in mr.ops.linear_logprobs(x, w, t, ids=i, mask=m, return_entropy=True, return_lse=True) if y is not None
+    )
     supervised = lambda x, y, a, b: mr.ops.contrastive_loss(x, y, labels=(a, b), temperature=0.5)
     transport = lambda x, y: tuple(mr.ops.sinkhorn(x, y, eps=0.5, iterations=9, tolerance=1e-3))
     for axes in ({"rows": group}, {"cols": group}, ring):
@@ -382,6 +386,13 @@ def usual_names(group: Any) -> dict[str, str]:
             ),
             f"chamfer {list(axes)}": (axes, mr.ops.chamfer, [x, w], [row, col], [none]),
             f"Sinkhorn {list(axes)}": (axes, transport, [x, w], [row, col], [none, row, col]),
+            f"log-probabilities of ids {list(axes)}": (
+                axes,
+                some,
+                [x, w, target, ids, torch.arange(18) % 5 > 0],
+                [row, col, row, row, row],
+                [row] * 4,
+            ),
             f"distillation {list(axes)}": (axes, mr.ops.linear_kl, [x, w, y, w + 1], [row, col, row, col], [none]),
         }
     found = {}

@@ -20,7 +20,7 @@ OPTIONS = [
     {"enable_gqa": True},
     DROPPED | {"enable_gqa": True},
 ]
-SIZES = [(200, 300), (130, 66), (64, 128)]
+SIZES = [(150, 200), (130, 66), (64, 128)]
 
 
 def pulled(engine, dtype, options, rows, cols, device="cpu"):

@@ -74,18 +74,32 @@ def plain_cross_entropy(
 
 
 def plain_logprobs(
-    x, weight, target, bias=None, softcap=None, temperature=1.0, ignore_index=-100, return_entropy=False,
-    return_argmax=False, top_k=0,
+    x, weight, target, bias=None, softcap=None, temperature=1.0, ignore_index=-100, ids=None, mask=None,
+    return_entropy=False, return_argmax=False, return_lse=False, top_k=0,
 ):  # fmt: skip
-    log_p = plain_log_probs(x, weight, bias, softcap, temperature)
-    skip = target == ignore_index
-    found = [log_p.gather(-1, torch.where(skip, 0, target).unsqueeze(-1)).squeeze(-1).masked_fill(skip, 0.0)]
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(-1)
+    s = plain_logits(x, weight, bias, softcap, temperature)
+    log_p = torch.log_softmax(s, -1)
+
+    def gather(labels):
+        skip = labels == ignore_index
+        return log_p.gather(-1, torch.where(skip, 0, labels)).masked_fill(skip, 0.0)
+
+    found = [gather(target.unsqueeze(-1)).squeeze(-1)]
     if return_entropy:
         found.append(-(log_p.exp() * log_p).sum(-1))
     if return_argmax:
         found.append(log_p.argmax(-1))
     if top_k:
         found += log_p.topk(top_k)
+    if ids is not None:
+        found.append(gather(ids))
+    if return_lse:
+        found.append(torch.logsumexp(s, -1))
+    if mask is not None:
+        seen = lambda y: mask.reshape((*mask.shape, *(1,) * (y.dim() - mask.dim())))
+        found = [torch.where(seen(y), y, 0 if y.is_floating_point() else -1) for y in found]
     return found if len(found) > 1 else found[0]
 
 
@@ -191,8 +205,9 @@ FUNCTIONS = {
             "linear_logprobs",
             plain_logprobs,
             {
-                **SIZES, **HEAD, "ignore": (None, -100), "return_entropy": (False, True),
-                "return_argmax": (False, True), "top_k": (0, 1, 4),
+                **SIZES, **HEAD, "temperature": (1.0, 0.7, "tensor", "rows"), "ignore": (None, -100),
+                "ids": (0, 1, 5), "mask": (False, True), "return_entropy": (False, True),
+                "return_argmax": (False, True), "return_lse": (False, True), "top_k": (0, 1, 4),
             },
             lambda o: o["top_k"] <= o["classes"],
         ),
@@ -217,7 +232,10 @@ ALL_OPTIONS = {
         "bias": True, "softcap": "tensor", "temperature": "tensor", "class_weights": True, "label_smoothing": 0.1,
         "z_loss": 0.01, "token_weights": True, "return_lse": True, "shift": 1,
     },
-    "linear_logprobs": {"bias": True, "softcap": 5.0, "temperature": "tensor", "return_entropy": True, "top_k": 4},
+    "linear_logprobs": {
+        "bias": True, "softcap": 5.0, "temperature": "tensor", "ignore": -100, "ids": 5, "mask": True,
+        "return_entropy": True, "return_lse": True, "top_k": 4,
+    },
     "linear_cross_entropy_soft": {"bias": True, "teacher_bias": True, "temperature": "tensor", "token_weights": True},
     "linear_kl": {"bias": True, "softcap": "tensor", "teacher_softcap": 3.0, "reduction": "none"},
     "linear_jsd": {"teacher_bias": True, "temperature": "tensor", "beta": 0.1, "reduction": "none"},
@@ -261,6 +279,11 @@ def draw(f: Function, sample: dict[str, Any], dtype: torch.dtype, seed: int, sca
             found["target"] = torch.softmax(2 * normal(*rows, classes).double(), -1).to(dtype)
         if ignored is not None:
             found["ignore_index"] = ignored
+    if sample.get("ids"):
+        ids = torch.randint(classes, (*rows, sample["ids"]), generator=gen)
+        found["ids"] = ids if ignored is None else torch.where(place.unsqueeze(-1) % 2 == 1, ignored, ids)
+    if sample.get("mask"):
+        found["mask"] = torch.rand(rows, generator=gen) < 0.7
     if "teacher_x" in asked:
         found |= {"teacher_x": normal(*rows, 5), "teacher_weight": normal(classes, 5)}
     shapes = {"bias": (classes,), "teacher_bias": (classes,), "class_weights": (classes,), "token_weights": rows}
@@ -268,8 +291,9 @@ def draw(f: Function, sample: dict[str, Any], dtype: torch.dtype, seed: int, sca
         if sample.get(name):
             found[name] = normal(*shape) if name.endswith("bias") else positive(*shape)
     for name, value in sample.items():
-        if name in asked and name not in shapes and name not in found:
-            found[name] = (positive() + 1.5).to(dtype) if value == "tensor" else value
+        if name in asked and name not in (*shapes, "ids", "mask") and name not in found:
+            numbers = {"tensor": (), "rows": rows}
+            found[name] = (positive(*numbers[value]) + 1.5).to(dtype) if value in numbers else value
     return found
 
 

@@ -21,7 +21,7 @@ MOST_LINES = 700
 # these; what looks at whole programs (normal form, gradient, lowering, ...) stands above the kinds.
 SYMBOLIC = "advice constructors context contract derivatives expression intervals philox primitives reverse_mode"
 SYMBOLIC_MODULES = {f"program.{name}" for name in [*SYMBOLIC.split(), "simplify", "symbol", "vectors"]}
-KINDS = {"errors", "algebra", *SYMBOLIC_MODULES, "reductions"}
+KINDS = {"errors", "arrays", "algebra", *SYMBOLIC_MODULES, "reductions"}
 BASE = KINDS | {"program", "plan"}
 COMMON = BASE | {"engines.common"}
 CODEGEN = COMMON | {"engines.triton.codegen"}
@@ -33,7 +33,8 @@ ENGINES = COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
-    "algebra": {"errors"},
+    "arrays": {"errors"},  # numpy and DLPack, at the border of a call
+    "algebra": {"errors", "arrays"},
     **{name: {"errors", "algebra", *SYMBOLIC_MODULES} for name in sorted(SYMBOLIC_MODULES)},
     "reductions": KINDS,  # one file a kind; what a kind uses of an engine is handed in
     "program": KINDS,  # symbolic only
@@ -57,23 +58,34 @@ PACKAGES: dict[str, set[str]] = {
     "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "tuning"},
     "elementwise": {"errors", "runtime"},  # the definition, pair by pair
     "blockwise": {"errors", "algebra", "elementwise", "engines.triton.kernels"},
-    "sources": {"errors"},
-    "stream": COMMON | {"engines.ranks", "engines.stream", "sources"},
-    "autotune": {"errors", "plan", "runtime", "tuning", "sources"},
+    "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
+    "sources": {"errors", "arrays", "files"},
+    "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk
+    "block_runs": COMMON | {"engines.stream", "sources", "saved_runs"},
+    "stream": COMMON | {"engines.ranks", "engines.stream", "files", "sources", "saved_runs", "block_runs"},
+    "autotune": {"errors", "arrays", "plan", "runtime", "tuning", "sources"},
     "explain": COMMON | {"engines.eager", "engines.triton", "runtime"},
-    "op": COMMON | {"engines.ranks", "engines.stream", "runtime", "stream", "autotune", "explain"},  # the decorator
-    "ops": COMMON | {"engines.ranks", "runtime", "op"},
+    "op": COMMON
+    | {"engines.ranks", "engines.stream", "runtime", "block_runs", "stream", "autotune", "explain"},  # the decorator
+    "ops": COMMON | {"engines.ranks", "runtime", "files", "sources", "block_runs", "stream", "op"},
+    "linalg": {"errors", "arrays"},  # solvers over any product; a kernel op is one that is handed in
     "nn": {"errors", "ops"},  # modules: no mathematics
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries
+    "integrations.ray": COMMON
+    | {"block_runs", "engines.auto", "engines.stream", "op", "ops", "sources", "stream"},  # spread
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # they may import any package, and monoidreduce itself
 IMPORTS_NOTHING = {"errors", "_version"}  # not even the standard library
 OPTIONAL = {
     "rich",
     "matplotlib",
+    "megatron",
+    "peft",
     "triton",
     "safetensors",
     "pyarrow",
+    "ray",
+    "scipy",
 }  # dependencies that may be imported inside a function
 SLOW = {"torch.utils.flop_counter"}  # imports all of Triton: likewise
 

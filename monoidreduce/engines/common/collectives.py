@@ -139,3 +139,41 @@ class AllReduceSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
         return ReplicatedInput.apply(g, ctx.group), None
+
+
+def find_chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The first index and the number of indices of a rank's shard, as ``torch.chunk`` and DTensors divide."""
+    each = -(-size // ranks)
+    start = min(size, each * rank)
+    return start, min(each, size - start)
+
+
+class OwnChunk(torch.autograd.Function):
+    """This rank's chunk of a replicated tensor along a dimension. Backward: the gradients of all chunks, gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, tensor.shape[dim]
+        start, size = find_chunk(tensor.shape[dim], group.size(), group.rank())
+        return tensor.narrow(dim, start, size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        return GatherChunks.apply(g, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class GatherChunks(torch.autograd.Function):
+    """The transpose of :class:`OwnChunk`: a tensor of ``size`` along a dimension from every rank's chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        sizes = [find_chunk(size, group.size(), rank)[1] for rank in range(group.size())]
+        padded = chunk.new_zeros([max(sizes) if d == dim else n for d, n in enumerate(chunk.shape)])
+        padded.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
+        parts = all_gather(padded, group)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        return OwnChunk.apply(g, ctx.dim, ctx.group), None, None, None

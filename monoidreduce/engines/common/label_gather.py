@@ -22,8 +22,17 @@ class MatchedPairs(Evaluator):
     def _node(self, e: Expr) -> Any:
         if e.op == "dot":
             x, y = (self.to_compute(self.memo[a], a) for a in e.args)
-            return (x * y).sum(-1)
+            return _dot(x, y)
         return super()._node(e)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of ``[batch, part, matches, features]``; by matrix products where one side has many matches for
+    one vector of the other, which reads the gathered vectors once."""
+    one, many = (x, y) if x.shape[2] == 1 else (y, x)
+    if one.shape[2] != 1 or many.shape[2] == 1 or x.shape[:2] != y.shape[:2]:
+        return (x * y).sum(-1)
+    return (many @ one.mT).squeeze(-1)
 
 
 def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int, out: Tensor, elements: int) -> None:
@@ -53,12 +62,15 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
         found = evaluator.to_compute(evaluator(vector), vector)
         gathers = (over == "cols") == by_rows
+        if gathers and vector.feature is not None and 1 < found.shape[2] == weight.shape[2]:
+            out[:, part] += (weight.unsqueeze(2) @ found).squeeze(2)  # Σ over matches, without their products
+            continue
         if vector.feature is not None:
             weight = weight.unsqueeze(-1) * found
         elif isinstance(found, Tensor) or found != 1:
             weight = weight * found
         if gathers:
-            out[:, part] += weight.sum(2)
+            out[:, part] += weight if reduction.attrs[0] == "picks" else weight.sum(2)
         else:
             _scatter_add(out, safe, weight)
 

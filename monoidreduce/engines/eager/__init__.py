@@ -23,7 +23,7 @@ from ...reductions import kind_of
 from ..common import batching, skip_small_tiles
 from ..common.evaluate import Sizes, pair_result_form
 from ..common.result_layout import allocate_result
-from . import branch_and_bound, cpp
+from . import branch_and_bound, cpp, nearest_tree
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
 
@@ -78,10 +78,13 @@ def run(
 
 
 def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -> list[Tensor] | None:
-    """The results of generated code or of branch and bound, where one of them is faster than tiles; else None.
+    """The results of generated code, of a tree or of branch and bound, where one is faster than tiles; else None.
 
     Of few points all pairs in C++ are faster than a search: 0.5 times at 50,000 points of 3 features, equal at about
     150,000 (measured on one core of a Xeon)."""
+    picks = any(r.attrs[0] == "topk" for r in fold.reductions)
+    if picks and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
+        return found
     many = sizes.rows * sizes.cols > _SEARCHED
     if many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found

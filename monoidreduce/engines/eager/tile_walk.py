@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ from ...plan import tiles as plan
 from ...program.conditions import conditions, ranged
 from ...program.contract import interval
 from ...program.expression import Expr, index, size, topological
-from ...program.intervals import EITHER, NAN, known
+from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold
-from ...reductions import kind_of
+from ...reductions import kind_of, outputs_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, tile_counter
 from ..common.evaluate import Sizes, to_compute_dtype
@@ -105,7 +105,7 @@ class BatchChunk:
                 self.accumulators.append(accumulator)
 
     def _pick(self, r: Expr, length: int) -> Tensor:
-        feature = r.args[2].feature
+        feature = outputs_of(r)[0][0]
         tail = () if feature is None else (self.sizes.of(str(feature)),)
         out = torch.zeros(self.batch, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
         run_pick(r, self.leaves, self.sizes, self.batch, out, plan.ELEMENTS)
@@ -127,13 +127,14 @@ class BatchChunk:
         rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
         cols = split_range(self.sizes.cols, self.tiles.cols)
         row_ranges, col_ranges, fixed = tile_ranges(self.code, self.leaves, self.sizes, self.rows.start, rows, cols)
+        hulls = merge_ranges(col_ranges)
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
-            for j, col in enumerate(cols):
-                code = self.code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
-                tile_counter.count_tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
-                if code is not None:
-                    self._tile(code, row, col, row_values)
+            for start, stop, code in decide_tiles(self.code, {**fixed, **row_ranges[i]}, hulls):
+                for col in cols[start:stop]:
+                    tile_counter.count_tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                    if code is not None:
+                        self._tile(code, row, col, row_values)
 
     def _tile(self, code: TileCode, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
         values = {**row_values, **self.load_axis(col, False)}
@@ -209,6 +210,47 @@ def tile_ranges(
         for r, (low, high) in zip(ranges, ends, strict=True):
             r[e] = known(low, high)
     return row_ranges, col_ranges, fixed
+
+
+Ranges = dict[Expr, tuple[float, float]]
+
+
+def merge_ranges(ranges: list[Ranges]) -> list[list[Ranges]]:
+    """The ranges of runs of 1, 2, 4, ... tiles: entry ``[k][n]`` covers the tiles from ``n * 2**k`` on.
+
+    >>> x = index("col")
+    >>> [[r[x] for r in level] for level in merge_ranges([{x: (0, 3)}, {x: (4, 7)}, {x: (8, 9)}])]
+    [[(0, 3), (4, 7), (8, 9)], [(0, 7), (8, 9)], [(0, 9)]]
+    """
+    levels = [ranges]
+    while len(levels[-1]) > 1:
+        last = levels[-1]
+        pairs = [last[n : n + 2] for n in range(0, len(last), 2)]
+        levels.append([{e: _hull([r[e] for r in pair]) for e in pair[0]} for pair in pairs])
+    return levels
+
+
+def _hull(ranges: list[tuple[float, float]]) -> tuple[float, float]:
+    if any(map(may_be_nan, ranges)):
+        return NAN
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def decide_tiles(code: FoldCode, row: Ranges, levels: list[list[Ranges]]) -> Iterator[tuple[int, int, TileCode | None]]:
+    """The code of every tile of a row of tiles, in order: (first tile, one past the last, code or None).
+
+    A run of tiles on which every condition is decided is one answer, so a window over many columns costs the
+    logarithm of their number. ``levels``: the columns' ranges, by :func:`merge_ranges`.
+    """
+    count = len(levels[0])
+    waiting = [(len(levels) - 1, 0)]
+    while waiting:
+        level, n = waiting.pop()
+        truths = code.truths({**row, **levels[level][n]})
+        if level and any(low != high for low, high in truths):
+            waiting += [(level - 1, m) for m in (2 * n + 1, 2 * n) if m < len(levels[level - 1])]
+        else:
+            yield n << level, min((n + 1) << level, count), code.variant_for(truths)
 
 
 def compile_unconditional(fold: Fold, scalars: frozenset[Expr]) -> TileCode:

@@ -112,7 +112,9 @@ def execute(
 ) -> list[Any]:
     """Run a program of one batch element, loop by loop; its outputs in the evaluator's layout. ``limit``: bytes that
     panels may take, the budget's if left out."""
-    given, aligned = aligned_features.pad(program, inputs, sizes) if step_class.aligns_features else (inputs, sizes)
+    given, aligned = inputs, sizes
+    if step_class.aligns_features:
+        given, aligned, limit = aligned_features.pad(program, inputs, sizes, limit)
     found = step_class.run_or_replay(functools.partial(_run_loops, step_class), program, given, aligned, limit)
     return found if aligned is sizes else aligned_features.cut(found, program, sizes)
 
@@ -276,7 +278,8 @@ class _LoopRun:
         leaves = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for r, (nodes,) in group_by_reduction(gathers.fold.reductions, gathers.results).items():
             length = self.sizes.rows if r.attrs[1] == "cols" else self.sizes.cols
-            tail = () if r.args[2].feature is None else (self.sizes.of(str(r.args[2].feature)),)
+            ((feature, _),) = outputs_of(r)
+            tail = () if feature is None else (self.sizes.of(str(feature)),)
             out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
             run_pick(r, leaves, self.sizes, 1, out, plan.ELEMENTS)
             self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}

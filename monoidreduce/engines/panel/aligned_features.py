@@ -1,7 +1,8 @@
 """16-bit vectors whose number of features is no multiple of 16 bytes: one padded copy of each, for GEMMs at full speed.
 
 Neither the vendor's fast GEMMs nor tensor descriptors take rows that begin anywhere (300 features). Zeros behind the
-features of all vectors change no product; results lose them again.
+features of all vectors change no product; results lose them again. The copies are part of a budget: where they would
+take more than half of it, the vectors are read as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...plan import panel_layout
+from ...plan import budget, panel_layout
 from ...program.expression import Expr, topological
 from ...program.lower import Lowered
 from ..common import matmul
@@ -25,18 +26,27 @@ _ALIGNED = 8  # 16-bit numbers of 16 bytes
 _KEEPS_ZEROS = ("input", "leaf", "dot", "sqdist", "reduce", "result", "neg", "detach", "cast")
 
 
-def pad(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes) -> tuple[Mapping[str, Any], Sizes]:
-    """The inputs and sizes with aligned features; the same where all are, or where zeros would be seen."""
+def pad(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple[Mapping[str, Any], Sizes, int]:
+    """The inputs and sizes with aligned features, and the bytes left of ``limit`` or the budget (0: there is none).
+
+    All the same where all features are aligned, where zeros would be seen, and where the limit has no room for copies.
+    """
     odd = [f for f in _letters(program) if sizes.of(f) > panel_layout.NARROW and sizes.of(f) % _ALIGNED]
     nodes = [e for e in _nodes(program) if e.op == "input" and str(e.feature) in odd]
     given = [inputs[str(e.attrs[0])] for e in nodes]
     if not odd or any(not isinstance(v, Tensor) or v.dtype not in matmul.SIXTEEN for v in given):
-        return inputs, sizes
+        return inputs, sizes, limit
     more = {f: -(-sizes.of(f) // _ALIGNED) * _ALIGNED for f in odd}
+    copies = sum(v.numel() // v.shape[-1] * more[str(e.feature)] * 2 for e, v in zip(nodes, given, strict=True))
+    results = [e for e in program.outputs if e.feature is not None and str(e.feature) in odd]
+    copies += sum((sizes.rows if e.rows else sizes.cols) * more[str(e.feature)] * 2 for e in results)
+    room = (limit or budget.requested() or 0) // budget.shrink_factor()
+    if room and copies > room // 2:
+        return inputs, sizes, limit
     padded = {
         str(e.attrs[0]): F.pad(v, (0, more[str(e.feature)] - v.shape[-1])) for e, v in zip(nodes, given, strict=True)
     }
-    return {**inputs, **padded}, replace(sizes, letters={**sizes.letters, **more})
+    return {**inputs, **padded}, replace(sizes, letters={**sizes.letters, **more}), room and room - copies
 
 
 def cut(values: Sequence[Any], program: Lowered, sizes: Sizes) -> list[Any]:

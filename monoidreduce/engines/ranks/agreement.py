@@ -55,6 +55,16 @@ class Layout:
         return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
 
 
+@dataclass(frozen=True)
+class StreamedCall(Layout):
+    """In force while a layer runs on some of its rows and columns, as a stream does: its op is handed to ``call``, and
+    ``totals`` are the numbers of all rows and columns, None where they are not known yet."""
+
+    call: Any = None
+    totals: tuple[int | None, int | None] = (None, None)
+    memo: dict[str, int] | None = None  # numbers that are drawn once for the whole stream
+
+
 # None where rows and columns are not divided over ranks; read as it is by what torch.compile does not trace
 layout_in_force: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
 
@@ -236,6 +246,9 @@ def report_failure(error: MonoidReduceError) -> None:
 def total_sizes(rows: int, cols: int) -> tuple[int, int]:
     """The global numbers of rows and columns; a collective call."""
     layout = current_layout()
+    if isinstance(layout, StreamedCall):
+        all_rows, all_cols = layout.totals
+        return rows if all_rows is None else all_rows, cols if all_cols is None else all_cols
     if layout is None or not layout.groups:
         return rows, cols
     found, _ = _agree(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
@@ -245,7 +258,13 @@ def total_sizes(rows: int, cols: int) -> tuple[int, int]:
 def divides_cols() -> bool:
     """Whether other ranks have columns that this one has not."""
     layout = current_layout()
-    return layout is not None and layout.cols is not None
+    return layout is not None and (layout.cols is not None or isinstance(layout, StreamedCall))
+
+
+def streamed_call() -> StreamedCall | None:
+    """What a stream asks of the layer that is being called; None where none does."""
+    layout = current_layout()
+    return layout if isinstance(layout, StreamedCall) else None
 
 
 def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
@@ -284,7 +303,7 @@ def _agree(
     try:
         for group in layout.rounds:
             try:
-                headers = _exchange_headers(group, failed, told, here, given, device or _header_device(group))
+                headers = exchange_headers(group, failed, told, here, given, device)
                 given = given.combine_headers(headers)
                 for name in here:
                     lengths = [h[2 if name == "rows" else 3] for h in headers]
@@ -311,16 +330,22 @@ def _uneven_error(name: str, lengths: list[int]) -> ShardError:
     )
 
 
-def _header_device(group: Group) -> torch.device:
+def header_device(group: Group) -> torch.device:
+    """Where messages of a group's backend lie."""
     return torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
 
 
-def _exchange_headers(
-    group: Group, failed: bool, told: str, here: Mapping[str, int], given: PairShards, device: torch.device
+def exchange_headers(
+    group: Group,
+    failed: bool,
+    told: str,
+    here: Mapping[str, int],
+    given: PairShards,
+    device: torch.device | None = None,
 ) -> list[list[int]]:
     """All-gather the headers [status, hash of the description, rows, cols, own, shared, wide]; raises ShardError on all
     ranks unless all descriptions are equal."""
-    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    device = header_device(group) if device is None or dist.get_backend(group) == "gloo" else device
     mine = [
         int(failed),
         _hash_text(told),

@@ -1,8 +1,12 @@
-"""DTensor arguments: their placements say what is sharded; the op runs on the local shards and returns DTensors.
+"""DTensor arguments: their placements say what is sharded; the call runs on the local shards.
 
 On each mesh dimension, the rows, the columns, both, or one batch dimension of the arguments may be sharded; arguments
-with other placements are redistributed (a slice of a replicated one, an all-gather of sharded features). A sharded
-batch dimension needs no communication, except for gradients of arguments without it.
+with other placements are redistributed (a slice of a replicated one, an all-gather of a row's sharded features; columns
+whose features are sharded become sharded columns, by torch's all-to-all). A sharded batch dimension needs no
+communication, except for gradients of arguments without it.
+
+A plain tensor may stand beside DTensors where that has one meaning (``mixed_arguments.py``), and so may a DTensor on
+some dimensions of the others' mesh. Results are DTensors where the arguments along their axis are, else plain tensors.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShardError
+from ...errors import ArgumentError, MonoidReduceError, ShardError
 from ...program.declarations import AXES
 from ...program.expression import Expr
-from ..common.collectives import ReplicatedInput
+from ..common.collectives import Group, OwnChunk, ReplicatedInput, find_chunk
 from ..common.evaluate import Sizes
 from . import agreement
+from .mixed_arguments import Axes, Key, Unplaced, agree_on_sizes, check_replicated, describe_arguments
 
 _Run = Callable[[Mapping[str, Any]], tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]]
 
@@ -31,139 +37,319 @@ def any_dtensor(values: Any) -> bool:
     return module is not None and any(isinstance(v, module.DTensor) for v in values)
 
 
-@dataclass
-class _MeshRoles:
-    """What each mesh dimension m shards: ``axis[m]`` is a set of "rows" and "cols", ``batch[m]`` a batch dimension
-    counted from the right."""
-
-    axis: dict[int, set[str]] = field(default_factory=dict)
-    batch: dict[int, int] = field(default_factory=dict)
+def are_traced(values: list[Any]) -> bool:
+    """Whether ``torch.compile`` traces a call with DTensors; written so that it can read it."""
+    return any([type(v).__name__ == "DTensor" for v in values])
 
 
 def run_on_dtensors(parameters: Mapping[str, Any], values: Mapping[str, Any], run: _Run) -> Any:
     """Run an op on DTensors: ``run(local values)`` gives outputs' expressions, values, sizes and the packing."""
-    dtensor = sys.modules["torch.distributed.tensor"]
-    mesh = _find_mesh(dtensor, values)
-    roles = _find_roles(dtensor, mesh, parameters, values)
-    local = {}
-    for name, value in values.items():
-        p = parameters[name]
-        if isinstance(value, dtensor.DTensor):
-            local[name] = _to_local(dtensor, mesh, roles, p, value)
-        elif isinstance(value, Tensor) and p.is_tensor:
-            raise ShardError(
-                detail=f"{name} is a plain tensor, but others are DTensors",
-                fix="Make it one: distribute_tensor(x, mesh, placements), Replicate() where all ranks have it all",
-            )
-        else:
-            local[name] = value
-    groups = {a: mesh.get_group(m) for m, axes in roles.axis.items() for a in axes}
-    batch = _find_batch_shards(mesh, roles, parameters, values)
-    per_pair = [n for n, v in values.items() if isinstance(v, Tensor) and parameters[n].axis == "pairs"]
-    shared = frozenset((n, a) for n in per_pair for a in groups if a not in _axis_dims(parameters[n], values[n]))
-    around = agreement.current_layout() or agreement.Layout()
-    layout = agreement.Layout(groups.get("rows"), groups.get("cols"), "contiguous", batch, around.slices, shared)
-    agreement.check_slices(layout)
-    with agreement.use_layout(layout):
+    axes = {n: _parameter_axes(parameters[n], v) for n, v in values.items() if isinstance(v, Tensor)}
+    call = PlacedCall.of(axes, values)
+    local = call.to_local()
+    per_pair = [n for n in call.axes if parameters[n].axis == "pairs"]
+    given = {n: {key[0] for key in call.axes[n] if key is not None} for n in per_pair}
+    shared = frozenset((n, a) for n in per_pair for a in call.groups if a not in given[n])
+    with agreement.use_layout(call.layout(shared)):
         outputs, results, sizes, pack = run(local)
-    return pack([_to_dtensor(dtensor, mesh, roles, e, v, sizes) for e, v in zip(outputs, results, strict=True)])
+    return pack([_wrap_output(call, e, v, sizes) for e, v in zip(outputs, results, strict=True)])
 
 
-def _find_mesh(dtensor: Any, values: Mapping[str, Any]) -> Any:
-    meshes = {name: v.device_mesh for name, v in values.items() if isinstance(v, dtensor.DTensor)}
-    (first, mesh), *rest = meshes.items()
-    for name, other in rest:
-        if other != mesh:
-            raise ShardError(
-                detail=f"{first} lies on {mesh}, but {name} on {other}", fix="Distribute all arguments over one mesh"
+def run_layer_on_dtensors(layer: Callable, axes: Mapping[str, Axes], values: dict[str, Any], first: str) -> Any:
+    """Run a layer whose results have the leading dimensions of its argument ``first``, on the local shards.
+
+    ``axes`` has the axis of every dimension of the tensors among ``values``; the result is a tensor or a named tuple.
+    """
+    call = PlacedCall.of(axes, values)
+    local = call.to_local()
+    with agreement.use_layout(call.layout()):
+        try:
+            result = layer(**local)
+        except MonoidReduceError as error:
+            agreement.report_failure(error)
+            raise
+    rows = axes[first][:-1]
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return call.wrap(value, "rows", (*rows, *[None] * (value.dim() - len(rows))) if value.dim() else ())
+
+    return type(result)(*map(wrap, result)) if isinstance(result, tuple) else wrap(result)
+
+
+# Where everything lies
+
+
+@dataclass
+class _MeshRoles:
+    """What each mesh dimension m shards: ``axis[m]`` has "rows" and "cols" with the number of their dimension among a
+    tensor's dimensions of rows (0 unless a layer takes rows in several), ``batch[m]`` a batch dimension counted from
+    the right."""
+
+    axis: dict[int, dict[str, int]] = field(default_factory=dict)
+    batch: dict[int, int] = field(default_factory=dict)
+
+    def key_at(self, m: int, axes: Axes) -> Key:
+        """What mesh dimension m shards of a tensor with these axes; in a ring, of what is given per pair its rows."""
+        role = self.axis.get(m, {})
+        for axis in ("rows", "cols"):
+            if axis in role and (axis, role[axis]) in axes:
+                return axis, role[axis]
+        key = ("batch", self.batch.get(m, 0))
+        return key if key in axes else None
+
+
+@dataclass
+class PlacedCall:
+    """The tensors of a call, the mesh they lie on, and what each of its dimensions shards."""
+
+    dtensor: Any  # the module torch.distributed.tensor
+    mesh: Any
+    axes: dict[str, Axes]
+    values: Mapping[str, Any]
+    dims: dict[str, tuple[int, ...]]  # of each tensor: the mesh dimensions its placements are of; none of a plain one
+    roles: _MeshRoles
+    outside: dict[str, Group]  # groups of mr.shard that are no dimension of the mesh, by axis
+
+    @staticmethod
+    def of(axes: Mapping[str, Axes], values: Mapping[str, Any]) -> PlacedCall:
+        dtensor = sys.modules["torch.distributed.tensor"]
+        tensors = {n: values[n] for n in axes if isinstance(values.get(n), Tensor)}
+        mesh, dims = _find_mesh(dtensor, tensors)
+        call = PlacedCall(dtensor, mesh, {n: axes[n] for n in tensors}, values, dims, _MeshRoles(), {})
+        for name, value in tensors.items():
+            if len(dims[name]) == mesh.ndim:  # of others the ranks must agree what a size of 1 means
+                call._broadcast(name, [key for key, size in zip(axes[name], value.shape, strict=True) if size == 1])
+        call._find_roles()
+        return call
+
+    def _broadcast(self, name: str, keys: list[Key]) -> None:
+        """These axes of a tensor are of size 1 and shared by all: batch dimensions, and axes of a tensor per pair."""
+        pair = {("rows", 0), ("cols", 0)} <= {*self.axes[name]}
+        gone = [k for k in keys if k is not None and (k[0] == "batch" or pair)]
+        self.axes[name] = tuple(None if key in gone else key for key in self.axes[name])
+
+    # What is sharded
+
+    def _find_roles(self) -> None:
+        wanted: dict[str, dict[int, int]] = {"rows": {}, "cols": {}, "batch": {}}
+        features: list[int] = []  # mesh dimensions that shard the features of columns
+        for name, axes in self.axes.items():
+            for m, placement in zip(self.dims[name], getattr(self.values[name], "placements", ()), strict=True):
+                if (dim := getattr(placement, "dim", None)) is None:
+                    continue
+                dim = dim % len(axes)
+                key = axes[dim]
+                if key is not None:
+                    wanted[key[0]].setdefault(m, key[1])
+                elif ("cols", 0) in axes:
+                    features.append(m)
+        self._follow_layout(wanted)
+        roles, picked = self.roles, _pick_dims(wanted["rows"], wanted["cols"])
+        for axis, m in picked.items():
+            roles.axis.setdefault(m, {})[axis] = wanted[axis][m]
+        roles.batch = {m: right for m, right in sorted(wanted["batch"].items()) if m not in roles.axis}
+        free = [m for m in features if m not in roles.axis and m not in roles.batch]
+        if free and "cols" not in picked and "cols" not in self.outside:
+            roles.axis[free[0]] = {"cols": 0}
+
+    def _follow_layout(self, wanted: dict[str, dict[int, int]]) -> None:
+        """Add what ``mr.shard`` says of rows and columns, which is of the plain tensors."""
+        around = agreement.current_layout() or agreement.Layout()
+        if around.order != "contiguous" and around.groups:
+            raise ArgumentError(
+                detail=f"mr.shard was given order={around.order!r} beside DTensors, whose shards are contiguous",
+                fix="Leave the order out, or give every rank's part as plain tensors",
             )
-    return mesh
-
-
-def _batch_ndim(p: Any, value: Tensor) -> int:
-    """The number of a tensor's batch dimensions: its rows or columns, if it has them, come next."""
-    return value.dim() - len(p.tail)
-
-
-def _axis_dims(p: Any, value: Tensor) -> dict[str, int]:
-    """The dimensions of a tensor's rows and columns; broadcast axes of arguments per pair are left out."""
-    found = {axis: _batch_ndim(p, value) + k for k, axis in enumerate(AXES.get(p.axis, ()))}
-    return {axis: at for axis, at in found.items() if p.axis != "pairs" or value.shape[at] != 1}
-
-
-def _find_roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: Mapping[str, Any]) -> _MeshRoles:
-    roles = _MeshRoles()
-    taken: set[str] = set()
-    for m in range(mesh.ndim):
-        found: set[str] = set()
-        for name, value in values.items():
-            placement = value.placements[m] if isinstance(value, dtensor.DTensor) else None
-            if not isinstance(placement, dtensor.Shard):
+        for axis, group in (("rows", around.rows), ("cols", around.cols)):
+            if group is None:
                 continue
-            p, at = parameters[name], _batch_ndim(parameters[name], value)
-            dim = placement.dim % value.dim()
-            found |= {axis for axis, where in _axis_dims(p, value).items() if where == dim}
-            if dim < at:
-                roles.batch.setdefault(m, at - dim)
-        found -= taken  # an axis is sharded over one mesh dimension
-        if found:
-            roles.batch.pop(m, None)
-            roles.axis[m] = found
-            taken |= found
-    return roles
+            m = next((m for m in range(self.mesh.ndim) if _ranks(self.mesh.get_group(m)) == _ranks(group)), None)
+            other = [k for k in wanted[axis] if k != m]
+            if other:
+                raise ShardError(
+                    detail=f"mr.shard divides {axis} over the ranks {_ranks(group)}, but a DTensor divides them over "
+                    f"mesh dimension {self._dim_name(other[0])}",
+                    fix=f"Name that dimension in mr.shard({axis}=...), or leave it out",
+                )
+            if m is None:
+                self.outside[axis] = group
+            else:
+                wanted[axis].setdefault(m, 0)
+
+    def _dim_name(self, m: int) -> str:
+        names = self.mesh.mesh_dim_names
+        return repr(names[m]) if names else str(m)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups that rows and columns are sharded over."""
+        found = {axis: self.mesh.get_group(m) for m, role in self.roles.axis.items() for axis in role}
+        return {**found, **self.outside}
+
+    def layout(self, shared: frozenset[tuple[str, str]] = frozenset()) -> agreement.Layout:
+        """The layout that the local call runs under."""
+        groups, around = self.groups, agreement.current_layout() or agreement.Layout()
+        chunks = {right: self._chunk(("batch", right)) for right in self.roles.batch.values()}
+        batch = tuple((right, start, whole) for right, (start, _, whole) in chunks.items())
+        layout = agreement.Layout(groups.get("rows"), groups.get("cols"), "contiguous", batch, around.slices, shared)
+        agreement.check_slices(layout)
+        return layout
+
+    def _shards(self, key: Key) -> list[int]:
+        """The mesh dimensions that shard an axis."""
+        return [m for m in range(self.mesh.ndim) if key is not None and self.roles.key_at(m, (key,)) == key]
+
+    def _whole_size(self, key: Key) -> int | None:
+        """The global size of an axis; None where no DTensor has it that says how it lies."""
+        over = set(self._shards(key))
+        saying = [n for n, axes in self.axes.items() if key in axes and self.dims[n] and over <= {*self.dims[n]}]
+        return max((self.values[n].shape[self.axes[n].index(key)] for n in saying), default=None)
+
+    def _chunk(self, key: Key) -> tuple[int, int, int]:
+        """This rank's first index along an axis, its number of indices, and the global number."""
+        whole = self._whole_size(key)
+        start, size = 0, 0 if whole is None else whole
+        for m in self._shards(key):
+            first, size = find_chunk(size, self.mesh.size(m), self.mesh.get_local_rank(m))
+            start += first
+        return start, size, 0 if whole is None else whole
+
+    # Local shards
+
+    def to_local(self) -> dict[str, Any]:
+        """All values, each tensor as this rank's shard; a collective call."""
+        used = [m for m in range(self.mesh.ndim) if m in self.roles.axis or m in self.roles.batch]
+        groups = {m: self.mesh.get_group(m) for m in used}
+        unplaced = self._find_unplaced(used)
+        told = describe_arguments(self.values, self.axes, self.dims)
+        found = agree_on_sizes(unplaced, told, groups, self._dim_name) if self._is_mixed else {}
+        for (name, m), what in found.items():
+            if what == "one":
+                self._broadcast(name, [self._key(name, m)])
+        whole = {place for place, what in found.items() if what == "whole"}
+        local = dict(self.values)
+        for name in self.axes:
+            if self.dims[name]:
+                local[name] = self._redistribute(name)
+        if self._is_mixed:
+            same = [(n, m) for n in self.axes for m in used if m not in self.dims[n]]
+            same = [(n, m) for n, m in same if self._key(n, m) is None or (n, m) in whole]
+            given = [n for n, dims in self.dims.items() if dims]
+            check_replicated(local, same, groups, self._dim_name, given)
+        for name, axes in self.axes.items():
+            for m in used:
+                key = self._key(name, m)
+                if (name, m) in whole:
+                    local[name] = OwnChunk.apply(local[name], axes.index(key), groups[m])
+                elif m in self.roles.batch and key is None:
+                    local[name] = ReplicatedInput.apply(local[name], groups[m])
+        return local
+
+    @property
+    def _is_mixed(self) -> bool:
+        return any(len(dims) < self.mesh.ndim for dims in self.dims.values())
+
+    def _key(self, name: str, m: int) -> Key:
+        """What mesh dimension m shards of a tensor."""
+        return self.roles.key_at(m, self.axes[name])
+
+    def _find_unplaced(self, used: list[int]) -> list[Unplaced]:
+        """Sharded axes of tensors whose placement over that mesh dimension nobody said."""
+        found = []
+        for name, axes in self.axes.items():
+            for m in used:
+                key = self._key(name, m)
+                if key is not None and m not in self.dims[name]:
+                    size = self.values[name].shape[axes.index(key)]
+                    _, own, whole = self._chunk(key)
+                    known = self._whole_size(key) is not None
+                    shared = key[0] == "batch" or {("rows", 0), ("cols", 0)} <= {*axes}
+                    own, total = (own, whole) if known else (size, None)
+                    found.append(Unplaced(name, m, key[0], size, own, total, shared and size == 1))
+        return found
+
+    def _redistribute(self, name: str) -> Tensor:
+        axes, value = self.axes[name], self.values[name]
+        placements = []
+        for m in self.dims[name]:
+            key = self._key(name, m)
+            placements.append(self.dtensor.Replicate() if key is None else self.dtensor.Shard(axes.index(key)))
+        return value.redistribute(placements=placements).to_local(grad_placements=placements)
+
+    # Results
+
+    def wrap(self, value: Tensor, axis: str | None, axes: Axes) -> Any:
+        """A local result with these axes: on the mesh of the DTensors along its axis (None: along the rows), or as it
+        is where plain tensors alone are."""
+        having = [n for n, own in self.axes.items() if any(k is not None and k[0] == (axis or "rows") for k in own)]
+        home = max(having or self.axes, key=lambda n: len(self.dims[n]))
+        if not self.dims[home]:
+            return value
+        shape, placements = list(value.shape), []
+        for m in self.dims[home]:
+            key = self.roles.key_at(m, axes)
+            whole = self._whole_size(key)
+            if key is None or whole is None:
+                placements.append(self.dtensor.Replicate())
+            else:
+                placements.append(self.dtensor.Shard(axes.index(key)))
+                shape[axes.index(key)] = whole
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = self.values[home].device_mesh
+        return self.dtensor.DTensor.from_local(
+            value.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
 
-def _choose_placements(
-    dtensor: Any, mesh: Any, roles: _MeshRoles, axes: Mapping[str, int], at: int, shape: Any
-) -> list[Any]:
-    """The placements of a tensor with ``at`` batch dimensions; in a ring, arguments per pair are sharded by rows."""
-    found: list[Any] = []
-    for m in range(mesh.ndim):
-        dim = at - roles.batch[m] if m in roles.batch else -1
-        divided = [axes[a] for a in ("rows", "cols") if a in axes and a in roles.axis.get(m, ())]
-        if divided:
-            found.append(dtensor.Shard(divided[0]))
-        elif m in roles.batch and dim >= 0 and shape[dim] > 1:
-            found.append(dtensor.Shard(dim))
-        else:
-            found.append(dtensor.Replicate())
-    return found
-
-
-def _to_local(dtensor: Any, mesh: Any, roles: _MeshRoles, p: Any, value: Any) -> Tensor:
-    placements = _choose_placements(dtensor, mesh, roles, _axis_dims(p, value), _batch_ndim(p, value), value.shape)
-    part = value.redistribute(mesh, placements).to_local(grad_placements=placements)
-    for m in roles.batch:
-        if isinstance(placements[m], dtensor.Replicate):
-            part = ReplicatedInput.apply(part, mesh.get_group(m))
-    return part
-
-
-def _find_batch_shards(mesh: Any, roles: _MeshRoles, parameters: Mapping[str, Any], values: Mapping[str, Any]) -> tuple:
-    """(dimension from the right, first local index, global size) of every sharded batch dimension."""
-    found = []
-    for m, right in roles.batch.items():
-        sizes = [
-            v.shape[_batch_ndim(parameters[n], v) - right]
-            for n, v in values.items()
-            if isinstance(v, Tensor) and _batch_ndim(parameters[n], v) >= right
-        ]
-        whole = max(sizes)
-        each = -(-whole // mesh.size(m))  # as torch.chunk
-        found.append((right, min(whole, each * mesh.get_local_rank(m)), whole))
-    return tuple(found)
-
-
-def _to_dtensor(dtensor: Any, mesh: Any, roles: _MeshRoles, e: Expr, value: Tensor, sizes: Sizes) -> Any:
-    at = len(sizes.batch)
-    shape = list(value.shape)
-    for right, _, whole in sizes.shard.batch if sizes.shard is not None else ():
-        shape[at - right] = whole
-    if e.rows or e.cols:
-        shape[at] = sizes.of("rows" if e.rows else "cols")
-    axes = {axis: at for axis, has in (("rows", e.rows), ("cols", e.cols)) if has}
-    placements = _choose_placements(dtensor, mesh, roles, axes, at, shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return dtensor.DTensor.from_local(
-        value.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+def _find_mesh(dtensor: Any, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The mesh that all tensors' meshes are dimensions of, and for every tensor which ones."""
+    meshes = {n: v.device_mesh for n, v in tensors.items() if isinstance(v, dtensor.DTensor)}
+    first = max(meshes, key=lambda n: meshes[n].ndim)
+    root = getattr(meshes[first], "_get_root_mesh", lambda: meshes[first])()
+    dims: dict[str, tuple[int, ...]] = {}
+    for mesh in (meshes[first], root):
+        own = {_ranks(mesh.get_group(m)): m for m in range(mesh.ndim)}
+        found = {n: [own.get(_ranks(other.get_group(m))) for m in range(other.ndim)] for n, other in meshes.items()}
+        dims = {n: tuple(m for m in found.get(n, ()) if m is not None) for n in tensors}
+        outside = [n for n, at in found.items() if None in at]
+        if not outside:
+            return mesh, dims
+    raise ShardError(
+        detail=f"{first} lies on {meshes[first]}, but {outside[0]} on {meshes[outside[0]]}, which is no part of it",
+        fix="Distribute all arguments over one mesh, or over dimensions of one",
     )
+
+
+def _ranks(group: Group) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _pick_dims(rows: Mapping[int, int], cols: Mapping[int, int]) -> dict[str, int]:
+    """The mesh dimension of each axis. One that several dimensions shard keeps the one it has for itself: a weight that
+    lies over data × tensor ranks is gathered over the first, where the rows lie, as FSDP does."""
+    picked: dict[str, int] = {}
+    if rows:
+        picked["rows"] = min(set(rows) - set(cols) or rows)
+    if cols:
+        apart = set(cols) - set(rows) or set(cols) - {picked.get("rows")}
+        picked["cols"] = min(apart or cols)
+    return picked
+
+
+# Ops
+
+
+def _parameter_axes(p: Any, value: Tensor) -> Axes:
+    """The axes of an op's argument: batch dimensions, rows or columns or both, features."""
+    own: Axes = tuple((axis, 0) for axis in AXES.get(p.axis, ()))
+    at = value.dim() - len(p.tail)
+    return (*(("batch", at - d) for d in range(at)), *own, *[None] * (len(p.tail) - len(own)))
+
+
+def _wrap_output(call: PlacedCall, e: Expr, value: Tensor, sizes: Sizes) -> Any:
+    axis = "rows" if e.rows else "cols" if e.cols else None
+    at = len(sizes.batch)
+    axes: Axes = (*(("batch", at - d) for d in range(at)), *(() if axis is None else ((axis, 0),)))
+    return call.wrap(value, axis, (*axes, *[None] * (value.dim() - len(axes))))

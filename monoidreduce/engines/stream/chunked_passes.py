@@ -33,12 +33,15 @@ OnGradient = Callable[[int, dict[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class ChunkedProgram:
-    """One op over a stream: its program, the arguments that are not streamed, and the engine."""
+    """One op over a stream: its program, the arguments that are not streamed, and the engine. Where its rows are some
+    of ``all_rows``, ``first_row`` is the number of the first of them."""
 
     program: Lowered
     sizes: Sizes
     inputs: Mapping[str, Any]
     engine: Engine
+    first_row: int = 0
+    all_rows: int | None = None
 
     def __post_init__(self) -> None:
         reads = topological([*self.program.outputs, *(f for p in self.program.passes for f in p.feeds)])
@@ -48,6 +51,11 @@ class ChunkedProgram:
                     detail="this op folds "
                     + ("its rows for every column" if is_pass(e) else "a column vector by itself"),
                     fix="Stream an op whose results are per row, or give all columns at once",
+                )
+            if self.all_rows is not None and e.op == "reduce" and e.attrs[1] == "rows":
+                raise StreamError(
+                    detail="this op adds up its rows, which are read in blocks",
+                    fix="Give the rows in memory, or return a result for every row and add these up",
                 )
         if any(e.cols for e in self.program.outputs):
             raise StreamError(detail="this op has a result for every column", fix="Give all columns at once")
@@ -61,8 +69,12 @@ class ChunkedProgram:
 
     def chunk_sizes(self, start: int, count: int, total: int | None) -> Sizes:
         """The sizes of a chunk, sharded so that column indices are global."""
-        rows, cols = Axis((((0, self.sizes.rows),),)), Axis((((start, start + count),),), whole=total)
-        return replace(self.sizes, cols=count, shard=Shard(rows, cols))
+        cols = Axis((((start, start + count),),), whole=total)
+        return replace(self.sizes, cols=count, shard=Shard(self._row_axis, cols))
+
+    @property
+    def _row_axis(self) -> Axis:
+        return Axis((((self.first_row, self.first_row + self.sizes.rows),),), whole=self.all_rows)
 
     def row_feeds(self, p: Pass, known: Mapping[Expr, Any], total: int | None) -> dict[int, Any]:
         """The feeds of a pass that do not depend on the chunk, by their position."""
@@ -78,12 +90,14 @@ class ChunkedProgram:
     def fold(self, fold: Fold, leaves: list[Any], chunk: Chunk, total: int | None) -> list[State]:
         """The states of a fold over one chunk."""
         start, count, _ = chunk
-        block = Subproblem(((0, self.sizes.rows),), ((start, start + count),), (self.sizes.rows, total or 0))
+        rows = self._row_axis
+        block = Subproblem(rows.own, ((start, start + count),), (rows.total, total or 0))
         return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), block, self.engine)
 
     def finish(self, found: Mapping[int, list[Tensor]], total: int) -> tuple[list[Any], Sizes]:
         """The outputs and the sizes, from the results of the passes (by their position)."""
-        sizes = replace(self.sizes, cols=total)
+        placed = None if self.all_rows is None else Shard(self._row_axis, Axis((((0, total),),)))
+        sizes = replace(self.sizes, cols=total, shard=placed)
         evaluate = Evaluator(sizes, self.inputs, self.known(found))
         return [evaluate(e) for e in self.program.outputs], sizes
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,10 +12,15 @@ import pytest
 import torch
 
 from monoidreduce import __version__
-from monoidreduce.cli import app, report, terminal
-from monoidreduce.cli.demo import Result, Side, measure_layer, print_results, render_page
+from monoidreduce.cli import app, execute, report, terminal
+from monoidreduce.cli.demo import Findings, Result, Side, measure_layer, print_limits, print_results
+from monoidreduce.cli.demo import demo as demo_command
+from monoidreduce.cli.demo_page import render_page
 from monoidreduce.cli.layers import PAPER_LAYERS as LAYERS
+from monoidreduce.cli.layers import TIME_LAYERS
+from monoidreduce.cli.limits import QUESTIONS, Growth, Limit, Run
 from monoidreduce.cli.measure import MemoryProfile, Moment, describe_environment, profile_memory
+from monoidreduce.cli.terminal import format_number
 from tests.support.command_line import Page, assert_self_contained, call
 
 
@@ -35,11 +41,13 @@ def test_the_page_is_valid_and_needs_nothing_else(demo):
     assert_self_contained(demo[3])
 
 
-def test_the_page_has_all_layers_and_two_figures(demo):
+def test_the_page_has_all_layers_and_figures(demo):
     page = Page(demo[3])
-    for layer in LAYERS:
+    for layer in (*TIME_LAYERS, *LAYERS):
         assert layer.name in page.words and layer.dense in page.words
-    assert page.elements.count("figure") == page.elements.count("svg") == 2
+    for question in QUESTIONS:
+        assert question.title in page.words and question.torch_code in page.words
+    assert page.elements.count("figure") == page.elements.count("svg") == len(QUESTIONS) + 2
     assert "Memory of MonoidReduce attention" in page.words and "Memory of naive attention" in page.words
     assert page.words.count("peak ") >= 2
     environment = describe_environment()
@@ -53,15 +61,46 @@ def test_json_is_all_that_stdout_gets(demo):
     data = json.loads(out)
     assert code == 0 and err == ""
     assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in LAYERS]
+    assert [limit["name"] for limit in data["limits"]] == [question.key for question in QUESTIONS]
+    assert [layer["name"] for layer in data["wins"]] == [layer.name for layer in TIME_LAYERS]
     assert data["report"].endswith("index.html") and data["environment"]["version"] == __version__
     for layer in data["layers"]:
         for side in (layer["ours"], layer["naive"]):
             assert 0 < side["forward_ms"] <= side["total_ms"] and side["extra_bytes"] > 0
 
 
-@pytest.mark.parametrize("k", range(len(LAYERS)), ids=[layer.name for layer in LAYERS])
+def test_charts_tables_and_numbers_agree(demo):
+    data, page = json.loads(demo[1]), demo[3]
+    rows = re.findall(r"<tr[^>]*><th scope=.row.>([\d,]+)</th>(.*?)</tr>", page)
+    listed = [[size, *re.findall(r"<td[^>]*>(.*?)</td>", cells)] for size, cells in rows]
+    drawn = re.findall(r"<title>(MonoidReduce|torch): (\d+) (\w+), ([\d.]+) MiB</title>", page)
+    runs = [
+        (who, run["size"], limit["unit"], format_number(run["peak_bytes"] / 2**20), run["peak_bytes"], limit)
+        for limit in data["limits"] for who in ("ours", "torch") for run in limit[who]["runs"]
+    ]  # fmt: skip
+    assert len(runs) == len(listed) == len(drawn) >= 6
+    named = {"ours": "MonoidReduce", "torch": "torch"}
+    assert sorted((named[who], str(n), unit, mib) for who, n, unit, mib, *_ in runs) == sorted(drawn)
+    for who, n, _, mib, peak, limit in runs:
+        fits = "yes" if peak <= limit["memory_bytes"] else "no"
+        assert any(row[:3] + row[4:] == [f"{n:,}", who, mib, fits] for row in listed)
+    tiles = page[page.index('class="tiles"') : page.index("<dl>")]
+    for limit in data["limits"]:
+        for who in ("ours", "torch"):
+            fitting = [r["size"] for r in limit[who]["runs"] if r["peak_bytes"] <= data["memory_bytes"]]
+            assert limit[who]["largest"] == max(fitting, default=None)
+            shown = f"{max(fitting):,}" if fitting else f"fewer than {min(r['size'] for r in limit[who]['runs']):,}"
+            assert shown in tiles
+    first = data["layers"][0]  # its memory is drawn over time, and is a cell of the table
+    for who in ("ours", "naive"):
+        megabytes = format_number(first[who]["extra_bytes"] / 1e6)
+        assert f": {megabytes} MB beyond inputs and gradients" in page and f"<span>{megabytes}</span>" in page
+
+
+@pytest.mark.parametrize("k", range(len(TIME_LAYERS) + len(LAYERS)), ids=[x.name for x in (*TIME_LAYERS, *LAYERS)])
 def test_ours_is_as_exact_as_the_dense_form(demo, k):
-    layer = json.loads(demo[1])["layers"][k]
+    data = json.loads(demo[1])
+    layer = [*data["wins"], *data["layers"]][k]
     assert layer["ours"]["error"] <= 2 * layer["naive"]["error"] + 1e-7, layer
 
 
@@ -69,14 +108,18 @@ def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call("demo", "--quick", "--out", str(tmp_path))
     assert code == 0 and err == ""
-    for layer in LAYERS:
+    for layer in (*TIME_LAYERS, *LAYERS):
         assert layer.name in out
+    for question in QUESTIONS:
+        assert f"{question.title} in 16 MiB" in out
     assert f"report: {tmp_path / 'index.html'}" in out
 
 
 @pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])
 def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
+    growth = Growth((Run(1024, 10**6, 0.1), Run(131072, 2**27, 9.0)), 2**28, "time")
+    print_limits(terminal.make_console(), [Limit(question, growth, growth) for question in QUESTIONS])
     print_results(
         terminal.make_console(),
         [result],
@@ -103,6 +146,9 @@ def test_no_color_is_respected(result, monkeypatch, capsys):
         (["dmeo"], "No such command 'dmeo'"),
         (["demo", "--fast"], "No such option"),
         (["demo", "--out"], "requires an argument"),
+        (["demo", "--memory", "much"], "'much' is no memory. Give a number of bytes"),
+        (["demo", "--memory", "9999999GiB"], "is too much"),
+        (["demo", "--device", "toaster"], "'toaster' is no device"),
         (["demo", "--out", "{file}"], "is a file"),
         (["demo", "--out", "{file}/below"], "cannot make the folder"),
     ],
@@ -156,7 +202,8 @@ def test_no_command_shows_what_there_is():
 def test_every_command_has_help_and_json(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = call(command.name, "--help")
-    assert (code, err) == (0, "") and "--json" in out and command.help.splitlines()[0] in " ".join(out.split())
+    assert (code, err) == (0, "") and "--json" in out and command.summary in " ".join(out.split())
+    assert execute.load_command(command.module, command.name).short_help == command.summary
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -173,7 +220,7 @@ def test_an_interruption_is_told_in_a_word(monkeypatch):
         """Somebody presses Ctrl-C."""
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app, "COMMANDS", (dataclasses.replace(app.COMMANDS[0], run=interrupted),))
+    monkeypatch.setattr("monoidreduce.cli.demo.demo", dataclasses.replace(demo_command, run=interrupted))
     code, out, err = call("demo")
     assert (code, out, err) == (130, "", "monoidreduce: interrupted\n")
 
@@ -245,7 +292,10 @@ def test_a_page_escapes_and_survives_a_slower_larger_result():
     side = Side(1.0, 2.0, synthetic(1, 2, 3), 1e-7)
     worse = Result(LAYERS[0], LAYERS[0].quick, Side(2.0, 4.0, synthetic(10, 20, 30), 1e-7), side, rounds=1)
     odd = dataclasses.replace(describe_environment(), cpu="'<&>'")
-    page = Page(render_page([worse], odd, 1.0))
+    none = Growth((Run(512, None, 0.1),), 2**20, "memory")
+    unfit = Limit(QUESTIONS[0], none, none)
+    page = Page(render_page(Findings([unfit], [], [worse], 2**20, 1.0, ["<a layer>"]), odd))
+    assert "fewer than 512 tokens" in page.words and "Left out, for want of time: <a layer>" in page.words
     assert "2.00× slower" in page.words and "larger" in page.words and odd.cpu in page.words
     assert "--quick" not in page.words
 

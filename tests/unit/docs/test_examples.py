@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.image import imread
 
-from examples import clip, distill, gpt, invented, tabular, transport
+from examples import clip, distill, gpt, invented, ray_neighbours, tabular, transport
 from examples.shared import peak_mb
 from tests.support import ROOT
 
@@ -118,6 +118,16 @@ def test_a_stream_asks_for_the_last_value(seed):
         for t in range(40):
             before = (keys[b, :t] == keys[b, t]).nonzero()
             assert asked[b, t] == (values[b, before[-1, 0]] if len(before) else -100)
+
+
+@pytest.mark.slow
+def test_jobs_on_ray_find_neighbours_copies_and_densities():
+    pytest.importorskip("ray")
+    r = ray_neighbours.main(points=600, features=8, files=3, k=4, workers=1)
+    assert r.neighbours.shape == (600, 4) and torch.equal(~r.kept, r.copies)
+    made = r.copies.nonzero()[:, 0]
+    assert torch.equal(r.neighbours[made, 0], made - 9)
+    assert r.log_density.shape == (600,) and bool((r.log_density > 0).all())  # each point is at distance 0 of itself
 
 
 def test_peak_memory_is_counted():

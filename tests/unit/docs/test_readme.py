@@ -3,15 +3,19 @@
 A block that cannot run here is marked with ``<!-- not run -->`` on the line before it (blank lines between are fine).
 """
 
+import json
+import re
+
 import pytest
 
-from benchmarks.readme import Entry, best_peer, filled, headline, pages
+from benchmarks import limits, readme
+from benchmarks.readme import Entry, best_peer, filled, front, pages
 from tests.support import ROOT
 from tests.support.doc_pages import DOCS, MARK, blocks, run
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
-ELSEWHERE = {"gallery.md", "moving.md", "recipes.md"}  # run by tests of their own
+ELSEWHERE = {"gallery.md", "moving.md", "points.md", "recipes.md"}  # run by tests of their own
 
 
 def test_the_readme_shows_python():
@@ -52,7 +56,13 @@ def test_the_numbers_are_the_newest_results(page):
 
 def test_the_readme_has_one_table_of_results():
     text = README.read_text(encoding="utf-8")
-    assert text.count("<!-- results:") == 1 and headline() in text
+    assert text.count("<!-- results:") == 1 and front() in text
+    assert {"training step", "longest context", "largest vocabulary"} <= set(re.findall(r"^\| (\w+ \w+)", text, re.M))
+
+
+def test_the_readme_is_two_screens():
+    words = re.sub(r"```.*?```|<!-- results.*?end results -->", "", README.read_text(encoding="utf-8"), flags=re.S)
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 90 and len(words.split()) <= 550
 
 
 def test_the_best_peer_is_the_fastest_within_the_memory():
@@ -60,3 +70,30 @@ def test_the_best_peer_is_the_fastest_within_the_memory():
     entries = [Entry("work", who, t, 10.0 if who == "slow" else 100.0) for who, t in times.items()]
     assert best_peer(entries).who == "fast"
     assert best_peer(entries, within=50).who == "slow"
+
+
+def test_what_fits_is_measured_written_and_read_back(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(limits, "QUESTIONS", limits.QUESTIONS[2:])
+    arguments = ["limits", "--memory", "8MiB", "--seconds", "0.2", "--commit", "abc1234", "--out", str(tmp_path / "a")]
+    monkeypatch.setattr("sys.argv", arguments)
+    limits.main()
+    (tmp_path / "said.txt").write_text(capsys.readouterr().out)
+    (found,) = (tmp_path / "a").glob("limits-cpu-*.json")
+    results = json.loads(found.read_text())
+    assert (
+        results["limits"][0]["ours"]["largest"] >= 512 and "| Largest batch |" in found.with_suffix(".md").read_text()
+    )
+    monkeypatch.setattr("sys.argv", ["limits", "--read", str(tmp_path / "said.txt"), "--out", str(tmp_path / "b")])
+    limits.main()
+    assert [json.loads(p.read_text()) for p in (tmp_path / "b").glob("*.json")] == [results]
+
+
+def test_a_kind_whose_name_begins_with_another_is_not_taken_for_it(tmp_path, monkeypatch):
+    for name in ("model-20261118-0110", "model-20261117-0110", "model-8b-20261119-0110"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert [p.stem for p in map(readme.newest, ("model", "model-8b"))] == [
+        "model-20261118-0110",
+        "model-8b-20261119-0110",
+    ]
+    assert readme.newest("mode") is None

@@ -15,9 +15,9 @@ import torch
 from matplotlib.image import imread
 
 import monoidreduce as mr
-from docs import size
+from docs import search, size
 from docs.docstrings import as_markdown
-from docs.draw import architecture, gallery
+from docs.draw import architecture, curves, gallery, schedules
 from docs.draw.pictures import IMAGES, PICTURES
 from monoidreduce import laws
 from tests.support import ROOT
@@ -33,8 +33,11 @@ def public() -> list[str]:
     found = [n for n in mr.__all__ if n not in {*ROOMS, *mr.errors.__all__, "__version__"}] + list(SHADOWING)
     for room, module in ROOMS.items():
         found += [f"{room}.{name}" for name in module.__all__]
-    doors = ("register", "fuse_loss", "causal_lm_loss", "token_logprobs")
-    return [*found, *(f"integrations.transformers.{name}" for name in doors)]
+    doors = ("register", "fuse_loss", "unfuse_loss", "causal_lm_loss", "token_logprobs")
+    found += [f"integrations.transformers.{name}" for name in doors]
+    found += [f"integrations.ray.{name}" for name in ("Progress", "Result", "estimate", "run")]
+    found += [f"integrations.megatron.{n}vocab_parallel_cross_entropy" for n in ("", "linear_")]
+    return [*found, "integrations.trl.fuse", "integrations.trl.unfuse"]
 
 
 PUBLIC = public()
@@ -137,6 +140,24 @@ def test_a_picture_of_the_architecture_is_what_its_script_draws(name):
     assert f"architecture-{name}.svg" in (DOCS / "architecture.md").read_text(encoding="utf-8")
 
 
+def test_loss_curves_are_drawn_from_the_newest_results_and_agree():
+    assert str(curves.curves()) == curves.PICTURE.read_text(encoding="utf-8"), "run: python -m docs.draw.curves"
+    assert curves.PICTURE.name in (DOCS / "training.md").read_text(encoding="utf-8")
+    for kind, found in curves.newest()["types"].items():
+        base, seed, ours = (found["curves"][name] for name in ("torch", "torch, another seed", "ours"))
+        assert len(base) == len(ours) == 200 and base[-1] < base[0] - 2, "the model did not learn: nothing is compared"
+        apart = [max(abs(a - b) for a, b in zip(base, other, strict=True)) for other in (ours, seed)]
+        assert apart[0] < apart[1] / 2, kind
+
+
+@pytest.mark.parametrize("name", schedules.PICTURES)
+def test_a_picture_of_a_schedule_is_what_its_script_draws(name):
+    drawn = (IMAGES / f"schedule-{name}.svg").read_text(encoding="utf-8")
+    assert str(schedules.PICTURES[name]()) == drawn, "run: python -m docs.draw.schedules"
+    assert "prefers-color-scheme: dark" in drawn
+    assert f"schedule-{name}.svg" in (DOCS / "internals" / "schedules.md").read_text(encoding="utf-8")
+
+
 def test_the_gallery_page_is_the_notebook():
     assert gallery.page() == gallery.PAGE.read_text(encoding="utf-8"), "run: python -m docs.draw.gallery"
     cells = json.loads(gallery.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
@@ -154,6 +175,23 @@ def test_the_notebook_runs_and_draws_ten_layers(tmp_path):
     for name in names:
         for image in (imread(tmp_path / f"{name}.png"), imread(gallery.IMAGES / f"{name}.png")):
             assert image.shape[0] > 200 and image.shape[1] > 200 and float(image.std()) > 0.05
+
+
+# Search
+
+
+def test_a_search_that_finds_nothing_is_noticed():
+    entry = {"location": "layers.html#attention", "title": "Attention", "text": "Also called <em>flash-attention</em>."}
+    assert search.finds({"docs": [entry]}, "Flash attention", "layers.html#attention")
+    assert not search.finds({"docs": [entry]}, "flash attention", "layers.html")
+    assert not search.finds({"docs": [entry]}, "sinkhorn", "layers.html#attention")
+
+
+@pytest.mark.parametrize(("words", "page"), search.SEARCHES.items())
+def test_what_people_type_is_written_where_they_should_arrive(words, page):
+    """In the source of the page; that the built index has it too is checked by every build of the site."""
+    text = (DOCS / page.partition(".html")[0]).with_suffix(".md").read_text(encoding="utf-8")
+    assert all(word in re.sub(r"[-_]", " ", text.lower()) for word in words.split())
 
 
 # Size

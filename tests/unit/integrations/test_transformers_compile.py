@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from monoidreduce.integrations.transformers import NAME, mask, register  # noqa: E402
+from monoidreduce.integrations.transformers import NAME, fuse_loss, register  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -73,10 +73,15 @@ def test_a_sliding_window_and_open_lengths_in_one_graph():
 def test_a_training_step_without_a_cache_in_one_graph():
     """Without a cache transformers looks for packed sequences, which cannot be ruled out in a graph."""
     ours, theirs = pair("llama")
+    fuse_loss(ours.train(), check=False)  # the first call is that of the compiler
     compiled = torch.compile(ours, fullgraph=True, dynamic=False, backend="aot_eager")
     places = torch.cat([torch.arange(5), torch.arange(8)]).expand(2, -1)
+    given = dict(input_ids=tokens(), labels=tokens(), position_ids=places, use_cache=False)
     for model in (compiled, theirs):
-        model(tokens(), labels=tokens(), position_ids=places, use_cache=False).loss.backward()
+        model(**given).loss.backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert compiled(**given).logits is None
+    assert ours.lm_head is ours._modules["lm_head"], "the head is back in its place"
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -96,34 +101,38 @@ def test_generation_with_a_static_cache_in_one_graph(name):
 
 
 def test_the_masks_of_a_compiled_model_are_those_of_a_plain_one():
-    """No matrix where indices say it; chunks, which have a size like a window's, are no window."""
+    """No matrix where indices say it: also for chunks, which have a size like a window's, and for packed documents."""
     utilities = transformers.masking_utils
     config = transformers.MistralConfig(**SMALL, sliding_window=4)
     config._attn_implementation = NAME
     config.attention_chunk_size = 6
     register()
 
-    def masks(embeddings, padding):
-        given = (config, embeddings, padding, None)
+    def masks(embeddings, padding, positions):
+        given = (config, embeddings, padding, None, positions)
         return [
             utilities.create_causal_mask(*given),
             utilities.create_sliding_window_causal_mask(*given),
             utilities.create_chunked_causal_mask(*given),
+            utilities.create_bidirectional_mask(config, embeddings, padding),
+            utilities.create_bidirectional_sliding_window_mask(config, embeddings, padding),
         ]
 
     compiled = torch.compile(masks, fullgraph=True, backend="eager")
     embeddings, padding = torch.randn(2, 9, 32), torch.ones(2, 9, dtype=torch.long)
     padding[1, :3] = 0
-    for given in (None, padding):
-        plain, traced = masks(embeddings, given), compiled(embeddings, given)
-        shapes = [None if m is None else tuple(m.shape) for m in plain]
-        assert shapes == ([None, None] if given is None else [(2, 9), (2, 9)]) + [(2, 1, 9, 9)]
+    packed = torch.cat([torch.arange(4), torch.arange(5)]).expand(2, -1)
+    for given in ((None, None), (padding, None), (None, packed)):
+        plain, traced = masks(embeddings, *given), compiled(embeddings, *given)
         for a, b in zip(plain, traced, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-
-
-def test_a_static_cache_is_not_read():
-    """Its number of tokens is a tensor: a matrix is built without looking at it, filled cache or not."""
-    for place in (3, 7):
-        found = mask(2, 1, 8, q_offset=torch.tensor(place))
-        assert found.shape == (2, 1, 1, 8) and found[0, 0, 0].sum() == place + 1
+            assert (a is None and b is None) or a.shape == b.shape
+            if a is None or a.dtype is torch.bool:
+                assert a is None or torch.equal(a, b)
+            else:  # documents may have other numbers
+                assert a.untyped_storage().nbytes() <= 2 * 9 * 8
+                same, others = ((m[:, 0, 0][:, None] == m[:, 0, 0][:, :, None]) for m in (a, b))
+                shown = a[:, 0, 0] >= 0
+                assert torch.equal(shown, b[:, 0, 0] >= 0)
+                assert torch.equal(
+                    same & shown[:, None] & shown[:, :, None], others & shown[:, None] & shown[:, :, None]
+                )

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import monoidreduce as mr
 from monoidreduce.ops import attention, attention_decode, document_ids
 from tests.support.allocations import usage
+from tests.support.block_attention_cases import check_blocks
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, run, use_small_tiles
 from tests.support.layers.base import coins, logsumexp, softmax
 from tests.support.pairwise_options import pairwise
@@ -485,3 +486,8 @@ def test_mistakes_are_named_before_any_work(name):
 
 def test_enough_samples():
     assert len(SAMPLES) >= 25 and len(TORCH) >= 15 and len(DECODED) >= 10 and len(MISTAKES) >= 40
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_tokens_of_a_block_see_each_other(engine):
+    check_blocks(engine)

@@ -40,6 +40,9 @@ HEADS = {
     "linear_cross_entropy": lambda x, w, b=None: ops.linear_cross_entropy(x, w, labels(x, w), bias=b, reduction="none"),
     "probabilities": lambda x, w, b=None: ops.linear_cross_entropy(x, w, given(x, w), bias=b, reduction="none"),
     "linear_logprobs": lambda x, w, b=None: ops.linear_logprobs(x, w, labels(x, w), bias=b),
+    "ids": lambda x, w, b=None: ops.linear_logprobs(x, w, ids=labels(x, w).unsqueeze(-1), bias=b).ids_log_probs.squeeze(
+        -1
+    ),
     "linear_entropy": lambda x, w, b=None: ops.linear_entropy(x, w, bias=b),
     "linear_cross_entropy_soft": lambda x, w, b=None: ops.linear_cross_entropy_soft(
         x, w, x, w, bias=b, teacher_bias=b, reduction="none"
@@ -54,6 +57,7 @@ PLAIN = {
     "linear_cross_entropy": lambda x, w: plain_cross_entropy(x, w, labels(x, w), reduction="none"),
     "probabilities": lambda x, w: plain_cross_entropy(x, w, given(x, w), reduction="none"),
     "linear_logprobs": lambda x, w: plain_logprobs(x, w, labels(x, w)),
+    "ids": lambda x, w: plain_logprobs(x, w, labels(x, w)),
     "linear_entropy": plain_entropy,
     "linear_cross_entropy_soft": lambda x, w: plain_divergence("soft")(x, w, x, w, reduction="none"),
     "linear_kl": lambda x, w: plain_divergence("kl")(x, w, x / 2, w, reduction="none"),
@@ -121,7 +125,7 @@ def test_no_rows(name):
 def test_no_features(name):
     out = HEADS[name](*leaves(d=0))
     expected = {"linear_argmax": 0.0, "linear_topk": 0.0, "linear_kl": 0.0, "linear_jsd": 0.0}
-    sign = -1 if name in ("linear_logprobs", "linear_sample") else 1
+    sign = -1 if name in ("linear_logprobs", "ids", "linear_sample") else 1
     value = expected.get(name, sign * math.log(V))
     assert_close(out.float(), torch.full_like(out.float(), value), atol=1e-6, rtol=1e-6)
 
@@ -173,6 +177,9 @@ def test_a_leading_block_of_masked_classes_changes_nothing(name, monkeypatch):
         function = {"linear_cross_entropy": lambda *a, **k: ops.linear_cross_entropy(*a, reduction="none", **k)}
         call = function.get(name, ops.linear_logprobs)
         got, expected = call(x, wide, labels(x, w) + 32, bias=bias), call(x, w, labels(x, w))
+    elif name == "ids":
+        got = ops.linear_logprobs(x, wide, ids=labels(x, w)[:, None] + 32, bias=bias).ids_log_probs[:, 0]
+        expected = HEADS[name](x, w)
     elif name == "linear_sample":  # other classes, so other draws: each with its own probability
         index, got = ops.linear_sample(x, wide, 3, bias=bias)
         expected = torch.log_softmax(x @ w.T, -1).gather(-1, index[:, None] - 32)[:, 0]

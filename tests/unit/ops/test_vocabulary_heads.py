@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.ops import checks
 from monoidreduce.plan import tiles
 from tests.support.allocations import usage
 from tests.support.comparison import Result, assert_equal, assert_error_rule, is_float, run, use_small_tiles
@@ -159,6 +160,74 @@ def test_nothing_of_the_size_of_the_logits_is_allocated(name, sample):
     assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_given_ids_are_gathered_in_chunks(dtype):
+    m, k, d, v = 1024, 128, 64, 300
+    x, w, ids = torch.randn(m, d).to(dtype), torch.randn(v, d).to(dtype), torch.randint(v, (m, k))
+    used = usage(lambda x, w: ops.linear_logprobs(x, w, ids=ids).ids_log_probs, [x, w], held=[ids])
+    allowed = tiles.ELEMENTS * 8
+    assert allowed < m * k * d * dtype.itemsize, "too small to tell a chunk from all"
+    assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes"
+
+
+def test_given_ids_count_as_often_as_they_are_named(seed):
+    x, w = torch.randn(9, 4, dtype=F64, requires_grad=True), torch.randn(7, 4, dtype=F64, requires_grad=True)
+    ids = torch.tensor([3, 3, 0, -100, 6]).expand(9, 5)
+    ours = ops.linear_logprobs(x, w, ids=ids)
+    assert ours.log_prob is None and ours.ids_log_probs[:, 3].eq(0).all()
+    plain = torch.log_softmax(x @ w.T, -1)[:, [3, 3, 0, 6]]
+    found = torch.autograd.grad(ours.ids_log_probs.sin().sum(), (x, w))
+    assert_close(found, torch.autograd.grad(plain.sin().sum(), (x, w)))
+    assert ops.linear_logprobs(x, w, ids=ids[:, :0]).ids_log_probs.shape == (9, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("looks", [True, False], ids=["left out", "computed"])
+def test_rows_that_do_not_count_may_hold_anything(looks, dtype, seed, monkeypatch):
+    if not looks:  # as on a GPU and in a compiled graph: values are not read, every row is computed
+        monkeypatch.setattr(checks, "can_inspect", lambda t: False)
+    x, w, t = torch.randn(9, 4).to(dtype), torch.randn(7, 4).to(dtype).requires_grad_(), torch.arange(9) % 7
+    x[4], t[4] = math.nan, 5
+    x.requires_grad_()
+    mask, heat = torch.arange(9) != 4, 0.5 + torch.rand(9)
+    call = lambda x, w, m: ops.linear_logprobs(x, w, t, ids=t.view(9, 1), mask=m, temperature=heat, return_entropy=True)
+    found = call(x, w, mask)
+    floats = found.log_prob, found.entropy, found.ids_log_probs
+    assert all(y.dtype == torch.float32 and y[4].eq(0).all() and y.isfinite().all() for y in floats)
+    grads = torch.autograd.grad(found.ids_log_probs.sum() + found.entropy.sum(), (x, w))
+    assert grads[0][4].eq(0).all() and all(g.isfinite().all() for g in grads)
+
+
+def test_a_low_rank_term_of_log_probabilities(seed):
+    x, w, a, b = (torch.randn(*s, dtype=F64, requires_grad=True) for s in ((9, 4), (7, 4), (9, 2), (7, 2)))
+    ids, mask = torch.randint(7, (9, 3)), torch.arange(9) % 4 > 0
+    ours = ops.linear_logprobs(x, w, ids=ids, mask=mask, low_rank=(a, b), return_entropy=True)
+    plain = torch.log_softmax(x @ w.T + a @ b.T, -1)
+    expected = plain.gather(-1, ids) * mask[:, None], -(plain.exp() * plain).sum(-1) * mask
+    given = (x, w, a, b)
+    for y, z in zip((ours.ids_log_probs, ours.entropy), expected, strict=True):
+        found = torch.autograd.grad(y.sin().sum(), given, retain_graph=True)
+        assert_close((y, *found), (z, *torch.autograd.grad(z.sin().sum(), given, retain_graph=True)))
+
+
+def test_ids_masks_and_temperatures_that_do_not_fit_are_refused():
+    x, w, t = torch.randn(3, 4), torch.randn(7, 4), torch.zeros(3, dtype=torch.long)
+    for options, kind, text in (
+        ({"ids": torch.tensor([[7], [0], [1]])}, mr.LabelError, r"label 7 at position \(0, 0\)"),
+        ({"ids": t}, mr.ShapeError, r"ids has shape \(3,\)"),
+        ({"ids": torch.zeros(3, 2)}, mr.DTypeError, "ids is float32"),
+        ({"ids": [[1]]}, mr.ArgumentError, "ids was given"),
+        ({"mask": torch.ones(3)}, mr.DTypeError, "mask is float32"),
+        ({"mask": torch.ones(4, dtype=torch.bool)}, mr.ShapeError, "mask has shape"),
+        ({"temperature": torch.ones(2)}, mr.ShapeError, "temperature has shape"),
+        ({"temperature": t}, mr.DTypeError, "temperature is int64"),
+    ):
+        with pytest.raises(kind, match=text):
+            ops.linear_logprobs(x, w, t, **options)
+    with pytest.raises(mr.ArgumentError, match="neither target nor ids"):
+        ops.linear_logprobs(x, w)
+
+
 def test_the_gradient_of_given_probabilities_is_all_that_is_as_large_as_they_are():
     m = v = 2048
     x, w, p = torch.randn(m, 4), torch.randn(v, 4), torch.rand(m, v)
@@ -173,6 +242,9 @@ def test_the_gradient_of_given_probabilities_is_all_that_is_as_large_as_they_are
         (lambda x, w, t: ops.linear_cross_entropy(x, w, torch.rand(130, 130), softcap=5.0, return_accuracy=True), 1),
         (lambda x, w, t: ops.linear_cross_entropy(x, w, torch.where(t < 65, t, -100)), 0.5),
         (lambda x, w, t: ops.linear_logprobs(x, w, t, return_argmax=True, top_k=4), 1),
+        (lambda x, w, t: ops.linear_logprobs(x, w, t, ids=t.view(130, 1), return_lse=True, return_argmax=True), 1),
+        (lambda x, w, t: ops.linear_logprobs(x, w, t, ids=t.view(130, 1), mask=t < 65), 0.5),
+        (lambda x, w, t: ops.linear_logprobs(x, w, torch.where(t < 65, t, -100)), 0.5),
         (lambda x, w, t: ops.linear_logprobs(x, w, t, return_entropy=True), 2),
         (lambda x, w, t: ops.linear_logprobs(x.bfloat16(), w.bfloat16(), t, return_entropy=True, top_k=4), 1),
         (lambda x, w, t: ops.linear_kl(x, w, x, w), 2),

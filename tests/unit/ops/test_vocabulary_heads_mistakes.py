@@ -74,8 +74,8 @@ MISTAKES = [
     ({"z_loss": -1e-4}, ArgumentError, "z_loss was given -0.0001.*0 or more"),
     ({"shift": -1}, ArgumentError, "shift was given -1.*0 or more"),
     ({"shift": 1, "x": torch.zeros(D), "target": torch.tensor(0)}, ShapeError, "to be shifted"),
-    ({"return_lse": False, "target": torch.zeros(M, V, dtype=torch.float64)}, DTypeError, "target is float64"),
-    ({"return_lse": False, "target": torch.zeros(M, V), "ignore_index": 0}, ArgumentError, "probabilities.*weight"),
+    ({"label_smoothing": 0.0, "target": torch.zeros(M, V, dtype=torch.float64)}, DTypeError, "target is float64"),
+    ({"label_smoothing": 0.0, "target": torch.zeros(M, V), "ignore_index": 0}, ArgumentError, "probabilities.*weight"),
     ({"top_k": -1}, ArgumentError, "top_k was given -1"),
     ({"top_k": V + 1}, TopKError, "k = 6 of only 5 columns"),
     ({"seed": 0.5}, ArgumentError, "seed was given 0.5"),
@@ -100,8 +100,23 @@ def base(name: str) -> dict:
     return {k: v for k, v in GOOD.items() if k in asked}
 
 
+# what one function allows, or says otherwise
+OWN = {
+    "linear_logprobs": {
+        r"temperature was given a tensor \(3,\)": (
+            {"temperature": torch.ones(M + 1)},
+            ShapeError,
+            r"temperature.*\(4,\)",
+        ),
+        "target was given None": ({"target": None}, ArgumentError, "neither target nor ids were given"),
+    }
+}
 TRIED = {
-    name: [(c, e, m) for c, e, m in MISTAKES if set(c) <= set(inspect.signature(getattr(ops, name)).parameters)]
+    name: [
+        OWN.get(name, {}).get(m, (c, e, m))
+        for c, e, m in MISTAKES
+        if set(c) <= set(inspect.signature(getattr(ops, name)).parameters)
+    ]
     for name in NAMES
 }
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines import dense as whole
@@ -244,6 +245,19 @@ def test_unmeasured_kernels_run_by_their_own_tiles(rows):
         others = [c for c in candidates.rank_candidates(part.case) if c not in candidates.rank_untuned(part.case)]
         own, whole = dict(part.case.defaults), lambda tile: (*tile[:4], *tile[5:])  # all but the number of parts
         assert all(whole(t) == whole(own[way]) for way, t in part.choice.tiles) and len(others) > 4
+
+
+@mr.op
+def gated(x: mr.Row["d"], p: mr.Col["d"], q: mr.Col["d"], w: mr.Col["n"]):
+    return mr.sum(F.silu(x @ p) * (x @ q) * w)
+
+
+@pytest.mark.parametrize("rows", [16400, 17400])
+def test_panels_need_a_lead_and_no_length_of_a_class_begins_a_wave_for_all(rows):
+    """129 tiles fit on a GPU of 132 processors at once; the longest length of their class has 136."""
+    x, p = (torch.empty(n, 128, dtype=torch.bfloat16, device="meta") for n in (rows, 16500))
+    parts = gated.cost(x, p, p, p, device="cuda").chosen.parts
+    assert parts[-1].backward and all(candidates.choose(part.case).schedule == "flash" for part in parts)
 
 
 def test_every_kernels_walk_is_cut_by_itself():

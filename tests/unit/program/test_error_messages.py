@@ -180,8 +180,8 @@ def lambda_free(x: Row["d"], y: Col["d"]):
 
 def test_arrays_are_shown_by_type_and_shape():
     large = np.zeros((2_000_000, 3), dtype=np.float32)
-    text = message(never_reduced, mr.ArgumentError, large, Y)
-    assert text.count("float32[2000000, 3]") == 2 and "0." not in text and len(text) < 400
+    text = message(never_reduced, mr.ShapeError, large, Y)
+    assert text.count("float32[2000000, 3]") == 1 and "0." not in text and len(text) < 400
     text = message(never_reduced, mr.ArgumentError, [[0.0] * 4] * 1000, Y)
     assert "a list of 1000" in text and len(text) < 400
     text = message(local, mr.ShapeError, X, Y, window=torch.zeros(900))

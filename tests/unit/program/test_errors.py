@@ -688,6 +688,7 @@ BUILTIN = {
     "ArgumentError": TypeError,
     "BudgetError": MemoryError,
     "CacheError": ValueError,
+    "ConvergenceError": RuntimeError,
     "DTypeError": TypeError,
     "DeclarationError": TypeError,
     "DeviceError": ValueError,

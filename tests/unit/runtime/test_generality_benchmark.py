@@ -36,9 +36,11 @@ def test_a_wrong_layer_is_outside_the_rule(monkeypatch):
 
 
 def test_the_table_has_a_row_for_each_layer():
-    times = {"ours": 1.0, "dense": 2.0, "ratio": 0.5}
+    own = {"ours": 1.0, "dense": 2.0, "ratio": 0.5}
+    times = {"device": own, "alone": own | {"ratio": 0.7}}
     row = {"layer": "max of |x|", "forward": times, "both": times, "MB": {"ours": 1.0, "dense": 9.0}, "wrong": []}
     rows = [row, {"layer": "other", "wrong": ["not reached"]}]
     table = generality.markdown({"environment": {}, "rows": rows, "summary": generality.summarize(rows)})
-    assert "median 0.50, worst 0.50" in table and "| max of abs x | 1.000 / 1.000 |" in table
+    assert "median 0.50, worst 0.50" in table and "median 0.70, worst 0.70" in table
+    assert "| max of abs x | 1.000 / 1.000 |" in table
     assert "other (not reached)" in table

@@ -101,7 +101,6 @@ def test_a_source_that_is_cut_short_in_a_stream(tmp_path):
 def test_what_is_no_array_of_numbers(tmp_path):
     for name, values in {
         "texts": numpy.array(["a", "b"]),
-        "order": numpy.ones(4, ">f4" if numpy.little_endian else "<f4"),
         "dates": numpy.array(["2020-01-01"], "datetime64[D]"),
     }.items():
         with pytest.raises(mr.DTypeError, match="no type for"):

@@ -28,7 +28,7 @@ from ...common import batching, matmul, skip_small_tiles, tile_counter
 from ...common.evaluate import Sizes
 from ...common.result_layout import allocate_result
 from ..tile_code import Reducer, TileCode
-from ..tile_walk import FoldCode, compile_fold, split_range, tile_ranges
+from ..tile_walk import FoldCode, compile_fold, decide_tiles, merge_ranges, split_range, tile_ranges
 from . import compiler
 from .kernel_text import HEAD, LEAF, Form, KernelText
 from .primitive_text import Unsupported
@@ -327,14 +327,15 @@ def _make_tables(
         for chunk in chunks:
             part = {e: v[chunk] if isinstance(v, Tensor) else v for e, v in own.items()}
             row_ranges, col_ranges, fixed = tile_ranges(code, part, whole, begin, rows, cols)
-            table = []
+            table, many, hulls = [], 1 if by_data else batch, merge_ranges(col_ranges)
             for i, row in enumerate(rows):
-                line = []
-                for j, col in enumerate(cols):
-                    tile = code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
-                    line.append(0 if tile is None else found.setdefault(tile, len(found) + 1))
-                    many = 1 if by_data else batch
-                    counts[tile is not None, many, row.stop - row.start, col.stop - col.start] += 1
+                line: list[int] = []
+                height, last = row.stop - row.start, cols[-1].stop - cols[-1].start
+                for start, stop, tile in decide_tiles(code, {**fixed, **row_ranges[i]}, hulls):
+                    line += [0 if tile is None else found.setdefault(tile, len(found) + 1)] * (stop - start)
+                    ends = int(stop == len(cols))  # the last tile may be narrower
+                    counts[tile is not None, many, height, steps[1]] += stop - start - ends
+                    counts[tile is not None, many, height, last] += ends
                 table.append(line)
             layer = torch.tensor(table, dtype=torch.int8)
             layers.append(layer.mT.contiguous() if swapped else layer)

@@ -164,8 +164,15 @@ class ExpressionWriter:
     def base(self, e: Expr) -> str:
         """Pointer to the first element of a leaf's batch element."""
         name = str(e.attrs[0])
-        batch = "".join(f" + b{k} * {name}_b{k}" for k in self.spec.kept_batch)
+        batch = "".join(f" + b{k} * {self.stride(e, f'b{k}')}" for k in self.spec.kept_batch)
         return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+
+    def stride(self, e: Expr, which: str) -> str:
+        """A stride of a leaf: of a batch dimension (``"b0"``), along its axis (``"s"``), of grouped rows (``"g"``)."""
+        name = f"{e.attrs[0]}_{which}"
+        if e not in self.spec.in_eighths:
+            return name
+        return self.bind((e, "stride", which), f"{name} // 8 * 8", False, f"{name}_eighths")
 
     def pointer(self, e: Expr) -> str:
         """Pointer to the first element of a leaf's tile, or of its batch element where it varies along no axis."""
@@ -175,17 +182,21 @@ class ExpressionWriter:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
-            group = "" if self.spec.group is None else f" + b{self.spec.group} * {name}_b{self.spec.group}"
-            return self.bind((e, "at"), f"{base}{group} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+            group = self.spec.group
+            member = "" if group is None else f" + b{group} * {self.stride(e, f'b{group}')}"
+            text = f"{base}{member} + tl.cast(start, tl.int64) * {self.stride(e, 's')}"
+            return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.keeps(e) and not self.spec.grouped:
-            return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
+            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {self.stride(e, 's')}"
+            return self.bind((e, "at"), text, False, f"{name}_at")
         return base
 
     def kept_offset(self, e: Expr, shape: str = "") -> str:
         """Where the kept indices of a tile lie from a leaf's pointer on; ``shape``: how the block is indexed."""
         if not self.spec.grouped:
-            return f"kept_lane{shape} * {e.attrs[0]}_s"
-        return f"kept_group{shape}.to(INT) * {e.attrs[0]}_g + kept_row{shape}.to(INT) * {e.attrs[0]}_s"
+            return f"kept_lane{shape} * {self.stride(e, 's')}"
+        group, row = self.stride(e, "g"), self.stride(e, "s")
+        return f"kept_group{shape}.to(INT) * {group} + kept_row{shape}.to(INT) * {row}"
 
     def pair_strides(self, e: Expr) -> tuple[str, str]:
         """The strides along the kept and the folded axis of a leaf per pair."""
@@ -580,7 +591,7 @@ class ExpressionWriter:
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
-        rows = f"folded_lane[:, None] * {e.attrs[0]}_s" if folded else self.kept_offset(e, "[:, None]")
+        rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"

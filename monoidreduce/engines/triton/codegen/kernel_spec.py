@@ -54,6 +54,7 @@ class Spec:
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
+    eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -67,6 +68,12 @@ class Spec:
     def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
         """The leaves whose blocks are copied by tensor descriptors."""
         return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
+
+    @cached_property
+    def in_eighths(self) -> frozenset[Expr]:
+        """The leaves whose strides are multiples of 8, which the kernel's text says: Triton looks for multiples of 16
+        alone, and would load vectors of 40 features number by number."""
+        return frozenset(e for e, own in zip(self.fold.leaves, self.eighths, strict=False) if own)
 
     @cached_property
     def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:

@@ -171,8 +171,8 @@ def takes(r: Expr, sizes: Sizes) -> bool:
     target, value, _ = r.args
     if sizes.compute is not torch.float32 or target.op != "leaf" or not sizes.rows or not sizes.cols:
         return False
-    if _operands(r) is None or (r.args[2] is ONE and _gathers(r)):  # numbers in their order are torch's own
-        return False
+    if r.attrs[0] != "picks" and (_operands(r) is None or (r.args[2] is ONE and _gathers(r))):
+        return False  # numbers in their order are torch's own
     for e in topological([value], stop=lambda e: e.op in _PRODUCTS):
         if e.op in _PRODUCTS:
             x, y = e.args
@@ -217,6 +217,9 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
     target, value, vector = r.args
     by_rows = _by_rows(r)
     place, weight = pairs.place(target, by_rows), pairs.weight(value, target, by_rows)
+    if r.attrs[0] == "picks":
+        inside = (place >= 0) & (place < (pairs.sizes.cols if by_rows else pairs.sizes.rows))
+        return torch.where(inside, weight, 0.0)
     operands = _operands(r)
     assert operands is not None  # see takes
     which, *leaves = operands
@@ -238,6 +241,8 @@ def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tup
     width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
     leaves: Sequence[Expr] = () if feature is None else (_operands(r) or ())[1:]
     item = 4 if raised or not leaves else max(values[e].element_size() for e in leaves)
+    if r.attrs[0] == "picks":
+        width = matches
     whole = item * width * math.prod(batch) * (side if _gathers(r) else other)
     if len(batch) > 1:  # and, in turn, one of the looped batch dimensions
         whole *= 2

@@ -265,7 +265,7 @@ def gather_labels(
             found.append(pick.run(r, pairs, raised))
         return found[0] if len(batch) == 1 else torch.stack(found).view(*batch, *found[0].shape[1:])
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
-    feature = r.args[2].feature
+    ((feature, _),) = outputs_of(r)
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
     for where in batching.iterate_outer(batch):

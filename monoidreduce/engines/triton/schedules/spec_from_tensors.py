@@ -76,6 +76,7 @@ def describe_fold(
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
         rooms.append(room)
+    converted = {e for e, _, _ in casts} | split
     spec = Spec(
         fold,
         over,
@@ -95,8 +96,17 @@ def describe_fold(
         native=narrow is not None and has_tanh(sizes.device),
         pieces=rewritten.pieces,
         near=rewritten.near,
+        eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return spec, (splits, tuple(casts))
+
+
+def _is_in_eighths(v: Any) -> bool:
+    """Whether rows of 16-bit vectors begin at multiples of 16 bytes, but not all at multiples of 32."""
+    if not isinstance(v, Tensor) or v.dtype not in matmul.SIXTEEN or v.stride(-1) != 1 or v.data_ptr() % 16:
+        return False
+    strides = v.stride()[:-1]
+    return all(s % 8 == 0 for s in strides) and any(s % 16 for s in strides)
 
 
 def convert_leaves(

@@ -1,0 +1,247 @@
+"""Which models of transformers our attention can serve, and the form of masks that their layers understand.
+
+Read from what model classes declare and from the bytecode of their layers, before any number is computed: a model whose
+layers never call the attention function that is registered is refused (:func:`check_dispatch`). This file may import
+the errors alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ArgumentError, FallbackWarning
+
+NAME = "monoidreduce"
+
+
+class MaskForm(enum.IntEnum):
+    """What a model class declares that its attention layers understand as a mask, from least to most."""
+
+    EAGER = 0  # only a matrix that is added to the scores; None means that nothing is masked
+    SDPA = 1  # None beside `is_causal`, or a boolean matrix, as torch's scaled_dot_product_attention has it
+    FLEX = 2  # None as for SDPA, or a mask that the model hands on without looking into it
+    FLASH = 3  # None or a 2-dim padding mask, beside `is_causal` and `sliding_window`, as FlashAttention has it
+
+
+def check_dispatch(model_class: type) -> None:
+    """Raise :class:`ArgumentError` for a model class whose attention layers do not call the attention function.
+
+    Such a model would take the mask of :func:`mask`, which leaves causal order to the attention function, and then
+    compute attention with code of its own: a causal model would see the future. Encoders of images and sounds, parts of
+    larger models, compute what they always do, with a :class:`FallbackWarning`.
+    """
+    found = dispatch(model_class)
+    if found is Dispatch.REFUSED:
+        raise ArgumentError(
+            detail=f'{model_class.__name__} was given attn_implementation="{NAME}", but its attention layers have code '
+            "of their own and do not call the attention function that is registered with transformers",
+            fix='Use attn_implementation="eager" (or "sdpa" where the model has it) for this model. Where it is a part '
+            f'of a larger one, choose for each part: dict(text_config="{NAME}", vision_config="eager")',
+        )
+    if found is Dispatch.IGNORED:
+        warnings.warn(
+            f'{model_class.__name__} has attention code of its own: attn_implementation="{NAME}" does not change it',
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """:func:`check_dispatch` for a model and its submodels, those of them that are set to our attention."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and getattr(part.config, "_attn_implementation", None) == NAME:
+            check_dispatch(type(part))
+
+
+class Dispatch(enum.Enum):
+    """What becomes of a model class that is set to our attention."""
+
+    SERVED = enum.auto()  # its layers look the attention function up, or it has no attention
+    IGNORED = enum.auto()  # its layers have code of their own, and are given the masks that they can read
+    REFUSED = enum.auto()  # its layers have code of their own
+
+
+class Reading(NamedTuple):
+    """What the bytecode of a model class, and of the layers that it constructs, says about its attention."""
+
+    classes: frozenset[type]  # the model class, its layers, and models inside it that share its configuration
+    has_attention: bool
+    uses_interface: bool  # transformers' AttentionInterface, where our function is registered
+    own_choice: bool  # among layers of its own, by the name of the implementation: it does not know ours
+    has_parts: bool  # models with configurations of their own, which are looked at when they are made
+    asks_for_matrix: bool  # of transformers' mask functions: its layers compute with the mask themselves
+
+
+@functools.cache
+def dispatch(model_class: type) -> Dispatch:
+    """What becomes of a model class that is set to our attention."""
+    found = _read(model_class)
+    if found.own_choice:
+        return Dispatch.REFUSED
+    if found.uses_interface or not found.has_attention:
+        return Dispatch.SERVED
+    config_class = getattr(model_class, "config_class", None)
+    if any(_read(c).uses_interface and model_class in _read(c).classes for c in _models(config_class)):
+        return Dispatch.IGNORED  # an encoder, say, beside a decoder that looks the attention function up
+    if found.has_parts:
+        return Dispatch.SERVED
+    of_tokens = "input_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return Dispatch.REFUSED if of_tokens else Dispatch.IGNORED
+
+
+@functools.cache
+def _read(model_class: type) -> Reading:
+    has_attention = uses_interface = own_choice = has_parts = asks_for_matrix = False
+    pending, seen = [model_class], set()
+    while pending:
+        found = pending.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        has_attention |= "Attention" in found.__name__ and not issubclass(found, PreTrainedModel)
+        for name, value in _globals_used(found):
+            uses_interface |= name == "ALL_ATTENTION_FUNCTIONS"
+            own_choice |= isinstance(value, dict) and "eager" in value and all(map(_is_layer, value.values()))
+            if _is_layer(value) and _shares_config(value, model_class):
+                pending.append(value)
+            elif _is_layer(value) or name.startswith("AutoModel"):
+                has_parts = True
+        asks_for_matrix |= any(_names_skip(code) for _, code in _codes(found))
+    return Reading(frozenset(seen), has_attention, uses_interface, own_choice, has_parts, asks_for_matrix)
+
+
+def _models(config_class: type | None) -> list[type]:
+    """The model classes that have a configuration of this class."""
+    return [c for c in _subclasses(PreTrainedModel) if getattr(c, "config_class", None) is config_class]
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _shares_config(layer: type, model_class: type) -> bool:
+    """False for a model with a configuration of its own, which has an attention implementation of its own."""
+    return not issubclass(layer, PreTrainedModel) or layer.config_class is getattr(model_class, "config_class", None)
+
+
+def _codes(layer: type) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
+    """The code of the methods of a class, those of its bases included, with the functions that hold it."""
+    bases = [c for c in layer.__mro__ if c not in PreTrainedModel.__mro__]
+    # `_init_weights` names layers that other models construct
+    members = [m for c in bases for name, m in vars(c).items() if name != "_init_weights"]
+    functions = [inspect.unwrap(getattr(m, "__func__", m)) for m in members if callable(getattr(m, "__func__", m))]
+    for function in filter(inspect.isfunction, functions):
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            yield function, code
+            codes += [c for c in code.co_consts if inspect.iscode(c)]  # comprehensions and inner functions
+
+
+def _globals_used(layer: type) -> Iterator[tuple[str, Any]]:
+    """The global names that the methods of a class use, those of its bases included, and their values."""
+    for function, code in _codes(layer):
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+
+
+def _names_skip(code: types.CodeType) -> bool:
+    """Whether a function tells transformers' mask functions to leave no matrix out: as an argument or a key."""
+    constants = [c for value in code.co_consts for c in (value if isinstance(value, tuple) else (value,))]
+    return "allow_is_causal_skip" in constants or "allow_is_bidirectional_skip" in constants
+
+
+def _classes(module_name: str) -> list[type]:
+    """The classes that a module defines."""
+    module = sys.modules.get(module_name)
+    found = [] if module is None else [c for c in vars(module).values() if isinstance(c, type)]
+    return [c for c in found if c.__module__ == module_name]
+
+
+def _mask_form(model_class: Any) -> MaskForm:
+    """The form of masks that a model class declares to understand."""
+    if _read(model_class).asks_for_matrix:
+        return MaskForm.SDPA if model_class._supports_sdpa else MaskForm.EAGER
+    if model_class._supports_flash_attn:
+        return MaskForm.FLASH
+    if not model_class._supports_sdpa:
+        return MaskForm.EAGER
+    return MaskForm.FLEX if model_class._supports_flex_attn else MaskForm.SDPA
+
+
+@functools.cache
+def _mask_form_of_module(name: str) -> MaskForm:
+    """The form of masks of a layer that has no configuration: the best that a model in the same module understands."""
+    return max((_mask_form(c) for c in _classes(name) if issubclass(c, PreTrainedModel)), default=MaskForm.FLASH)
+
+
+def _mask_form_of_config(config_class: type) -> MaskForm:
+    """The form of masks of the models that have a configuration of this class, some of which must be served."""
+    found = _form_of_config.get(config_class)
+    if found is None:
+        models = next(filter(None, map(_models, config_class.__mro__)), [])
+        found = _mask_form_of_models(models)
+        if models:  # else they may be imported later
+            _form_of_config[config_class] = found
+    return found
+
+
+_form_of_config: dict[type, MaskForm] = {}
+
+
+def _mask_form_of_models(models: list[type]) -> MaskForm:
+    outcomes = {c: dispatch(c) for c in models if _read(c).has_attention or _read(c).own_choice}
+    if outcomes and Dispatch.SERVED not in outcomes.values():
+        for model_class in outcomes:
+            check_dispatch(model_class)
+    if any(found is not Dispatch.SERVED for found in outcomes.values()):
+        return MaskForm.EAGER  # what attention code of their own can read
+    return min(map(_mask_form, outcomes), default=MaskForm.FLASH)
+
+
+# Dynamo runs these once and takes the answers for constants: they depend on classes alone.
+
+
+@torch.compiler.assume_constant_result
+def mask_form_of_config(config_class: type) -> MaskForm:
+    return _mask_form_of_config(config_class)
+
+
+@torch.compiler.assume_constant_result
+def mask_form_of_layer(layer_class: type) -> MaskForm:
+    return _mask_form_of_module(layer_class.__module__)
+
+
+def _subclasses(parent: type) -> list[type]:
+    found: list[type] = list(parent.__subclasses__())
+    return found + [c for child in found for c in _subclasses(child)]
+
+
+def check_models_when_made() -> None:
+    """Have transformers' own check of a model's attention implementation refuse what :func:`check_dispatch` refuses.
+
+    transformers has no hook for it: any registered name is valid for any model. The check runs in a model's constructor
+    and in ``set_attn_implementation``, before any layer is made.
+    """
+    check = PreTrainedModel.get_correct_attn_implementation
+    if getattr(check, "_checks_dispatch", False):
+        return
+
+    @functools.wraps(check)
+    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == NAME:
+            check_dispatch(type(self))
+        return check(self, requested_attention, *args, **kwargs)
+
+    checked._checks_dispatch = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]

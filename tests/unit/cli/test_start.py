@@ -1,0 +1,66 @@
+"""How fast things start: the command line without torch, and the package beside torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from monoidreduce import __version__
+
+PROGRAM = [sys.executable, "-X", "importtime", "-m", "monoidreduce"]
+CPU_SECONDS = "import time, torch; start = time.process_time(); import monoidreduce; print(time.process_time() - start)"
+
+
+def modules(stderr: str) -> set[str]:
+    """The modules that a process imported, by ``-X importtime``."""
+    return {line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--help"], 0, "Show what fits in a given memory"),
+        ([], 0, "Show what fits in a given memory"),
+        (["--version"], 0, f"monoidreduce {__version__}"),
+        (["dmeo"], 2, "No such command 'dmeo'. Did you mean demo?"),
+        (["--verion"], 2, "No such option"),
+    ],
+)
+def test_help_version_and_typos_answer_without_torch(arguments, code, words):
+    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True)
+    assert done.returncode == code and words in done.stdout + done.stderr
+    found = modules(done.stderr)
+    assert "click.core" in found
+    assert not found & {"torch", "numpy", "rich.console", "monoidreduce.op", "monoidreduce.errors"}
+
+
+def test_the_installed_command_starts_without_torch_and_a_layer_file_finds_the_names(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import monoidreduce as mr\nfrom monoidreduce import Row, Col\n"
+        "@mr.op\ndef total(x: Row, y: Col):\n    return mr.sum(x * y)\n"
+    )
+    program = tmp_path / "monoidreduce"  # as pip writes it
+    program.write_text("import sys\nfrom monoidreduce.cli import main\nsys.exit(main())\n")
+    run = lambda *arguments: subprocess.run(
+        [sys.executable, "-X", "importtime", program, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "torch" not in modules(run("--help").stderr)
+    done = run("explain", "mine.py:total", "--rows", "5", "--cols", "7")
+    assert done.returncode == 0 and "5 rows × 7 columns" in done.stdout
+    assert "torch" in modules(done.stderr)
+
+
+def test_an_import_that_fails_leaves_the_collector_as_it_was():
+    code = (
+        "import gc, sys; sys.modules['monoidreduce.nn'] = None\n"
+        "try:\n    import monoidreduce\nexcept ImportError:\n    assert gc.isenabled()\n"
+        "else:\n    raise SystemExit(3)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow  # of a quiet machine
+def test_the_package_adds_a_quarter_of_a_second_to_torch():
+    """CPU seconds beyond torch's own import, with byte code: the best of five processes."""
+    runs = [subprocess.run([sys.executable, "-c", CPU_SECONDS], capture_output=True, text=True) for _ in range(5)]
+    assert min(float(run.stdout) for run in runs) <= 0.25

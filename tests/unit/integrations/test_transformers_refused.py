@@ -1,0 +1,88 @@
+"""Models that never call the attention function are refused before they compute anything, not served wrongly."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import monoidreduce as mr  # noqa: E402
+from monoidreduce.integrations.transformers import NAME, fuse_loss, register  # noqa: E402
+from tests.support.tiny_transformers import BYPASSING, GPT2, IMAGES, make, tokens  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.mark.parametrize("name", BYPASSING)
+def test_a_model_with_attention_of_its_own_is_refused(name):
+    class_name = BYPASSING[name][0]
+    with pytest.raises(mr.ArgumentError, match=rf'{class_name} was given .* Use attn_implementation="eager"'):
+        make(name, NAME)
+    theirs = make(name)  # with attention of its own it is made as ever
+    expected = theirs(tokens())[0]
+    theirs.set_attn_implementation(NAME)  # transformers warns, and leaves it as it is
+    assert torch.equal(theirs(tokens())[0], expected)
+
+
+@pytest.mark.parametrize("name", BYPASSING)
+def test_a_configuration_that_is_changed_by_hand_is_refused_or_means_nothing(name):
+    """Refused where transformers makes the mask, before any number; a model that makes its own goes on as before."""
+    model = make(name)
+    expected = model(tokens())[0]
+    model.config._attn_implementation = NAME
+    if name in ("bloom", "mpt", "falcon", "codegen", "xglm", "gptj", "gpt_neo", "gpt_neox_japanese"):
+        with pytest.raises(mr.ArgumentError, match="do not call the attention function"):
+            model(tokens())
+    else:
+        assert torch.equal(model(tokens())[0], expected)
+    if hasattr(model, "lm_head"):
+        for check in (True, False):
+            with pytest.raises(mr.ArgumentError, match="do not call the attention function"):
+                fuse_loss(model, check=check)
+
+
+@pytest.mark.parametrize("when", ["made", "set later", "written by hand"])
+def test_a_part_of_a_larger_model_is_refused(when):
+    """Images and text: the tower of images is served, and the decoder has attention of its own."""
+    register()
+    config = transformers.LlavaConfig(
+        text_config=transformers.XGLMConfig(**BYPASSING["xglm"][2]),
+        vision_config=transformers.CLIPVisionConfig(**IMAGES["clip"][2]),
+        image_token_index=3,
+    )
+    both = dict(text_config=NAME, vision_config=NAME)
+    if when == "made":
+        with pytest.raises(mr.ArgumentError, match="XGLMModel was given"):
+            transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=both)
+        return
+    kinds = dict(text_config="eager", vision_config=NAME)
+    model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=kinds).eval()
+    expected = model(tokens()).logits
+    if when == "set later":  # transformers warns, and leaves the decoder as it is
+        model.set_attn_implementation(both)
+        assert torch.equal(model(tokens()).logits, expected)
+    else:
+        model.config.text_config._attn_implementation = NAME
+        with pytest.raises(mr.ArgumentError, match="do not call the attention function"):
+            model(tokens())
+
+
+def test_a_subclass_is_judged_by_the_layers_that_it_inherits():
+    class MyBloom(transformers.BloomForCausalLM):
+        pass
+
+    class MyGPT2(transformers.GPT2LMHeadModel):
+        pass
+
+    register()
+    with pytest.raises(mr.ArgumentError, match="MyBloom was given"):
+        MyBloom._from_config(transformers.BloomConfig(**BYPASSING["bloom"][2]), attn_implementation=NAME)
+    ours = MyGPT2._from_config(transformers.GPT2Config(**GPT2), attn_implementation=NAME).eval()
+    theirs = make("gpt2")
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "bert"])
+def test_attention_weights_are_not_returned(name):
+    with pytest.raises(mr.ArgumentError, match=r'weights, which are never built.* attn_implementation="eager"'):
+        make(name, NAME)(tokens(), output_attentions=True)

@@ -1,0 +1,185 @@
+"""``ops.knn.prepare``: an index finds what all pairs give, bit for bit where both run as C++; the same gradients."""
+
+import pickle
+
+import numpy
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engines.common.point_tree import build_in_torch, depth_for
+from monoidreduce.engines.eager import nearest_tree
+from monoidreduce.engines.eager.cpp import compiler, point_search
+from monoidreduce.ops import point_index
+
+pytestmark = pytest.mark.skipif(compiler.current_compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def compiled_pairs(monkeypatch):
+    """All pairs as C++ at any size, as users have them in large calls: of equal distances the first is found."""
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+
+
+def cloud(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "metric"),
+    [(torch.float32, 3, "euclidean"), (torch.float64, 2, "sqeuclidean"), (torch.bfloat16, 2, "euclidean")],
+)
+def test_it_finds_what_all_pairs_give(dtype, features, metric):
+    y, x = cloud(5003, features).to(dtype), cloud(2, 37, features, seed=1).to(dtype)
+    index = ops.knn.prepare(y, metric=metric)
+    assert index.searches and index.share < 0.03
+    found, expected = index(x, 17), ops.knn(x, y, 17, metric=metric)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+    assert found.values.dtype is dtype and torch.equal(index(x, 1).indices, found.indices[..., :1])
+
+
+def test_the_first_of_equals_and_oneself():
+    y = torch.randint(0, 20, (6000, 2), generator=torch.Generator().manual_seed(0)).float()
+    index = ops.knn.prepare(y.mT.contiguous().mT, metric="sqeuclidean")
+    for given in ({}, {"exclude_self": True}):
+        found, expected = index(y[:500], 40, **given), ops.knn(y[:500], y, 40, metric="sqeuclidean", **given)
+        assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+
+
+def test_points_and_queries_that_are_nowhere():
+    y = cloud(60, 2)
+    y[3], y[4, 1], y[5, 0] = float("nan"), float("inf"), -float("inf")
+    x = torch.cat([cloud(5, 2, seed=1), torch.full((1, 2), float("inf")), torch.full((1, 2), float("nan"))])
+    tree = point_search.build(y)
+    assert tree.finite == 57 and set(tree.order[57:].tolist()) == {3, 4, 5}
+    values, places = point_search.search(tree, x, 60)
+    expected = ops.knn(x, y, 60, metric="sqeuclidean")
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(places[:6], expected.indices[:6])
+
+
+def test_batches_have_a_tree_each():
+    y, x = cloud(2, 1, 4500, 2), cloud(3, 9, 2, seed=1)
+    index = ops.knn.prepare(y)
+    found, expected = index(x, 3), ops.knn(x, y, 3)
+    assert found.indices.shape == (2, 3, 9, 3) and torch.equal(found.indices, expected.indices)
+    own = index(y, 2, exclude_self=True)
+    assert torch.equal(own.indices, ops.knn(y, y, 2, exclude_self=True).indices)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_gradients_of_both_orders(batch):
+    y, x = cloud(*batch, 4200, 2).double().requires_grad_(), cloud(*batch, 5, 2, seed=1).double().requires_grad_()
+    with torch.no_grad():
+        x[..., 0, :] = y[..., 7, :]  # a distance of 0, whose root has slope 0
+    weights, results = cloud(*batch, 5, 3, seed=2).double(), []
+    for found in (ops.knn.prepare(y)(x, 3), ops.knn(x, y, 3)):
+        first = torch.autograd.grad((found.values * weights).sum(), (x, y), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, y))
+        results.append((*first, *second))
+    for own, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(own, theirs)
+
+
+def test_compiled_without_a_break():
+    y, x = cloud(5000, 2).requires_grad_(), cloud(11, 2, seed=1)
+    index = ops.knn.prepare(y)
+    compiled = torch.compile(lambda x: index(x, 3).values.sum(), fullgraph=True, backend="aot_eager")
+    own, theirs = compiled(x), index(x, 3).values.sum()
+    torch.testing.assert_close(own, theirs)
+    for a, b in zip(torch.autograd.grad(own, y), torch.autograd.grad(theirs, y), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_kept_on_disk_and_moved(tmp_path):
+    y, x = cloud(5000, 3), cloud(9, 3, seed=1)
+    index = ops.knn.prepare(y)
+    index.save(tmp_path / "points")
+    for other in (ops.PointIndex.load(tmp_path / "points"), pickle.loads(pickle.dumps(index)), index.to("cpu")):
+        assert other.searches and torch.equal(other(x, 4).indices, index(x, 4).indices)
+        assert repr(other) == repr(index) and other.nbytes == index.nbytes <= 5000 * (1.25 * 12 + 8) * 1.1
+    whole = (tmp_path / "points").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    torch.save({"other": 1}, tmp_path / "other")
+    for name in ("cut", "other"):
+        with pytest.raises(mr.ArgumentError, match=f"{name} is not an index"):
+            ops.PointIndex.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        ops.PointIndex.load(tmp_path / "none")
+
+
+def test_numpy_comes_and_goes():
+    y, x = cloud(5000, 2).numpy(), cloud(9, 2, seed=1).numpy()
+    found, expected = ops.knn.prepare(y)(x, 17), ops.knn(x, y, 17)
+    assert isinstance(found.values, numpy.ndarray)
+    assert numpy.array_equal(found.indices, expected.indices) and numpy.array_equal(found.values, expected.values)
+
+
+def test_where_boxes_exclude_nothing_all_pairs_are_compared(monkeypatch):
+    monkeypatch.delenv("MONOIDREDUCE_CPP")
+    monkeypatch.setattr(point_index, "MOST_SHARE", 1e-4)
+    for y in (cloud(5000, 2), cloud(5000, 40), cloud(100, 2)):
+        index = ops.knn.prepare(y)
+        assert not index.searches and not index.nbytes and "all pairs" in repr(index)
+        assert torch.equal(index(y[:7], 3).indices, ops.knn(y[:7], y, 3).indices)
+    monkeypatch.undo()
+    with mr.use(engine="reference"):
+        assert ops.knn.prepare(cloud(5000, 2))(cloud(3, 2), 1).indices.shape == (3, 1)
+
+
+def test_mistakes_are_those_of_knn():
+    y = cloud(5000, 2)
+    index = ops.knn.prepare(y)
+    for given, error in (
+        ((y[:, :1], 3), mr.ShapeError),
+        ((y.double(), 3), mr.DTypeError),
+        ((y, 5001), mr.TopKError),
+        ((y, 0), mr.ArgumentError),
+        (("y", 3), mr.MonoidReduceError),
+    ):
+        with pytest.raises(error):
+            index(*given)
+    for given, error in (((y.int(),), mr.DTypeError), ((y[0],), mr.ShapeError), ((y[:0],), mr.ShapeError)):
+        with pytest.raises(error):
+            ops.knn.prepare(*given)
+    with pytest.raises(mr.ArgumentError, match="faiss"):
+        ops.knn.prepare(y, metric="cosine")
+    y += 1
+    with pytest.raises(mr.ArgumentError, match="changed in place"):
+        index(y, 3)
+
+
+@pytest.mark.parametrize("count", [1, 33, 1000])
+def test_trees_built_by_sorts_hold_the_same_points(count):
+    points = torch.cat([cloud(count, 3), torch.full((2, 3), float("nan"))])
+    for tree in (build_in_torch(points), point_search.build(points)):
+        assert tree.depth == depth_for(count) and tree.finite == count
+        torch.testing.assert_close(points[tree.order].mT, tree.sorted, equal_nan=True)
+        assert sorted(tree.order.tolist()) == list(range(count + 2))
+        for level in range(tree.depth + 1):
+            for node in range(2**level):
+                inside = tree.sorted[:, node * count >> level : (node + 1) * count >> level]
+                box = torch.cat([inside.amin(1), inside.amax(1)])
+                assert torch.equal(box, tree.boxes[2**level + node])
+
+
+def test_one_call_with_many_queries_builds_a_tree(monkeypatch):
+    monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 50)
+    monkeypatch.setattr(nearest_tree, "MIN_POINTS", 50)
+    y, x = cloud(2, 700, 3), cloud(2, 60, 3, seed=1)
+    built = []
+    build = point_search.build
+    monkeypatch.setattr(point_search, "build", lambda points: built.append(len(points)) or build(points))
+    with mr.use(engine="eager"):
+        for given in ({}, {"exclude_self": True}):
+            found = ops.knn(x, y, 5, **given)
+            count, built[:] = len(built), []
+            monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 10**9)
+            expected = ops.knn(x, y, 5, **given)
+            monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 50)
+            assert count == 2 and not built
+            assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+        with mr.budget("1MB"):
+            ops.knn(x, y, 5)
+        assert not built  # a tree is memory too

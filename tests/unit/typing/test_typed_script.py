@@ -1,0 +1,95 @@
+"""A user's script with ``Row["f"]`` and ``@mr.op`` runs, and passes the type checkers and ruff."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT, typed_script
+
+SCRIPT = ROOT / "tests" / "support" / "typed_script.py"
+BIN = Path(sys.executable).parent
+
+
+def run(*command: object, timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def check_with_pyright(script: Path) -> list[str]:
+    """Pyright's errors; skips where it cannot start (its wheel brings no node, and asks the network for one)."""
+    program = BIN / "pyright"
+    if not program.exists():
+        pytest.skip("pyright is not installed")
+    done = run(program, "--outputjson", "--pythonpath", sys.executable, script)
+    try:
+        told = json.loads(done.stdout)
+    except ValueError:
+        pytest.skip(f"pyright does not start here: {done.stderr.strip()[-200:]}")
+    assert told["summary"]["filesAnalyzed"] == 1
+    return [f"{d['range']['start']['line'] + 1}: {d['message']}" for d in told["generalDiagnostics"]]
+
+
+def test_the_script_runs():
+    assert typed_script.main()[-1] == 3
+
+
+def test_pyright_passes_and_knows_the_types(tmp_path):
+    assert check_with_pyright(SCRIPT) == []
+    planted = tmp_path / "planted.py"
+    text = SCRIPT.read_text().replace("text: str = attention.explain", "text: int = attention.explain")
+    planted.write_text(text.replace("lse: Tensor = unannotated", "lse: str = unannotated"))
+    found = check_with_pyright(planted)
+    told = [line.splitlines()[0].split(": ")[1] for line in found]
+    assert 'Type "Explanation" is not assignable to declared type "int"' in told
+    assert 'Type "Tensor" is not assignable to declared type "str"' in told
+
+
+def test_ruff_passes_with_one_line_of_settings():
+    done = run(BIN / "ruff", "check", "--isolated", "--select", "E,F,W,I,B,UP,SIM,RUF", "--line-length", 120,
+               "--per-file-ignores", "**/typed_script.py:F821", SCRIPT)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow  # mypy reads all of torch first: half a minute of CPU time
+def test_mypy_strict_passes(tmp_path):
+    cache = ("--cache-dir", tmp_path / "cache")
+    strict = ("--strict", "--config-file=", *cache)
+    done = run(BIN / "mypy", *strict, "--follow-imports=silent", SCRIPT)
+    assert done.returncode == 0, done.stdout
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "import torch\nfrom monoidreduce import ops\n"
+        "x = torch.ones(3, 2)\n"
+        "a: str = ops.knn(x, x, 1)\nb: str = ops.attention(x, x, x)\nc: str = ops.attention(x, x, x, return_lse=True)\n"
+    )
+    done = run(BIN / "mypy", *strict, "--follow-imports=silent", planted)
+    for name in ("Neighbours", "Tensor", "AttentionOutput"):
+        assert f'(expression has type "{name}"' in done.stdout, done.stdout
+
+
+def test_no_layer_returns_any():
+    """Every layer of ``ops`` says what it returns; where options decide, by overloads."""
+    import ast
+
+    from monoidreduce import ops
+
+    vague = []
+    for path in sorted((ROOT / "monoidreduce" / "ops").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", ())]
+            if isinstance(node, ast.FunctionDef) and node.name in ops.__all__ and "no_type_check" not in decorators:
+                is_overload = "overload" in decorators
+                returns = "" if node.returns is None else ast.unparse(node.returns)
+                overloaded = path.read_text().count(f"@overload\ndef {node.name}(") > 1
+                if (not returns or "Any" in returns) and (is_overload or not overloaded):
+                    vague.append(f"{path.name}: {node.name} -> {returns}")
+            if (
+                isinstance(node, ast.ClassDef)
+                and node.name in ops.__all__
+                and "NamedTuple" in map(ast.unparse, node.bases)
+            ):
+                fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and "Any" in ast.unparse(f.annotation)]
+                vague += [f"{path.name}: {node.name}.{ast.unparse(f.target)}" for f in fields]
+    assert vague == []
