@@ -1,5 +1,5 @@
 """An engine in one file: it walks the pairs once for the reductions over columns and once for those over rows, as
-kernels do, each time by tiles in torch. ``planted`` registers it, in the two places in which an engine's name stands."""
+kernels do, each time by tiles in torch. ``planted`` registers it, in both places in which an engine's name stands."""
 
 import contextlib
 from dataclasses import replace
