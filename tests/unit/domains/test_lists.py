@@ -155,7 +155,7 @@ def test_from_block_mask_lists_partial_and_full_blocks():
     "domain,text",
     [
         (random_blocks(10, 13, 3, 4, (2,)), "mr.blocks(4 row blocks of 3, at most 5 column blocks of 4 each, per [2])"),
-        (mr.blocks(torch.zeros(4, 5, dtype=torch.int64)), "mr.blocks(4 row blocks of 128, at most 5 ...",
+        (mr.blocks(torch.zeros(4, 5, dtype=torch.int64)), "mr.blocks(4 row blocks of 128, at most 5 ..."),
         (mr.pages(torch.tensor([[1, 0]]), torch.tensor([3]), 2), "mr.pages(1 sequences, at most 2 pages of 2 each)"),
         (mr.jagged(torch.tensor([0, 2, 5])), "mr.jagged(2 sequences, rows and columns alike)"),
         (mr.jagged(torch.tensor([0, 2]), torch.tensor([0, 3])), "mr.jagged(1 sequences, rows and columns by ..."),
