@@ -204,7 +204,7 @@ def _apply_primitive(e: Expr, args: list[Any], out: Tensor | None, compute: torc
 
 
 def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """|x_i - y_j|²: directly for few features or few rows; else by a matrix product, with close pairs recomputed directly."""
+    """|x_i - y_j|²: directly for few features or rows; else by a matrix product, close pairs again directly."""
     x, y = x.to(out.dtype), y.to(out.dtype)
     if x.shape[-1] <= FEW_FEATURES:
         return _sqdist_direct(out, x, y)
