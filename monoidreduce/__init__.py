@@ -65,6 +65,7 @@ try:
         from .program.vocabulary import min as min
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
+        from .scaled import scaled
         from .sources import chunks
         from .stream import Stream
 finally:
@@ -126,6 +127,7 @@ __all__ = [
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

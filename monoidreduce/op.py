@@ -40,6 +40,7 @@ from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .runtime.result_form import output_form
+from .scaled import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
@@ -69,6 +70,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         self._programs = Programs(function, self.parameters)
         self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
+        self._for_scaled: dict[tuple, Op] = {}  # by which arguments are stored, and how they are scaled
 
     def __repr__(self) -> str:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
@@ -98,6 +100,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
+        if key is None and _any_scaled(args, kwargs):
+            stored, given = self._stored(args, kwargs)
+            return stored(**given)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
@@ -127,6 +132,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.total(**named)
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs, total=True)
         given = (*args, *kwargs.values())
@@ -186,6 +194,9 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.program(**named)
         return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
@@ -211,6 +222,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.cost(**named, backward=backward, device=device, ranks=ranks)
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
     def explain(
@@ -232,6 +246,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.explain(**named, backward=backward, measure=measure, passes=passes)
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -279,6 +296,11 @@ class Op(dynamo.Compiled, Generic[Result]):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if _any_scaled(args, kwargs):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}.stream was given mr.scaled(...)",
+                fix="A stream takes plain tensors: dequantize() the rows, and each chunk of columns as it comes",
+            )
         rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
         cut = {n: _argument(p, "cols") for n, p in columns.items()}
         return Stream(self._streamed, cut, given, rows)
@@ -339,6 +361,20 @@ class Op(dynamo.Compiled, Generic[Result]):
     def __reduce__(self) -> str:
         return self.function.__qualname__
 
+    def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+        """The same layer for arguments of which some are stored (``scaled.py``), and the arguments as it takes them."""
+        self._check_keywords(kwargs, self.parameters)
+        try:
+            forms, given = split_arguments(self.signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise ArgumentError(
+                detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}"
+            ) from None
+        key = tuple(sorted(forms.items()))
+        if key not in self._for_scaled:
+            self._for_scaled[key] = Op(make_body(self.function, self.parameters, forms))
+        return self._for_scaled[key], given
+
     # Binding and checking
 
     def _prepare(
@@ -389,6 +425,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _any_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(v, Scaled) for v in (*args, *kwargs.values()))
 
 
 def _argument(p: declarations.Parameter, axis: str) -> Argument:

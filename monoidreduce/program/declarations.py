@@ -126,6 +126,14 @@ class Pair(_Declared):
     feature: Feature = None
 
 
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # small types of vectors that have scales (``scaled.py``)
+
+
+def stored(side: Any, what: str) -> Any:
+    """A declaration of ``"vectors"`` that are stored as small numbers, or of their ``"scale"``."""
+    return types.new_class(side.__name__, (side,), exec_body=lambda ns: ns.update(stored=what))
+
+
 AXES = {"rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": ()}  # between batch and features
 
 
@@ -140,12 +148,13 @@ class Parameter:
     optional: bool
     default: Any
     python: type | None = None  # float, int or bool for numbers
+    stored: str = ""  # "vectors" of small numbers, or their "scale" (``scaled.py``)
 
     def expr(self, dtype: str) -> Expr:
         return node(
             "input",
             (),
-            (self.name,),
+            (self.name, "stored") if self.stored == "vectors" else (self.name,),
             rows=self.axis in ("rows", "pairs"),
             cols=self.axis in ("cols", "pairs"),
             feature=self.feature,
@@ -205,7 +214,7 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
         rest = [h for h in typing.get_args(hint) if h is not type(None)]
         optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
     if isinstance(hint, _Side):
-        return Parameter(name, hint.axis, hint.feature, optional, default)
+        return Parameter(name, hint.axis, hint.feature, optional, default, stored=getattr(hint, "stored", ""))
     if hint in (float, int, bool):
         return Parameter(name, "number", None, optional, default, hint)
     if (
