@@ -70,13 +70,15 @@ class Op(dynamo.Compiled, Generic[Result]):
         self._programs = Programs(function, self.parameters)
         self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
-        self._for_scaled: dict[tuple, Op] = {}  # by which arguments are stored, and how they are scaled
 
     def __repr__(self) -> str:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_dynamo_compiling():
+            if _any_scaled(args, kwargs):
+                stored, given = self._stored(args, kwargs)
+                return stored(**given)
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
@@ -361,19 +363,24 @@ class Op(dynamo.Compiled, Generic[Result]):
     def __reduce__(self) -> str:
         return self.function.__qualname__
 
+    # Arguments that are stored as small numbers (``scaled.py``)
+
     def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
-        """The same layer for arguments of which some are stored (``scaled.py``), and the arguments as it takes them."""
-        self._check_keywords(kwargs, self.parameters)
-        try:
-            forms, given = split_arguments(self.signature.bind(*args, **kwargs).arguments)
-        except TypeError as error:
+        """The same layer for arguments of which some are stored, and the arguments as it takes them, by name."""
+        if len(args) > len(self.parameters):
             raise ArgumentError(
-                detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}"
-            ) from None
-        key = tuple(sorted(forms.items()))
-        if key not in self._for_scaled:
-            self._for_scaled[key] = Op(make_body(self.function, self.parameters, forms))
-        return self._for_scaled[key], given
+                detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
+            )
+        forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+        return getattr(self, self._name_stored(*forms)), given
+
+    @dynamo.constant
+    def _name_stored(self, *forms: tuple[str, str]) -> str:
+        """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
+        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        if not hasattr(self, name):
+            setattr(self, name, Op(make_body(self.function, self.parameters, dict(forms))))
+        return name
 
     # Binding and checking
 
@@ -428,7 +435,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
 
 def _any_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(v, Scaled) for v in (*args, *kwargs.values()))
+    return True in [isinstance(v, Scaled) for v in (*args, *kwargs.values())]
 
 
 def _argument(p: declarations.Parameter, axis: str) -> Argument:

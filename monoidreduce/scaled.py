@@ -124,15 +124,15 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_"
 
 
-def split_arguments(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """The form of each argument that is scaled, and all arguments with the scales apart."""
-    forms: dict[str, str] = {}
+    forms: list[tuple[str, str]] = []
     apart: dict[str, Any] = {}
     for name, value in given.items():
         if not isinstance(value, Scaled):
             apart[name] = value
             continue
-        forms[name] = value.form
+        forms.append((name, value.form))
         apart[name] = value.values
         scale = value.scale
         if value.form == _BATCH:
