@@ -142,6 +142,9 @@ class ListedLaunch(FoldLaunch):
         spec = replace(spec, fold=fold, grouped=True, rank=len(rest), guess=False)
         return FewRows(spec, rest, kept, heads * kept, alone=at == 0)
 
+    def _find_group(self, leaves: Leaves) -> int | None:
+        return None  # results are summed over the batch afterwards
+
     def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
         lists, device = self.lists_of, self.sizes.device
         group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
