@@ -12,17 +12,26 @@ one tile (``Spec.grouped``), so that what they fold is read once.
 
 from __future__ import annotations
 
+import re
+
 from ....program.expression import Expr
 from . import few_rows
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
+
+_LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
 
 def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
     """The parameters of the lists, in the order in which ``kernels/listed_fold.py`` gives them, and those that Triton
     must not specialize on."""
     assert spec.listed is not None
-    tensors = ["offsets", "items", *(["ends"] if spec.listed.ends else []), *(["entries"] if spec.listed.entries else [])]
+    tensors = [
+        "offsets",
+        "items",
+        *(["ends"] if spec.listed.ends else []),
+        *(["entries"] if spec.listed.entries else []),
+    ]
     numbers = ["groups", *(f"list_b{k}" for k in range(spec.rank))]
     return [*tensors, *numbers], numbers
 
@@ -133,6 +142,8 @@ def _block(spec: Spec, spot: str) -> str:
 def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     """One loop over all tiles of a list; ``tile``: what one adds to the accumulators, with masks."""
     head = write_place(spec)
+    if spec.listed is not None and spec.listed.single:  # all loads of a tile are on their way before any arithmetic
+        tile = sorted(tile, key=lambda line: _LOAD.match(line) is None)
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
 
@@ -192,8 +203,7 @@ class ListedWriter(ExpressionWriter):
     def add_product(self, total: str, weight: str, block: str) -> str:
         if not self.listed.single:
             return super().add_product(total, weight, block)
-        across = f"tl.reshape({weight}, [FOLDED, 1]).to({self.float})"
-        return f"{total} += tl.sum({across} * {block}.to({self.float}), 0)[None, :]"
+        return f"{total} += tl.sum(tl.reshape({weight}, [FOLDED, 1]) * {block}, 0)[None, :]"
 
     def _over_features(self, e: Expr) -> str:
         wide = self.listed.single and e.op == "sqdist" and all(a.op == "leaf" for a in e.args)
@@ -206,5 +216,8 @@ class ListedWriter(ExpressionWriter):
         parts = []
         for at in self.spec.slices(x.feature):
             blocks = [self.block(e, at=at) for e in (x, y)]
-            parts.append(f"tl.sum({form.format(*(f'{b}.to({self.float})' for b in blocks))}, 1)[None, :]")
+            parts.append(f"tl.sum({form.format(*blocks)}, 1)[None, :]")
         return " + ".join(parts)
+
+    def operand_type(self) -> str:
+        return self.spec.compute if self.listed.single else super().operand_type()

@@ -143,9 +143,7 @@ class FoldLaunch:
 
     def _describe(self, values: Leaves) -> None:
         """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
-        self.spec, self.before = spec_from_tensors.describe_fold(
-            self.fold, self.over, values, self.batch, self.sizes
-        )
+        self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
         few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
         self.few = few
         if few is not None:

@@ -26,7 +26,7 @@ from ....reductions import kind_of
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import compiler, few_rows
-from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
+from ..codegen.kernel_spec import NARROW, Listing, Unsupported
 from ..launch import descriptors
 from ..launch.availability import available
 from ..schedules import spec_from_tensors
@@ -39,6 +39,7 @@ _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kin
 _KINDS = (*_SPLIT_KINDS, "moments", "user")
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
 _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
+_FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
 _UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
 _LEAST_SPLIT = 16  # tiles of a split, on average
 
@@ -118,7 +119,9 @@ class ListedLaunch(FoldLaunch):
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
         self.before = ((), tuple(c for c in casts if c[0] not in read))
-        self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=spec.guess and not spec.bounds)
+        self.spec = replace(
+            spec, types=types, rooms=rooms, bounds=False, join=False, guess=spec.guess and not spec.bounds
+        )
         self.few = self._pack_heads(values)
         if self.few is not None:
             self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
@@ -152,10 +155,14 @@ class ListedLaunch(FoldLaunch):
         listing = Listing(
             lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends is not None, False
         )
-        self.spec = replace(self.spec, listed=replace(listing, entries=lists.entry is not None and self._reads_entries()))
+        self.spec = replace(
+            self.spec, listed=replace(listing, entries=lists.entry is not None and self._reads_entries())
+        )
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
-        copied = () if lists.ends is not None or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        copied = (
+            () if lists.ends is not None or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        )
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, any(copied)))
         if single:
             plan = replace(plan, block_kept=1, boxes=0)
@@ -176,7 +183,9 @@ class ListedLaunch(FoldLaunch):
 
     def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
         """The leaves that descriptors may copy, where pairs are many."""
-        pairs = self.lists_of.items.shape[0] * self.lists_of.folded_block * (self.lists_of.kept_block or self.lengths[0])
+        pairs = (
+            self.lists_of.items.shape[0] * self.lists_of.folded_block * (self.lists_of.kept_block or self.lengths[0])
+        )
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         if pairs < least or self.few is not None:
             return ()
@@ -186,7 +195,7 @@ class ListedLaunch(FoldLaunch):
         family = spec_from_tensors.family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
-        if most <= _MOST_PACKED and item == 2 and plainly.widths.folded:
+        if most <= _FEW and item == 2 and plainly.widths.folded:
             plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1)
         else:
             plan = choose_plan(plainly, self.over, item, family, boxes, group, None)
@@ -194,13 +203,13 @@ class ListedLaunch(FoldLaunch):
 
     def _plan_single(self, plainly: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
-        each 2,048 of their numbers."""
+        each 4,096 of their numbers: one warp need not wait for others."""
         lists = self.lists_of
         average = -(-lists.items.shape[0] * lists.folded_block // max(lists.offsets.shape[0] - 1, 1))
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         folded = max(16, min(1 << max(average - 1, 1).bit_length(), 128, 2**14 // (width * item)))
-        warps = max(1, min(4, folded * width // 2048))
+        warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
     def _split_folded_axis(self) -> None:
@@ -301,23 +310,26 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_LOCAL: dict[int, tuple[Fold, Fold, bool]] = {}
+_LOCAL: dict[int, tuple[Fold, tuple[Fold, bool] | None]] = {}
 _MOST = 1024
 
 
-def localize(fold: Fold) -> tuple[Fold, bool]:
+def localize(fold: Fold) -> tuple[Fold, bool] | None:
     """The fold as a kernel over lists runs it: every pair is listed, a position along a list is the column's index, and
-    a label counts as often as it is listed. And whether positions are read."""
+    a label counts as often as it is listed. And whether positions are read. None where entries of a list are told
+    apart."""
     known = _LOCAL.get(id(fold))
     if known is None:
         if len(_LOCAL) >= _MOST:
             _LOCAL.clear()
-        known = _LOCAL[id(fold)] = (fold, *_localize(fold))  # the fold is held, so that its id stays its own
-    return known[1:]
+        known = _LOCAL[id(fold)] = (fold, _localize(fold))  # the fold is held, so that its id stays its own
+    return known[1]
 
 
-def _localize(fold: Fold) -> tuple[Fold, bool]:
+def _localize(fold: Fold) -> tuple[Fold, bool] | None:
     nodes = topological([*fold.reductions, *fold.scales])
+    if any(e.op == "listed_once" for e in nodes):
+        return None
     changed = {e: const(True) for e in nodes if e.op == "listed"}
     places = {e: index("col") for e in nodes if e.op == "listed_position"}
     changed |= places
@@ -340,16 +352,17 @@ def _sum_of_labels(r: Expr) -> Expr:
     return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
-def run_listed(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Any]
-) -> list[Tensor] | None:
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Any]) -> list[Tensor] | None:
     """Run a fold in kernels that walk lists; None where it has none.
 
     ``leaves``: ``[*batch, M or N(, f)]``, numbers per entry ``[*batch, entries]``. ``lists``: by direction
     (``"cols"``, ``"rows"``), the lists of each group of kept indices (``domains.ColumnLists``)."""
     if not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, logical = localize(fold)
+    local = localize(fold)
+    if local is None:
+        return None
+    own, logical = local
     read: dict[str, Lists] = {}
     for over in dict.fromkeys(r.attrs[1] for r in own.reductions):
         if over == "neither":
