@@ -270,9 +270,8 @@ def test_numbers_per_edge(run):
 def test_lists_without_entries_and_empty_axes(run):
     nothing = mr.edges(torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long))
     with run(nothing), torch.no_grad():
-        total, best, place, picked, sums = several(
-            torch.ones(4, 16), torch.ones(3, 16), torch.zeros(4).long(), torch.ones(3)
-        )
+        q, k, b = torch.ones(4, 16), torch.ones(3, 16), torch.ones(3)
+        total, best, _, picked, sums = several(q, k, torch.zeros(4).long(), b)
     assert (total == -torch.inf).all() and (best == -torch.inf).all()
     assert not picked.any() and not sums.any() and sums.shape == (3,)
     none = mr.edges(torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long))

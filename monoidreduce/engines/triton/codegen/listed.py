@@ -26,12 +26,7 @@ def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
     """The parameters of the lists, in the order in which ``kernels/listed_fold.py`` gives them, and those that Triton
     must not specialize on."""
     assert spec.listed is not None
-    tensors = [
-        "offsets",
-        "items",
-        *(["ends"] if spec.listed.ends else []),
-        *(["entries"] if spec.listed.entries else []),
-    ]
+    tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries
     numbers = ["groups", *(f"list_b{k}" for k in range(spec.rank))]
     return [*tensors, *numbers], numbers
 

@@ -1,7 +1,7 @@
 """Folds over lists: each group of kept indices folds the blocks of the folded axis that its list names, in one kernel.
 
-:func:`run_listed` is what the engine of lists asks before it gathers anything. Kernels are those of ``codegen/listed.py``:
-a block of a list is read where it lies, through descriptors where it is whole, and the walk of a list is split where
+:func:`run_listed` is what the engine of lists asks before it gathers anything. In the kernels (``codegen/listed.py``) a
+block of a list is read where it lies, through descriptors where it is whole, and the walk of a list is split where
 groups are few or unequal. A fold that has no such kernel is answered with None.
 """
 
@@ -119,9 +119,8 @@ class ListedLaunch(FoldLaunch):
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
         self.before = ((), tuple(c for c in casts if c[0] not in read))
-        self.spec = replace(
-            spec, types=types, rooms=rooms, bounds=False, join=False, guess=spec.guess and not spec.bounds
-        )
+        guess = spec.guess and not spec.bounds  # whole tiles must be alike
+        self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
             self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
@@ -134,7 +133,7 @@ class ListedLaunch(FoldLaunch):
         at = len(self.batch) - 1
         rows = (self.lists_of.kept_block or kept) * heads
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(map(kind_entry, spec.fold.leaves)):
+        if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
@@ -152,17 +151,13 @@ class ListedLaunch(FoldLaunch):
         lists, device = self.lists_of, self.sizes.device
         group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
         single = group == 1
-        listing = Listing(
-            lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends is not None, False
-        )
-        self.spec = replace(
-            self.spec, listed=replace(listing, entries=lists.entry is not None and self._reads_entries())
-        )
+        entries = lists.entry is not None and any(e.is_pair for e in self.spec.fold.leaves)
+        ends = lists.ends is not None
+        listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, ends, entries)
+        self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
-        copied = (
-            () if lists.ends is not None or not descriptors.are_supported(device) else self._copied(plainly, leaves)
-        )
+        copied = () if ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, any(copied)))
         if single:
             plan = replace(plan, block_kept=1, boxes=0)
@@ -171,21 +166,17 @@ class ListedLaunch(FoldLaunch):
             tile //= 2
         if tile >= min(_LEAST_TILE, plan.block_folded) > 1 or (asked and tile == plan.block_folded > 1):
             plan = replace(plan, block_folded=tile)
-            self.spec = replace(self.spec, listed=replace(self.spec.listed, gathered=False))
+            self.spec = replace(self.spec, listed=replace(listing, gathered=False))
         else:
             plan = replace(plan, boxes=0)
             self.spec = replace(self.spec, guess=False)
         self.plan = plan
         return copied
 
-    def _reads_entries(self) -> bool:
-        return any(map(kind_entry, self.spec.fold.leaves))
-
     def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
         """The leaves that descriptors may copy, where pairs are many."""
-        pairs = (
-            self.lists_of.items.shape[0] * self.lists_of.folded_block * (self.lists_of.kept_block or self.lengths[0])
-        )
+        lists = self.lists_of
+        pairs = lists.items.shape[0] * lists.folded_block * (lists.kept_block or self.lengths[0])
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         if pairs < least or self.few is not None:
             return ()
@@ -208,7 +199,8 @@ class ListedLaunch(FoldLaunch):
         average = -(-lists.items.shape[0] * lists.folded_block // max(lists.offsets.shape[0] - 1, 1))
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        folded = max(16, min(1 << max(average - 1, 1).bit_length(), 128, 2**14 // (width * item)))
+        most = 1 << (2**14 // (width * item)).bit_length() - 1
+        folded = max(16, min(1 << max(average - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
@@ -254,11 +246,6 @@ class ListedLaunch(FoldLaunch):
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         return super().launched(outputs, [*leaves, *self.given], merged)
-
-
-def kind_entry(e: Expr) -> bool:
-    """Whether a leaf is a number per entry of the lists."""
-    return e.is_pair
 
 
 class PreparedListedFold:
