@@ -18,8 +18,26 @@ from .primitives import PRIMITIVES
 from .simplify import ONE, ZERO, apply, is_constant, lift
 
 __all__ = [
-    "ONE", "ZERO", "apply", "apply_over_features", "component", "dot", "feature_extreme", "fsum", "gap_form",
-    "find_listed", "is_constant", "lift", "listed_node", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms", "vector_norm",
+    "ONE",
+    "ZERO",
+    "apply",
+    "apply_over_features",
+    "component",
+    "dot",
+    "feature_extreme",
+    "find_listed",
+    "fsum",
+    "gap_form",
+    "is_constant",
+    "lift",
+    "listed_node",
+    "normalize_vector",
+    "rebuild",
+    "spread",
+    "sqdist",
+    "substitute",
+    "terms",
+    "vector_norm",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
