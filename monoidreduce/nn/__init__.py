@@ -19,14 +19,18 @@ from .heads import (
     LinearSample,
     LinearSoftCrossEntropyLoss,
     LinearTopK,
+    SampledCrossEntropyLoss,
 )
+from .graphs import GraphAttention
 from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
+from .paged_cache import PagedCache
 
 __all__ = [
     "MLP",
     "ChamferLoss",
     "ContrastiveLoss",
     "GatedMLP",
+    "GraphAttention",
     "LinearArgmax",
     "LinearCrossEntropyLoss",
     "LinearEntropy",
@@ -38,5 +42,7 @@ __all__ = [
     "LinearTopK",
     "MaxSim",
     "MultiheadAttention",
+    "PagedCache",
+    "SampledCrossEntropyLoss",
     "SinkhornLoss",
 ]
