@@ -9,6 +9,7 @@ torch.Size([3, 16])
 """
 
 from .attention import MultiheadAttention
+from .graphs import GraphAttention
 from .heads import (
     LinearArgmax,
     LinearCrossEntropyLoss,
@@ -21,7 +22,6 @@ from .heads import (
     LinearTopK,
     SampledCrossEntropyLoss,
 )
-from .graphs import GraphAttention
 from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
 from .paged_cache import PagedCache
 
