@@ -281,6 +281,8 @@ def _attend(
 ) -> Any:
     """:func:`attention`; with ``blocks``, of rows and columns, causal rows also see later columns of their block."""
     checks.floating(q=q, k=k, v=v)
+    if cols is not None:
+        _check_domain(cols, lengths=lengths, documents=documents, blocks=blocks, bias=bias, attn_mask=attn_mask)
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
         scale = 1 / math.sqrt(max(features, 1))
@@ -436,17 +438,19 @@ def _drop_implied(options: dict[str, Any]) -> None:
         del options["lower_right"]
 
 
-def _align(cols: Any, options: dict[str, Any], q: Tensor) -> None:
-    """Refuse what a domain says already; put each sequence's last row beside its last column where that is asked."""
+def _check_domain(cols: Any, **given: Any) -> None:
+    """Refuse what a domain says already."""
     checks.domain("cols", cols)
-    said = {"pages": ("lengths", "row_documents", "row_blocks", "bias", "attn_mask"), "jagged": ("lengths",)}
-    for name in said.get(cols.kind, ()):
-        if name in options:
-            given = {"row_documents": "documents", "row_blocks": "blocks"}.get(name, name)
+    said = {"pages": tuple(given), "jagged": ("lengths",)}.get(cols.kind, ())
+    for name in said:
+        if given[name] is not None:
             raise ArgumentError(
-                detail=f"{given} was given beside {cols!r}",
-                fix=f"Drop {given}: the {cols.kind} say which columns a sequence has",
+                detail=f"{name} was given beside {cols!r}", fix=f"Drop {name}: cols says which columns a sequence has"
             )
+
+
+def _align(cols: Any, options: dict[str, Any], q: Tensor) -> None:
+    """Put each sequence's last row beside its last column where that is asked."""
     if "lower_right" in options and cols.kind == "pages":  # rows are a sequence's last as it is
         del options["lower_right"]
     elif "lower_right" in options and isinstance(cols, Jagged):

@@ -66,7 +66,7 @@ def sampled_cross_entropy(
       estimates that of the whole softmax. It may be float32 beside 16-bit inputs.
     - ``remove_hits``: a sample that is the row's own class is left out. A class that is sampled twice counts twice.
     - ``ignore_index`` (-100 if left out), ``token_weights``, ``reduction``: as in :func:`linear_cross_entropy`.
-    - ``sparse_grad``: the gradients of ``weight`` and ``bias`` are sparse, of the classes that took part, for
+    - ``sparse_grad``: the gradient of ``weight`` is sparse, of the classes that took part, for
       ``torch.optim.SparseAdam`` and the like. Their vectors are then copied once for the call, each class once.
 
     Raises :class:`LabelError` and :class:`ColumnListError` for classes that do not exist (see ``mr.use(check=True)``),
@@ -108,7 +108,7 @@ def sampled_cross_entropy(
     if sparse_grad:
         used, place = torch.unique(torch.cat([classes, chosen.flatten()]), return_inverse=True)
         weight = F.embedding(used, weight, sparse=True)
-        bias = None if bias is None else F.embedding(used, bias.unsqueeze(1), sparse=True).squeeze(1)
+        bias = None if bias is None else bias[used]
         log_q = None if log_q is None else log_q[used]
         classes, chosen = place[: len(classes)], place[len(classes) :].view(chosen.shape)
     options["bias"] = bias

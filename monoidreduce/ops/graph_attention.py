@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, no_type_check
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from ..domains import Edges
@@ -25,7 +25,7 @@ def _graph_attention(
 ):
     s = target + source if bias is None else target + source + bias
     kept = values if dropout_p is None else mr.dropout(values, dropout_p, seed)
-    return mr.softmax_mean(F.leaky_relu(s, negative_slope), kept)
+    return mr.softmax_mean(torch.where(s > 0, s, s * negative_slope), kept)
 
 
 @checks.public_layer
