@@ -333,13 +333,13 @@ class Op(dynamo.Compiled, Generic[Result]):
         """The op over the pairs that the keyword ``cols`` says, and all arguments by name."""
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
-            call = domain_call.bind_domain(self.parameters, self._bind(args, own), kwargs[declarations.RESERVED])
+            domain = domain_call.check_domain(kwargs[declarations.RESERVED])
+            op = self._over.get(domain.form)
+            if op is None:
+                op = self._over[domain.form] = Op(self.function, domain.form)
+            return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
-        op = self._over.get(call.form)
-        if op is None:
-            op = self._over[call.form] = Op(self.function, call.form)
-        return op, call
 
     # Plans
 
@@ -380,7 +380,10 @@ class Op(dynamo.Compiled, Generic[Result]):
             raise error.at(self._describe(args, kwargs)) from None
         return traced, values, sizes, out
 
-    def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind(
+        self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, declarations.Parameter] | None = None
+    ) -> dict[str, Any]:
+        """The arguments by name; ``parameters``: as what they are declared, if not as the op's."""
         self._check_keywords(kwargs, self.parameters)
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -391,7 +394,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         bound.apply_defaults()
         values = dict(bound.arguments)
         for name, value in values.items():
-            p = self.parameters[name]
+            p = (parameters or self.parameters)[name]
             if p.is_tensor and not isinstance(value, Tensor | None) and arrays.is_array(value):
                 values[name] = value = arrays.to_tensor(value, name)
             check_kind(p, value)

@@ -43,12 +43,17 @@ def parameters_over(form: tuple, parameters: Mapping[str, Parameter]) -> dict[st
     return own | {name: Parameter(name, axis, None, False, ...) for name, axis in inputs_of(form)}
 
 
-def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], domain: Any) -> DomainCall:
-    """The arguments of a call whose ``values`` are bound, with those of its domain."""
+def check_domain(domain: Any) -> Domain:
+    """What was given as ``cols``, if it is a domain."""
     if not isinstance(domain, Domain):
         raise ArgumentError(
             detail=f"cols was given {shown(domain)}", fix="Give mr.blocks, mr.pages, mr.jagged or mr.edges"
         )
+    return domain
+
+
+def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], domain: Domain) -> DomainCall:
+    """The arguments of a call whose ``values`` are bound, with those of its domain."""
     given = {n: v for n, v in values.items() if isinstance(v, Tensor) and parameters[n].is_tensor}
     if isinstance(domain, Pages):
         return _bind_pages(parameters, values, given, domain)
@@ -78,7 +83,7 @@ def _length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], ax
 def _check_numbers_of_edges(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], domain: Edges) -> None:
     edges = domain.index.shape[-1]
     for name, value in given.items():
-        if parameters[name].axis == "pairs" and value.shape[-1] != edges:
+        if parameters[name].axis == "edges" and value.shape[-1] != edges:
             raise ShapeError(
                 detail=f"{name} has shape {tuple(value.shape)}, but with mr.edges a Pair is one number an edge",
                 fix=f"Give [..., {edges}]",

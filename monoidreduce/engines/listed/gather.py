@@ -45,12 +45,12 @@ class FlatLeaf:
     def __init__(self, value: Tensor, e: Expr, layout: Layout, edges: bool):
         self.e, self.own, self.edges = e, layout.own, edges and e.is_pair
         behind = (1 if self.edges else e.rows + e.cols) + (e.feature is not None)
-        value = value.reshape(*(1,) * (len(layout.batch) + behind - value.dim()), *value.shape)
+        value = value.reshape((1,) * (len(layout.batch) + behind - value.dim()) + tuple(value.shape))
         axes = list(range(len(layout.batch), len(layout.batch) + behind))
         tail = [axes.pop()] if e.feature is not None else []
         shared = [value.shape[d] for d in layout.shared]
         self.batch, self.axes = [value.shape[d] for d in layout.own], [value.shape[d] for d in axes]
-        moved = value.permute(*layout.shared, *layout.own, *axes, *tail)
+        moved = value.permute((*layout.shared, *layout.own, *axes, *tail))
         self.flat, self.dim = moved.reshape(*shared, -1, *(value.shape[d] for d in tail)), len(shared)
 
     def index(self, piece: Piece) -> Tensor | None:
@@ -62,9 +62,9 @@ class FlatLeaf:
         if self.edges:
             return at * self.axes[0] + piece.edge.unsqueeze(2 if piece.over == "rows" else 1)
         if self.e.is_pair:
-            rows, cols = self.axes
-            at = at * rows + (piece.rows.unsqueeze(2) if rows != 1 else 0)
-            at = at * cols + (piece.cols.unsqueeze(1) if cols != 1 else 0)
+            rows, cols = self.axes  # of an axis of size 1 the one number stands for all, and is read for each
+            at = at * rows + piece.rows.unsqueeze(2) * (rows != 1)
+            at = at * cols + piece.cols.unsqueeze(1) * (cols != 1)
         elif self.axes:
             at = at * self.axes[0] + (piece.rows if self.e.rows else piece.cols)
         return at if isinstance(at, Tensor) else None
@@ -73,7 +73,7 @@ class FlatLeaf:
         """The leaf of a batch of pieces: ``[*shared, pieces, rows and columns of a piece, features]``."""
         at = self.index(piece)
         if at is None:
-            return self.flat.unflatten(self.dim, (1,) * (1 + 2 * self.e.is_pair)) if self.e.is_pair else self.flat
+            return self.flat
         return self.flat.index_select(self.dim, at.reshape(-1)).unflatten(self.dim, at.shape)
 
 

@@ -44,7 +44,8 @@ class Lists:
         return -(-self.kept_size // self.kept_block)
 
     def pieces(self, most: int, merged: tuple[int, ...]) -> Pieces:
-        """The lists cut into pieces of at most ``most`` units; ``merged``: batch dimensions whose lists are combined."""
+        """The lists cut into pieces of at most ``most`` units; ``merged``: batch dimensions along which lists of one
+        kept block are combined."""
         key = most, merged
         if key not in self.known:
             owner = self.kept

@@ -100,7 +100,7 @@ class _Run:
         self.own = [kept[d] for d in self.layout.own]
         self.blocks = math.prod(kept) * lists.kept_blocks
         self.pairs = {
-            k: torch.zeros(*_pair_form(given[r.args[1]], sizes, edges), device=sizes.device)
+            k: _zeros_per_pair(given[r.args[1]], sizes, edges)
             for k, r in zip(local.places, self.reductions, strict=True)
             if kind_of(r).per_pair
         }
@@ -134,8 +134,7 @@ class _Run:
                     t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
         named = dict(zip(self.local.places, whole, strict=True))
         return [
-            [self.pairs[k]] if k in self.pairs else [self._as_result(t, o) for t, o in zip(named[k], outputs_of(r))]
-            for k, r in zip(self.local.places, self.reductions, strict=True)
+            [self.pairs[k]] if k in self.pairs else [self._as_result(t) for t in named[k]] for k in self.local.places
         ]
 
     @property
@@ -213,9 +212,7 @@ class _Run:
         flat = self.flat[leaf]
         at, target = flat.index(piece), FlatLeaf(self.pairs[k], leaf, self.layout, self.edges).flat
         values = found[0].to(target.dtype)
-        if at is None:
-            target += values.reshape(*target.shape[: flat.dim], -1).sum(-1, keepdim=True)
-            return []
+        assert at is not None
         unique = self.edges and all(n != 1 for n in flat.batch)
         values = values.flatten(flat.dim)
         valid = None
@@ -229,7 +226,7 @@ class _Run:
         if unique:
             target.index_copy_(flat.dim, at, values)
         else:
-            target.index_put_((*(slice(None),) * flat.dim, at), values, accumulate=True)
+            target.movedim(-1, 0).index_put_((at,), values.movedim(-1, 0), accumulate=True)
         return []
 
     def _empty(self, r: Expr) -> list[Tensor]:
@@ -260,7 +257,7 @@ class _Run:
             for t, v in zip(parts[n], state, strict=True):
                 t.index_copy_(1 + self.layout_dim, piece.slot, v.to(t.dtype))
 
-    def _as_result(self, t: Tensor, output: tuple) -> Tensor:
+    def _as_result(self, t: Tensor) -> Tensor:
         """``[*shared, blocks, block, features]`` as ``[*batch, kept axis, features]``."""
         lists, shared = self.lists, self.layout.shared
         tail = t.shape[self.layout_dim + 2 :]
@@ -269,9 +266,10 @@ class _Run:
         order = [0] * len(self.sizes.batch)
         for at, d in enumerate((*shared, *self.layout.own)):
             order[d] = at
-        return t.permute(*order, *range(len(order), t.dim())).contiguous()
+        return t.permute((*order, *range(len(order), t.dim()))).contiguous()
 
 
-def _pair_form(like: Tensor, sizes: Sizes, edges: bool) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of a result per pair (the arguments of ``torch.zeros``)."""
-    return (tuple(like.shape), sizes.compute) if edges else pair_result_form(like, sizes)
+def _zeros_per_pair(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:
+    """Zeros for a result per pair, or per edge."""
+    shape, dtype = (tuple(like.shape), sizes.compute) if edges else pair_result_form(like, sizes)
+    return torch.zeros(shape, dtype=dtype, device=sizes.device)
