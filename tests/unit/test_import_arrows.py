@@ -29,7 +29,7 @@ LAUNCH = CODEGEN | {"engines.triton.launch"}
 SCHEDULES = LAUNCH | {"engines.triton.schedules"}
 KERNELS = SCHEDULES | {"engines.triton.kernels"}
 PANEL_KERNELS = KERNELS | {"engines.panel", "engines.triton.panel"}
-ENGINES = COMMON | {"engines.eager", "engines.listed", "engines.panel", "engines.triton", "engines.ranks", "engines.dense"}
+ENGINES = COMMON | {f"engines.{name}" for name in ("dense", "eager", "listed", "panel", "ranks", "triton")}
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
