@@ -62,10 +62,15 @@ class Op(dynamo.Compiled, Generic[Result]):
     tensor([1, 0])
     """
 
-    def __init__(self, function: Callable, domain: tuple | None = None):
+    def __init__(
+        self,
+        function: Callable,
+        domain: tuple | None = None,
+        parameters: Mapping[str, declarations.Parameter] | None = None,
+    ):
         functools.update_wrapper(self, function)
         self.function = function
-        self.parameters = declarations.parameters(function)
+        self.parameters = declarations.parameters(function) if parameters is None else dict(parameters)
         self.signature = inspect.signature(function)
         self.domain = domain  # the form of the pairs that exist (``runtime/domain_call.py``); None: all
         if domain is not None:
@@ -82,10 +87,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        if declarations.RESERVED in kwargs or torch.compiler.is_dynamo_compiling():
-            if _any_scaled(args, kwargs):
-                stored, given = self._stored(args, kwargs)
-                return stored(**given)
+        unusual = declarations.RESERVED in kwargs or torch.compiler.is_dynamo_compiling()
+        if unusual and _any_scaled(args, kwargs):
+            stored, given = self._stored(args, kwargs)
+            return stored(**given)
         if declarations.RESERVED in kwargs:
             op, call = self._restrict(args, kwargs)
             return call.finish(op(**call.values))
@@ -361,7 +366,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
             op = self._over.get(domain.form)
             if op is None:
-                op = self._over[domain.form] = Op(self.function, domain.form)
+                op = self._over[domain.form] = Op(self.function, domain.form, self.parameters)
             return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
@@ -405,7 +410,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
         name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
         if not hasattr(self, name):
-            setattr(self, name, Op(make_body(self.function, self.parameters, dict(forms))))
+            body, parameters = make_body(self.function, self.parameters, dict(forms))
+            setattr(self, name, Op(body, parameters=parameters))
         return name
 
     # Binding and checking

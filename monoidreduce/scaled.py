@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
-from .program.declarations import STORED, Batch, Col, Parameter, Row, stored
+from .program.declarations import STORED, Parameter
 
 _NUMBER, _BATCH, _VECTOR = "number", "batch", "vector"  # what has a scale of its own: all, a batch element, a vector
 
@@ -47,6 +47,26 @@ class Scaled:
     def dim(self) -> int:
         """How many dimensions the vectors have."""
         return self.values.dim()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, at: Tensor | slice) -> Any:
+        """Some of the vectors: a slice of them as they are stored; those at given indices as a plain tensor."""
+        scale = self.scale
+        if isinstance(scale, Tensor) and scale.dim() == self.values.dim() - 1 and len(scale) == len(self.values):
+            scale = scale[at]
+        found = Scaled(self.values[at], scale)
+        return found if isinstance(at, slice) else found.dequantize()
+
+    def unsqueeze(self, dim: int) -> Scaled:
+        """The same vectors with one more batch dimension, counted from the end as in torch."""
+        if dim > -3:
+            raise ShapeError(detail=f"dimension {dim} is no batch dimension of {self!r}", fix="Give -3 or less")
+        scale = self.scale
+        if isinstance(scale, Tensor) and scale.dim() >= -dim - 1:
+            scale = scale.unsqueeze(dim + 1)
+        return Scaled(self.values.unsqueeze(dim), scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors as a plain tensor, for comparison: as many times larger as ``dtype`` is.
@@ -143,15 +163,25 @@ def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, str]], di
     return forms, apart
 
 
-def make_body(function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, str]) -> Callable:
-    """The body of a layer for stored arguments: it multiplies each by its scale, which is one more parameter."""
-    for name in forms:
-        p = parameters[name]
+def make_body(
+    function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, str]
+) -> tuple[Callable, dict[str, Parameter]]:
+    """The body of a layer for stored arguments, which multiplies each by its scale, and its parameters: the scales are
+    further ones."""
+    found: dict[str, Parameter] = {}
+    for name, p in parameters.items():
+        found[name] = p
+        if name not in forms:
+            continue
         if p.axis not in ("rows", "cols") or p.feature is None:
             raise ArgumentError(
                 detail=f"{name} is declared {p}, but was given mr.scaled(...)",
                 fix='Only vectors of rows and columns, Row["f"] and Col["f"], may be stored so',
             )
+        axis = {_NUMBER: "number", _BATCH: "batch"}.get(forms[name], p.axis)
+        python = float if axis == "number" else None
+        found[name] = replace(p, stored="vectors")
+        found[scale_name(name)] = Parameter(scale_name(name), axis, None, False, ..., python, stored="scale")
 
     @functools.wraps(function)
     def body(**given: Any) -> Any:
@@ -159,18 +189,13 @@ def make_body(function: Callable, parameters: Mapping[str, Parameter], forms: Ma
             given[name] = given[name] * given.pop(scale_name(name))
         return function(**given)
 
-    hints = dict(getattr(function, "__annotations__", {}))
-    own = inspect.signature(function)
-    listed = []
-    for name, p in own.parameters.items():
-        listed.append(p.replace(kind=p.KEYWORD_ONLY))
-        if name in forms:
-            side = Row if parameters[name].axis == "rows" else Col
-            hints[name] = stored(side[parameters[name].feature], "vectors")
-            of = {_NUMBER: float, _BATCH: stored(Batch, "scale"), _VECTOR: stored(side, "scale")}
-            hints[scale_name(name)] = of[forms[name]]
-            listed.append(inspect.Parameter(scale_name(name), p.KEYWORD_ONLY))
-    body.__annotations__ = hints
-    body.__signature__ = own.replace(parameters=listed)  # type: ignore[attr-defined]
+    own = inspect.signature(function).parameters
+    listed = [
+        inspect.Parameter(
+            n, inspect.Parameter.KEYWORD_ONLY, default=own[n].default if n in own else inspect.Parameter.empty
+        )
+        for n in found
+    ]
+    body.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     del body.__wrapped__
-    return body
+    return body, found

@@ -129,11 +129,6 @@ class Pair(_Declared):
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # small types of vectors that have scales (``scaled.py``)
 
 
-def stored(side: Any, what: str) -> Any:
-    """A declaration of ``"vectors"`` that are stored as small numbers, or of their ``"scale"``."""
-    return types.new_class(side.__name__, (side,), exec_body=lambda ns: ns.update(stored=what))
-
-
 AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
     "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
     "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
@@ -225,7 +220,7 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
         rest = [h for h in typing.get_args(hint) if h is not type(None)]
         optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
     if isinstance(hint, _Side):
-        return Parameter(name, hint.axis, hint.feature, optional, default, stored=getattr(hint, "stored", ""))
+        return Parameter(name, hint.axis, hint.feature, optional, default)
     if hint in (float, int, bool):
         return Parameter(name, "number", None, optional, default, hint)
     if (
