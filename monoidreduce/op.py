@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,13 +31,13 @@ from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
-from .program import declarations
+from .program import constructors, declarations
 from .program.compile import compile_program
 from .program.domain import inputs_of as domain_inputs
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, domain_call, dynamo, layer_replay, logit_rounding, registry
+from .runtime import call_context, domain_call, dynamo, layer_replay, listed_cost, logit_rounding, registry
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
@@ -270,7 +271,13 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        return Subject(self.function.__name__, traced, inputs, sizes, backward)
+        listed, found = constructors.find_listed(traced.outputs), None
+        if listed is not None:
+            found = listed_cost.count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+            average = max(1, round(found.average))
+            outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
+            traced = replace(traced, outputs=outputs)
+        return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
 
     # Over ranks, and over columns that come in chunks
 
