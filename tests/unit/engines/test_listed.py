@@ -124,8 +124,8 @@ def test_second_derivatives(op):
             if t.is_floating_point()
         )
 
-    assert gradcheck(call, args)
-    assert gradgradcheck(call, args)
+    assert gradcheck(call, args, fast_mode=True)
+    assert gradgradcheck(call, args, fast_mode=True)
 
 
 # Numbers of edges and of pairs
@@ -137,8 +137,8 @@ def test_numbers_of_edges():
     args = [torch.randn(n, 1, dtype=F64, requires_grad=True) for n in (3, 3, 3)]
     args.append(torch.randn(5, dtype=F64, requires_grad=True))
     call = lambda *given: listed_cases.both_ways(*given, cols=edges)[0]
-    assert gradcheck(call, args)
-    assert gradgradcheck(call, args)
+    assert gradcheck(call, args, fast_mode=True)
+    assert gradgradcheck(call, args, fast_mode=True)
     x, y, v, bias = args
     owner = torch.tensor([0, 0, 0, 2, 2])
     weight = torch.exp(torch.tanh((x[owner] * y[edges.index]).sum(-1)) + bias)
