@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import domains
 from ...domains import Domain
 from ...errors import EngineError
-from ...program.constructors import find_listed
+from ...program.constructors import find_listed, listed_node
 from ...program.expression import Expr, topological
 from ...reductions import kind_of
 from ...reductions.base import folded_dim, stretch
@@ -92,11 +92,16 @@ def reduce_listed(
     listed = find_listed(e.args)
     if listed is None:
         return dense(fields, size)
-    times = count_pairs(listed, [tensors_of(a) for a in listed.args], *shape)
+    tensors, (form,) = [tensors_of(a) for a in listed.args], listed.attrs
+    kind, (_, over, params) = kind_of(e), e.attrs
+    times = count_pairs(listed, tensors, *shape)
     most = int(times.max()) if times.numel() else 0
     if most < 2:
-        return dense(fields, size)
-    kind, (_, over, params) = kind_of(e), e.attrs
+        found = dense(fields, size)
+        if kind.place is not None and form[0] == "pages" and over == "cols":
+            position = listed_node("listed_position", form, listed.args)
+            found[kind.place] = _to_position(found[kind.place], evaluate_node(position, tensors, *shape))
+        return found
     vectors = [a.feature is not None for a in e.args]
     absent, whole = kind.absent(params, e.args), stretch([*fields, times], [*vectors, False], over, size)
     copies = []
@@ -109,3 +114,10 @@ def reduce_listed(
         place = found[kind.place]
         found[kind.place] = torch.where(place < 0, place, place % size)
     return found
+
+
+def _to_position(place: Tensor, position: Tensor) -> Tensor:
+    """Columns of all pages as positions in the sequence; ``position``: ``[*batch, 1, cols]``."""
+    rows = place.reshape(*place.shape[: position.dim() - 1], -1)
+    position = position.expand(*rows.shape[:-1], position.shape[-1])
+    return torch.where(rows < 0, rows, position.gather(-1, rows.clamp(min=0))).view_as(place)
