@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,20 +25,20 @@ from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import ChunkedProgram
-from .errors import ArgumentError, MonoidReduceError, shown
+from .errors import ArgumentError, MonoidReduceError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
-from .program import declarations
+from .program import constructors, declarations
 from .program.compile import compile_program
 from .program.domain import inputs_of as domain_inputs
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, domain_call, dynamo, layer_replay, logit_rounding, registry
+from .runtime import call_context, domain_call, dynamo, layer_replay, listed_cost, logit_rounding, registry
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
@@ -83,9 +84,6 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
-            return call.finish(op(**call.values))
         if torch.compiler.is_dynamo_compiling():
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
@@ -94,6 +92,9 @@ class Op(dynamo.Compiled, Generic[Result]):
             if nested.any_nested([*args, *kwargs.values()]):
                 return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
             return self._compiled(args, kwargs)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return call.finish(op(**call.values))
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
@@ -145,6 +146,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         """
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs, total=True)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.total(**call.values)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -187,6 +191,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> all(fold.seconds <= fold.safe_seconds for fold in attention.tune(*torch.randn(3, 300, 8)).folds)
         True
         """
+        if declarations.RESERVED in kwargs:
+            raise ArgumentError(
+                detail="tune was given cols",
+                fix="Call the op: listed pairs have one schedule",
+            )
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
     def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> Plan | None:
@@ -202,6 +211,9 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.program(**call.values)
         return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
@@ -227,6 +239,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
     def explain(
@@ -248,6 +263,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -259,7 +277,13 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        return Subject(self.function.__name__, traced, inputs, sizes, backward)
+        listed, found = constructors.find_listed(traced.outputs), None
+        if listed is not None:
+            found = listed_cost.count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+            average = max(1, round(found.average))
+            outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
+            traced = replace(traced, outputs=outputs)
+        return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
 
     # Over ranks, and over columns that come in chunks
 
@@ -286,6 +310,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
+        if declarations.RESERVED in kwargs:
+            raise StreamError(
+                detail="stream was given cols, whose lists name columns that are not there yet",
+                fix="Give all columns at once, or hide pairs with a condition in the body",
+            )
         columns = {n: p for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
         self._check_keywords(kwargs, self.parameters)
