@@ -21,6 +21,7 @@ from torch import Tensor
 from . import arrays
 from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
+from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import ChunkedProgram
@@ -72,6 +73,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             self.parameters = domain_call.parameters_over(domain, self.parameters)
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
+        self._sides = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
         self._over: dict[tuple, Op] = {}  # the same op over the pairs of a domain, by its form
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters, domain)
@@ -87,6 +89,8 @@ class Op(dynamo.Compiled, Generic[Result]):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(self._divided_call)(*args, **kwargs)
+            if nested.any_nested([*args, *kwargs.values()]):
+                return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
             return self._compiled(args, kwargs)
         if declarations.RESERVED in kwargs:
             op, call = self._restrict(args, kwargs)
@@ -109,6 +113,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
+        if key is None and nested.any_nested((*args, *kwargs.values())):
+            return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
