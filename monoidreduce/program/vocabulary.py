@@ -103,7 +103,7 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
             fix="Decorate the function that calls it with @mr.op",
         )
     fields = tuple(expr_of(v) for v in values)
-    number_fields = fields[:1] if vectors and kind != "sum" else () if vectors else fields
+    number_fields = fields[:1] if vectors and kind not in ("sum", "user") else () if vectors else fields
     for f in number_fields:
         if f.feature is not None:
             raise UnreducedError(

@@ -32,7 +32,7 @@ from ..engines.common.gradient_program import (
     zero_gradient,
 )
 from ..engines.common.one_sided import Side
-from ..engines.common.others import other_gradients, other_results
+from ..engines.common.others import other_gradients, split_cotangents
 from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
@@ -530,9 +530,8 @@ def _pass_gradients(
     form: SavingFold | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    others = [g if other else None for g, other in zip(cotangents, other_results(context.fold), strict=True)]
+    local, others = split_cotangents(context.fold, cotangents)
     if any(g is not None for g in others):
-        local = [None if other else g for g, other in zip(cotangents, other_results(context.fold), strict=True)]
         grads = other_gradients(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)

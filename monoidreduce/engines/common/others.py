@@ -49,14 +49,27 @@ def other_gradients(
 ) -> list[Tensor | None]:
     """The gradients of leaves (those ``wanted``) through the results of :func:`other_results`; differentiable."""
     grads: list[Tensor | None] = [None] * len(leaves)
-    for fold_of, given in _each_reduction(fold, cotangents):
+    for fold_of, given in each_reduction(fold, cotangents):
         job = Blocks(fold_of, sizes, tuple(leaves), tuple(wanted))
-        for k, g in zip(job.asked, job.gradients(given), strict=True):
-            grads[k] = g if grads[k] is None else grads[k] + g
+        add_gradients(grads, job, job.gradients(given))
     return grads
 
 
-def _each_reduction(fold: Fold, cotangents: Sequence[Tensor | None]) -> Iterator[tuple[Fold, list[Tensor | None]]]:
+def split_cotangents(fold: Fold, cotangents: Sequence[Tensor | None]) -> tuple[list, list]:
+    """The cotangents of the results that have a local gradient, and those of :func:`other_results`; None elsewhere."""
+    pairs = [*zip(cotangents, other_results(fold), strict=True)]
+    return [None if other else g for g, other in pairs], [g if other else None for g, other in pairs]
+
+
+def add_gradients(grads: list[Tensor | None], job: Blocks, found: Sequence[Tensor]) -> None:
+    """Add the gradients of a job's leaves to those of all leaves."""
+    for k, g in zip(job.asked, found, strict=True):
+        before = grads[k]
+        grads[k] = g if before is None else before + g
+
+
+def each_reduction(fold: Fold, cotangents: Sequence[Tensor | None]) -> Iterator[tuple[Fold, list[Tensor | None]]]:
+    """Each reduction of :func:`other_results` as a fold of its own, with its cotangents, if it has any."""
     at = 0
     for r in fold.reductions:
         count = len(outputs_of(r))
@@ -97,8 +110,12 @@ class Blocks:
         asked = tuple(self.moving.index(k) for k in self.asked)
         if not asked:
             return ()
-        given = [self._zeros(k) if g is None else g for k, g in enumerate(cotangents)]
+        given = self.filled(cotangents)
         return _Gradient.apply(self, 0, asked, *(self.leaves[k] for k in self.moving), *given)
+
+    def filled(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Cotangents, with zeros for those that are not given."""
+        return [self._zeros(k) if g is None else g for k, g in enumerate(cotangents)]
 
     # Blocks
 
@@ -305,6 +322,8 @@ def _vjp(function: Function, values: Sequence[Tensor], g: tuple[Tensor, ...]) ->
     with torch.enable_grad():
         given = [v.detach().requires_grad_() for v in values]
         roots = [(y, c) for y, c in zip(function(*given), g, strict=True) if y.requires_grad]
+        if not roots:
+            return tuple(torch.zeros_like(v) for v in values)
         made = torch.autograd.grad(
             [y for y, _ in roots], given, [c.to(y.dtype) for y, c in roots], allow_unused=True, materialize_grads=True
         )
