@@ -16,7 +16,6 @@ from .expression import Expr, topological
 from .primitives import PRIMITIVES
 from .symbol import Symbol
 
-
 Derivatives = Mapping[str, Callable[..., Sequence[Any]]]  # by primitive, as in the table
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..algebra import Monoid, Scalar
+from ..algebra import Monoid, Scalar, Vector
 from ..algebra.probe import probe
-from ..errors import ArgumentError, TraceError, UnreducedError
+from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError
 from ..reductions import make
 from . import constructors
 from .advice import check_call
@@ -386,6 +386,11 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
             raise UnreducedError(
                 detail=f'field {name} of {monoid.__name__} is a Scalar, but was given a vector over "{e.feature}"',
                 fix="Declare it mr.Vector, or reduce it over its features first",
+            )
+        if marker is Vector and e.feature is None:
+            raise ShapeError(
+                detail=f"field {name} of {monoid.__name__} is a Vector, but was given one number per pair",
+                fix="Give it a vector (a Row or Col with a letter, or a number times one), or declare it mr.Scalar",
             )
         exprs.append(constructors.apply("cast", e, to="float"))
     results = (

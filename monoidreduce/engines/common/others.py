@@ -2,12 +2,12 @@
 
 Where D(c, a) is not known from c and a alone, the derivative of a fold by one of its pairs needs ⊙ of all the others.
 The folded axis is cut into blocks. The blocks' states are folded once more; differentiating that small fold (prefix and
-suffix products of blocks) gives the cotangent of each block, which goes back through the balanced tree inside the block,
+suffix products of blocks) gives the cotangent of each block, which goes back through the balanced tree inside it,
 recomputed. At any time the memory of one block of some kept indices is held, and a state per block for these.
 
 That is a reverse pass over checkpoints, and so are its derivatives. Of ⟨h, Jᵀ g⟩, the gradient in a direction h, the
 gradient by the inputs is that of ⟨g, Ṗ⟩, where (P, Ṗ) is the fold of (a, ȧ): the pairs with their tangents are a monoid
-too. ``order`` says how often tangents were added; everything here is written once for all orders, and is torch alone, so
+too. ``order`` says how often tangents were added; everything here is written once for all orders, in torch alone, so
 that it runs on any device and under every transform.
 """
 
@@ -33,7 +33,7 @@ from .shard import Axis, Ranges, Shard
 _BLOCK = 512  # folded indices of a block, at most
 _LEAST_BLOCK = 32
 _LEAST_KEPT = 16  # kept indices below which blocks get shorter
-_HELD = 40  # numbers per pair and field that differentiating a block holds: its tree, and what combine is made of
+_HELD = 40  # states' worth of numbers that differentiating a fold holds per element: its tree, and combine's own
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -103,7 +103,7 @@ class Blocks:
 
     def states(self) -> list[Tensor]:
         """The results of the fold."""
-        return list(_Fold.apply(self, 0, *(self.leaves[k] for k in self.moving)))
+        return list(_Fold.apply(_Call(self, 0), *(self.leaves[k] for k in self.moving)))
 
     def gradients(self, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The gradients of the leaves that are asked for."""
@@ -111,7 +111,7 @@ class Blocks:
         if not asked:
             return ()
         given = self.filled(cotangents)
-        return _Gradient.apply(self, 0, asked, *(self.leaves[k] for k in self.moving), *given)
+        return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.moving), *given)
 
     def filled(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents, with zeros for those that are not given."""
@@ -128,12 +128,12 @@ class Blocks:
         kept, folded = (self.sizes.rows, self.sizes.cols) if self.over_cols else (self.sizes.cols, self.sizes.rows)
         kept, folded = traced_length(kept), traced_length(folded)
         widths = sum(1 if f is None else self.sizes.of(str(f)) for f, _ in outputs_of(self.reduction))
-        pair = self.sizes.compute.itemsize * _HELD * widths * 2**order * max(1, torch.Size(self.sizes.batch).numel())
-        room = budget.allowed_bytes(lambda: free_memory(self.sizes.device)) // pair
+        state = self.sizes.compute.itemsize * widths * 2**order * max(1, torch.Size(self.sizes.batch).numel())
+        room = budget.allowed_bytes(lambda: free_memory(self.sizes.device)) // (state * _HELD)
         block = _BLOCK
-        while block > _LEAST_BLOCK and room // block < min(_LEAST_KEPT, kept):
+        while block > _LEAST_BLOCK and room // (block + folded // block) < min(_LEAST_KEPT, kept):
             block //= 2
-        return _slices(kept, max(1, room // block)), _slices(folded, block)
+        return _slices(kept, max(1, room // (block + folded // block))), _slices(folded, block)
 
     def leaf_slice(self, k: int, value: Tensor, kept: slice, folded: slice) -> Tensor:
         e = self.fold.leaves[k]
@@ -150,11 +150,10 @@ class Blocks:
         axes += [("cols", last)] if e.cols else []
         return [(axis, at) for axis, at in axes if not e.is_pair or value.shape[at] != 1]
 
-    def join(self, k: int, like: Tensor, table: list[list[Tensor]]) -> Tensor:
-        """The gradient of leaf k from those of all slices ``table[kept][folded]``."""
-        cut = {(axis == "rows") == self.over_cols: at for axis, at in self._axes(self.fold.leaves[k], like)}
-        rows = [_join(row, cut.get(False)) for row in table]
-        return _join(rows, cut.get(True))
+    def cut_axis(self, k: int, like: Tensor, kept: bool) -> int | None:
+        """Where leaf k is cut along the kept or the folded axis; None where it is not, and its gradients add up."""
+        found = {(axis == "rows") == self.over_cols: at for axis, at in self._axes(self.fold.leaves[k], like)}
+        return found.get(kept)
 
     def function(self, order: int, kept: slice, folded: slice) -> Function:
         """The fold of one block, as a function of the slices of the moving leaves and, for each order, tangents."""
@@ -280,7 +279,11 @@ def differentiate_blocks(
 ) -> tuple[Tensor, ...]:
     """The gradients of the values numbered ``asked``, block by block."""
     kept_slices, folded_slices = job.cut(order)
-    tables: list[list[list[Tensor]]] = [[] for _ in asked]
+    leaves = [job.moving[n % len(job.moving)] for n in asked]
+    folded_at, kept_at = (
+        [job.cut_axis(k, values[n], side) for k, n in zip(leaves, asked, strict=True)] for side in (False, True)
+    )
+    found: list[list[Tensor]] = [[] for _ in asked]  # by kept slice, or one sum
     for kept in kept_slices:
         g = tuple(job.result_slice(c, k, kept) for k, c in enumerate(cotangents))
         given = [g]
@@ -288,16 +291,15 @@ def differentiate_blocks(
             states = zip(*_block_states(job, order, values, kept, folded_slices), strict=True)
             pulled = _vjp(job.merge(order), [torch.stack(ts) for ts in states], g)
             given = list(zip(*(t.unbind() for t in pulled), strict=True))
-        for table in tables:
-            table.append([])
-        for at, own in zip(folded_slices, given, strict=True):
-            for table, grad in zip(tables, _differentiate_block(job, order, asked, values, kept, at, own), strict=True):
-                table[-1].append(grad)
-    count = len(job.moving)
-    return tuple(
-        job.join(job.moving[n % count], values[n], table).to(values[n].dtype)
-        for n, table in zip(asked, tables, strict=True)
-    )
+        grads = [
+            _differentiate_block(job, order, asked, values, kept, at, own)
+            for at, own in zip(folded_slices, given, strict=True)
+        ]
+        for n, parts in enumerate(zip(*grads, strict=True)):
+            part = _join(parts, folded_at[n])
+            found[n] = [part + found[n][0]] if found[n] and kept_at[n] is None else [*found[n], part]
+        del grads
+    return tuple(_join(parts, at).to(values[n].dtype) for n, parts, at in zip(asked, found, kept_at, strict=True))
 
 
 def _differentiate_block(
@@ -330,46 +332,68 @@ def _vjp(function: Function, values: Sequence[Tensor], g: tuple[Tensor, ...]) ->
     return tuple(made)
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What the functions below are given beside tensors: a fold of ``order``, and which values gradients are for."""
+
+    job: Blocks
+    order: int
+    asked: tuple[int, ...] = ()
+
+    def next(self, asked: tuple[int, ...] = ()) -> _Call:
+        return _Call(self.job, self.order + 1, asked)
+
+    @property
+    def values(self) -> int:
+        """How many values there are: moving leaves, and their tangents."""
+        return len(self.job.moving) * 2**self.order
+
+    @property
+    def results(self) -> int:
+        return len(outputs_of(self.job.reduction)) * 2**self.order
+
+
 class _Fold(torch.autograd.Function):
-    """The fold of ``order``; its backward is :class:`_Gradient`."""
+    """The fold of an order; its backward is :class:`_Gradient`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(job: Blocks, order: int, *values: Tensor) -> tuple[Tensor, ...]:
-        return run_blocks(job, order, values)
+    def forward(call: _Call, *values: Tensor) -> tuple[Tensor, ...]:
+        return run_blocks(call.job, call.order, values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.job, ctx.order, *values = inputs
+        ctx.call, *values = inputs
         ctx.save_for_backward(*values)
         ctx.save_for_forward(*values)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
-        asked = tuple(n for n, need in enumerate(ctx.needs_input_grad[2:]) if need)
-        found = _Gradient.apply(ctx.job, ctx.order, asked, *ctx.saved_tensors, *cotangents)
-        return None, None, *_spread(found, asked, len(ctx.saved_tensors))
+        asked = tuple(n for n, need in enumerate(ctx.needs_input_grad[1:]) if need)
+        call = replace(ctx.call, asked=asked)
+        found = _Gradient.apply(call, *ctx.saved_tensors, *cotangents)
+        return None, *_spread(found, asked, call.values)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         values = ctx.saved_tensors
-        return _Fold.apply(ctx.job, ctx.order + 1, *values, *_filled(tangents, values))[-_count(ctx) :]
+        found: tuple[Tensor, ...] = _Fold.apply(ctx.call.next(), *values, *_filled(tangents, values))
+        return found[-ctx.call.results :]
 
 
 class _Gradient(torch.autograd.Function):
-    """Jᵀ g of the fold of ``order``; the derivatives of this are folds, and gradients, of the next order."""
+    """Jᵀ g of the fold of an order; the derivatives of this are folds, and gradients, of the next order."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(job: Blocks, order: int, asked: tuple[int, ...], *given: Tensor) -> tuple[Tensor, ...]:
-        count = len(job.moving) * 2**order
-        return differentiate_blocks(job, order, asked, given[:count], given[count:])
+    def forward(call: _Call, *given: Tensor) -> tuple[Tensor, ...]:
+        return differentiate_blocks(call.job, call.order, call.asked, given[: call.values], given[call.values :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.job, ctx.order, ctx.asked, *given = inputs
+        ctx.call, *given = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
         ctx.save_for_forward(*given)
@@ -377,57 +401,39 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple:
         """Of ⟨h, Jᵀ g⟩ = ⟨g, Ṗ⟩ with the tangents h: by g it is Ṗ, by the values a gradient of the next order."""
-        values, g = _split(ctx)
+        call, count, needs = ctx.call, ctx.call.values, ctx.needs_input_grad[1:]
+        values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if all(h is None for h in directions):
-            return (None,) * (3 + len(values) + len(g))
-        tangents: list[Tensor | None] = [None] * len(values)
-        for n, h in zip(ctx.asked, directions, strict=True):
-            tangents[n] = h
-        both = (*values, *_filled(tangents, values))
-        needs = ctx.needs_input_grad[3:]
-        asked = tuple(n for n in range(len(values)) if needs[n])
-        moved = _hessian(ctx, asked, both, g) if asked else ()
-        pushed: Sequence[Any] = [None] * len(g)
-        if any(needs[len(values) :]):
-            pushed = _Fold.apply(ctx.job, ctx.order + 1, *both)[-len(g) :]
-        return None, None, None, *_spread(moved, asked, len(values)), *pushed
+            return (None,) * (1 + count + len(g))
+        both = (*values, *_filled(_spread(directions, call.asked, count), values))
+        asked = tuple(n for n in range(count) if needs[n])
+        moved = _hessian(call, asked, both, g) if asked else ()
+        pushed = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
+        return None, *_spread(moved, asked, count), *pushed
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor | None) -> tuple:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """Jᵀ ġ, and the derivative of Jᵀ g along the values' tangents: a Hessian is symmetric."""
-        values, g = _split(ctx)
-        both = (*values, *_filled(tangents[: len(values)], values))
-        moved = _hessian(ctx, ctx.asked, both, g)
-        cotangents = _filled(tangents[len(values) :], g)
-        linear = _Gradient.apply(ctx.job, ctx.order, ctx.asked, *values, *cotangents)
+        call, count = ctx.call, ctx.call.values
+        values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        moved = _hessian(call, call.asked, (*values, *_filled(tangents[:count], values)), g)
+        linear = _Gradient.apply(call, *values, *_filled(tangents[count:], g))
         return tuple(map(torch.add, moved, linear))
 
 
-def _hessian(ctx: Any, asked: tuple[int, ...], both: Sequence[Tensor], g: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _hessian(call: _Call, asked: tuple[int, ...], both: Sequence[Tensor], g: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The gradient of ⟨g, Ṗ⟩ by the values numbered ``asked``."""
-    nothing = [torch.zeros_like(c) for c in g]
-    found: tuple[Tensor, ...] = _Gradient.apply(ctx.job, ctx.order + 1, asked, *both, *nothing, *g)
+    found: tuple[Tensor, ...] = _Gradient.apply(call.next(asked), *both, *(torch.zeros_like(c) for c in g), *g)
     return found
-
-
-def _split(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    count = len(ctx.job.moving) * 2**ctx.order
-    return ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-
-
-def _count(ctx: Any) -> int:
-    return len(outputs_of(ctx.job.reduction)) * 2**ctx.order
 
 
 def _filled(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
     """Tangents, with zeros for those that are not given."""
-    return [
-        torch.zeros_like(v) if t is None else t.to(v.dtype).expand_as(v)
-        for t, v in zip(tangents, values, strict=True)
-    ]
+    pairs = zip(tangents, values, strict=True)
+    return [torch.zeros_like(v) if t is None else t.to(v.dtype).expand_as(v) for t, v in pairs]
 
 
-def _spread(found: Sequence[Tensor], asked: Sequence[int], count: int) -> list[Tensor | None]:
+def _spread(found: Sequence[Tensor | None], asked: Sequence[int], count: int) -> list[Tensor | None]:
     made: list[Tensor | None] = [None] * count
     for n, value in zip(asked, found, strict=True):
         made[n] = value

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import NoGradientError
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ..common.collectives import AllGather, AllReduceSum, OwnSlice
+from ..common.collectives import AllGather, AllReduceSum, Group, OwnSlice, ReplicatedInput
 from ..common.evaluate import Sizes
 from ..common.others import Blocks, add_gradients, each_reduction
 from ..common.shard import Shard
@@ -28,9 +28,10 @@ def sharded_other_gradients(
     shard = sizes.shard
     assert shard is not None
     grads: list[Tensor | None] = [None] * len(leaves)
+    used = [_replicate(v, e, shard) for v, e in zip(leaves, fold.leaves, strict=True)]
     for one, given in each_reduction(fold, cotangents):
         _refuse_ring(shard, one.reductions[0])
-        job = Blocks(one, sizes, tuple(leaves), tuple(wanted))
+        job = Blocks(one, sizes, tuple(used), tuple(wanted))
         group = shard.axis(one.reductions[0].attrs[1]).group
         if group is not None:
             gathered = [AllGather.apply(t, group) for t in job.states()]
@@ -40,11 +41,23 @@ def sharded_other_gradients(
     return [g if g is None else _sum_over_ranks(g, e, shard) for g, e in zip(grads, fold.leaves, strict=True)]
 
 
+def _lacking(leaf: Expr, shard: Shard) -> list[Group]:
+    """The groups over which a leaf is replicated: those of divided axes that it does not have."""
+    axes = ((leaf.rows, shard.rows), (leaf.cols, shard.cols))
+    return [axis.group for has, axis in axes if not has and axis.group is not None]
+
+
+def _replicate(value: Any, leaf: Expr, shard: Shard) -> Any:
+    """A leaf as this rank uses it: second derivatives by a replicated one are summed over the ranks."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        for group in _lacking(leaf, shard):
+            value = ReplicatedInput.apply(value, group)
+    return value
+
+
 def _sum_over_ranks(g: Tensor, leaf: Expr, shard: Shard) -> Tensor:
-    """The gradient of a leaf that is replicated over the ranks of an axis that it does not have."""
-    for has, axis in ((leaf.rows, shard.rows), (leaf.cols, shard.cols)):
-        if not has and axis.group is not None:
-            g = AllReduceSum.apply(g, axis.group)
+    for group in _lacking(leaf, shard):
+        g = AllReduceSum.apply(g, group)
     return g
 
 

@@ -1,6 +1,6 @@
 """Gradients of monoids that have no local one (``common/others.py``), over columns that arrive in chunks.
 
-A chunk is one more block: a first reading keeps a state of each chunk, whose fold gives every chunk its cotangent, and a
+A chunk is one more block: a first reading keeps a state of each chunk, whose fold gives every chunk its cotangent; a
 second one goes back through the pairs of each chunk. So such a gradient reads the source twice, and holds as many
 numbers per row as a state has, for each chunk.
 """
