@@ -355,7 +355,8 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 
     A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is
-    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more.
+    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more. Gradients
+    are those of its ``pullback`` or ``remove``; without either they are derived from ``combine`` (docs/monoids.md).
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op

@@ -126,14 +126,7 @@ class Blocks:
     def cut(self, order: int) -> tuple[list[slice], list[slice]]:
         """The slices of the kept and of the folded axis."""
         kept, folded = (self.sizes.rows, self.sizes.cols) if self.over_cols else (self.sizes.cols, self.sizes.rows)
-        kept, folded = traced_length(kept), traced_length(folded)
-        widths = sum(1 if f is None else self.sizes.of(str(f)) for f, _ in outputs_of(self.reduction))
-        state = self.sizes.compute.itemsize * widths * 2**order * max(1, torch.Size(self.sizes.batch).numel())
-        room = budget.allowed_bytes(lambda: free_memory(self.sizes.device)) // (state * _HELD)
-        block = _BLOCK
-        while block > _LEAST_BLOCK and room // (block + folded // block) < min(_LEAST_KEPT, kept):
-            block //= 2
-        return _slices(kept, max(1, room // (block + folded // block))), _slices(folded, block)
+        return cut_axes(self.reduction, self.sizes, traced_length(kept), traced_length(folded), order)
 
     def leaf_slice(self, k: int, value: Tensor, kept: slice, folded: slice) -> Tensor:
         e = self.fold.leaves[k]
@@ -211,6 +204,29 @@ class Blocks:
         """The slices of the moving leaves and of their tangents."""
         count = len(self.moving)
         return [self.leaf_slice(self.moving[n % count], v, kept, folded) for n, v in enumerate(values)]
+
+
+def cut_axes(r: Expr, sizes: Sizes, kept: int, folded: int, order: int = 0) -> tuple[list[slice], list[slice]]:
+    """The slices in which the budget allows to differentiate a fold."""
+    room = budget.allowed_bytes(lambda: free_memory(sizes.device)) // (_state_bytes(r, sizes, order) * _HELD)
+    block = _BLOCK
+    while block > _LEAST_BLOCK and room // (block + folded // block) < min(_LEAST_KEPT, kept):
+        block //= 2
+    return _slices(kept, max(1, room // (block + folded // block))), _slices(folded, block)
+
+
+def _state_bytes(r: Expr, sizes: Sizes, order: int = 0) -> int:
+    """Bytes of one element of every batch element."""
+    widths = sum(1 if f is None else sizes.of(str(f)) for f, _ in outputs_of(r))
+    return sizes.compute.itemsize * widths * 2**order * max(1, torch.Size(sizes.batch).numel())
+
+
+def describe_blocks(r: Expr, sizes: Sizes) -> tuple[int, int, int]:
+    """The kept and folded indices of a block, and the bytes that differentiating it holds."""
+    kept, folded = (sizes.rows, sizes.cols) if r.attrs[1] == "cols" else (sizes.cols, sizes.rows)
+    (one, *_), blocks = cut_axes(r, sizes, kept, folded)
+    held = one.stop * (blocks[0].stop + len(blocks)) * _state_bytes(r, sizes) * _HELD
+    return one.stop, blocks[0].stop, held
 
 
 def _slices(length: int, size: int) -> list[slice]:
