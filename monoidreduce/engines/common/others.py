@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import NoGradientError
 from ...plan import budget
+from ...program.constructors import find_listed
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
@@ -75,8 +77,18 @@ def each_reduction(fold: Fold, cotangents: Sequence[Tensor | None]) -> Iterator[
         count = len(outputs_of(r))
         given = list(cotangents[at : at + count])
         if other_results(fold)[at] and any(g is not None for g in given):
+            _refuse_lists(r)
             yield Fold(fold.leaves, (r,), exact=fold.exact), given
         at += count
+
+
+def _refuse_lists(r: Expr) -> None:
+    if find_listed(r.args) is not None:
+        raise NoGradientError(
+            detail=f"the gradient of {r.attrs[2][0].__name__} needs all other pairs of a row, block by block, but the "
+            "pairs of this call are listed (cols=)",
+            fix="Hide pairs with torch.where instead, or add pullback(c, a, g) to the monoid",
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -179,3 +179,25 @@ def test_what_has_no_derivative_says_so():
     for engine in ("reference", "eager"):
         with mr.use(engine=engine), pytest.raises(mr.NoGradientError, match="Steps, whose combine has no derivative"):
             steps(x.clone().requires_grad_(), y).sum().backward()
+
+
+def test_lists_of_pairs():
+    """Formulas go through lists; what needs all other pairs refuses them."""
+    x, y, v = own.problem(3, 5)
+    rowptr, index = torch.tensor([0, 2, 3, 5]), torch.tensor([0, 4, 2, 1, 3])
+    listed = torch.zeros(3, 5, dtype=torch.bool)
+    listed[torch.tensor([0, 0, 1, 2, 2]), index] = True
+    x.requires_grad_()
+    found = own.attention(x, y, v, cols=mr.edges(rowptr, index))[0]
+    right = torch.where(listed, x @ y.T, -torch.inf).softmax(1) @ v
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), x) for t in (found, right)))
+    with pytest.raises(mr.NoGradientError, match=r"Variance needs all other pairs.*listed"):
+        own.variance(x, y, v, cols=mr.edges(rowptr, index))[0].sum().backward()
+
+
+def test_explain_says_where_a_gradient_comes_from():
+    x, y, v = own.problem(40, 60)
+    with mr.use(engine="eager"):
+        assert "ProductSum by combine with all other pairs" in own.product_sum.explain(x.requires_grad_(), y, v)
+        assert "Attention's pullback is derived from the trace" in own.attention.explain(x, y, v)
