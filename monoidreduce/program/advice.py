@@ -87,6 +87,7 @@ INSTEAD: dict[str, str] = {
     "ldexp": "Write x * torch.exp2(n)",
     "softshrink": "Write torch.where(x.abs() > c, x - c * torch.sign(x), 0.0)",
     "hardshrink": "Write torch.where(x.abs() > c, x, 0.0)",
+    **dict.fromkeys(("threshold", "_threshold"), "Write torch.where(x > threshold, x, value)"),
     "rrelu": "Write F.leaky_relu(x, slope)",
     "signbit": "Write x < 0",
     **dict.fromkeys(("isposinf", "isneginf"), "Write x == torch.inf, or x == -torch.inf"),

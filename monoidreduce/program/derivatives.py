@@ -71,8 +71,10 @@ def sinc_derivative(g: Any, y: Any, x: Any) -> tuple:
 
 
 def atan2_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
-    over = torch.reciprocal(a * a + b * b)
-    return g * b * over, -(g * a * over)
+    """No gradient at the origin."""
+    square = a * a + b * b
+    g = torch.where(square == 0, 0.0, g / torch.where(square == 0, 1.0, square))
+    return g * b, -(g * a)
 
 
 def copysign_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:

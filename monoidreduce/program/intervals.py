@@ -251,5 +251,12 @@ def remainder(x: Interval, y: Interval) -> Interval:
     return (0.0, y[1]) if y[0] > 0 else UNKNOWN
 
 
+def fmod(x: Interval, y: Interval) -> Interval:
+    if _exactly_infinite(x) or y[0] <= 0 <= y[1]:
+        return NAN
+    most = min(absolute(x)[1], absolute(y)[1])
+    return (0 if x[0] >= 0 else -most), (0 if x[1] <= 0 else most)
+
+
 def to_bool(x: Interval) -> Interval:
     return _truth(x[0] > 0 or x[1] < 0, x == FALSE)

@@ -66,7 +66,7 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
-def _popcount(x: Any, bits: int, out: Any = None) -> Any:
+def _popcount(x: Any, bits: int = 64, out: Any = None) -> Any:
     """How many of the lowest ``bits`` bits are 1: sums of 1, 2 and 4 bits side by side, then of all bytes."""
     x = x & ((1 << bits) - 1) if bits < 64 else x
     x = x - ((x >> 1) & 0x5555555555555555)  # of a negative number's shift, the copies of its sign are masked out
@@ -297,7 +297,7 @@ _ROWS = [
     ),
     _P(  # of order n, from 1; kernels have orders 1 and 2
         "polygamma",
-        lambda x, n, out=None: torch.polygamma(n, x, out=out),
+        lambda x, n=1, out=None: torch.polygamma(n, x, out=out),
         lambda g, y, x, n: (g * torch.polygamma(n + 1, x),),
         iv.anything,
         attributes={"n": 1},
@@ -504,7 +504,7 @@ _ROWS = [
         "same",
         triton="remainder({0}, {1})",
     ),
-    _P("fmod", torch.fmod, d.fmod_derivative, result="same", triton="fmod({0}, {1})"),
+    _P("fmod", torch.fmod, d.fmod_derivative, iv.fmod, "same", triton="fmod({0}, {1})"),
     _P("copysign", torch.copysign, d.copysign_derivative, iv.copysign, triton="copysign({0}, {1})"),
     # bits of whole numbers; of truth values these are the logical operations
     _P("bitwise_and", torch.bitwise_and, _no_gradient(2), iv.bitwise_and, "same", triton="{0} & {1}"),
@@ -615,7 +615,6 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "selu": lambda x, inplace=False: torch.where(
         x > 0, x * _SELU[1], _SELU[0] * _SELU[1] * torch.expm1(torch.where(x > 0, 0.0, x))
     ),
-    "threshold": lambda x, threshold, value, inplace=False: torch.where(x <= threshold, value, x),
     "tanhshrink": lambda x: x - torch.tanh(x),
     "tan": lambda x: torch.sin(x) / torch.cos(x),
     "rsub": lambda x, y, alpha=1: y - alpha * x,

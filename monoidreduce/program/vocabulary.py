@@ -105,7 +105,9 @@ def popcount(x: Any, bits: int) -> torch.Tensor:
             detail=f"mr.popcount was asked of {x!r}, a floating-point number",
             fix="Pass the codes as whole numbers (torch.uint8 to torch.int64)",
         )
-    return cast(torch.Tensor, Symbol(constructors.apply("popcount", constructors.apply("cast", e, to="int"), bits=bits)))
+    return cast(
+        torch.Tensor, Symbol(constructors.apply("popcount", constructors.apply("cast", e, to="int"), bits=bits))
+    )
 
 
 def _is_bool(x: Any) -> bool:

@@ -26,7 +26,10 @@ tl: Any = None  # triton.language, where the text is copied to
 
 def negative(x):
     # the sign, that of -0.0 too
-    return (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) < 0
+    else:
+        return x.to(tl.int64, bitcast=True) < 0
 
 
 def copysign(x, y):
@@ -258,6 +261,7 @@ def lgamma(x):
     y = (z - 0.5) * (tl.log(z) - 1.0) + 0.4189385332046727 + r * s - tl.log(low)
     sine = tl.abs(sine_of_pi(v))
     y = tl.where(v < 0.5, tl.where(sine == 0.0, float("inf"), 1.1447298858494002 - tl.log(sine) - y), y)
+    y = tl.where((v == 1.0) | (v == 2.0), 0.0, y)
     return tl.where(tl.abs(v) == float("inf"), float("inf"), y).to(x.dtype)
 
 
@@ -399,10 +403,10 @@ def popcount(x, bits: tl.constexpr):
         wide = x.to(tl.int64).to(tl.uint64, bitcast=True)
         high = (wide >> 32).to(tl.uint32)
         if bits < 64:
-            high = high & ((1 << (bits - 32)) - 1)
+            high = high << (64 - bits)
         return (ones_of_32(wide.to(tl.uint32)) + ones_of_32(high)).to(tl.int32)
     else:
         low = x.to(tl.int32).to(tl.uint32, bitcast=True)
         if bits < 32:
-            low = low & ((1 << bits) - 1)
+            low = low << (32 - bits)
         return ones_of_32(low).to(tl.int32)
