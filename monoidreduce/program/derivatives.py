@@ -1,7 +1,8 @@
-"""Derivatives of primitives that take more than a line, in the language itself: each receives the cotangent ``g``, the
-result ``y`` and the arguments as symbols, and returns one cotangent per argument. They follow torch's formulas on special
-values too. Where torch gives no gradient a ``where`` leaves the cotangent out: zero times an infinite cotangent would be
-NaN."""
+"""Derivatives of primitives that take more than a line, in the language itself.
+
+Each receives the cotangent ``g``, the result ``y`` and the arguments as symbols, and returns one cotangent per
+argument. They follow torch's formulas on special values too. Where torch gives no gradient a ``where`` leaves the
+cotangent out: zero times an infinite cotangent would be NaN."""
 
 from __future__ import annotations
 

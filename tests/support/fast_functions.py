@@ -37,9 +37,7 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "erfinv": torch.erfinv,
     "lgamma": torch.lgamma,
     "digamma": torch.digamma,
-    "polygamma": lambda x: torch.polygamma(
-        1, torch.where((x < 0) & (x == x.round()) & (x > -math.inf), 0.0, x)
-    ),  # infinite at the poles
+    "polygamma": lambda x: torch.polygamma(1, torch.where((x < 0) & (x == x.round()) & x.isfinite(), 0.0, x)),
     "sin": torch.sin,
     "cos": torch.cos,
     "sinh": torch.sinh,

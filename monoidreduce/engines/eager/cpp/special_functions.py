@@ -54,12 +54,17 @@ INLINE float hypot_(float a, float b) {
   const float y = (float)root((double)a * a + (double)b * b), inf = (float)INF;
   return (a == inf) | (a == -inf) | (b == inf) | (b == -inf) ? inf : y;
 }
-INLINE float copysign_(float a, float b) { return bits<float>((bits<U>(a) & 0x7fffffffu) | (bits<U>(b) & 0x80000000u)); }
+INLINE float copysign_(float a, float b) {
+  return bits<float>((bits<U>(a) & 0x7fffffffu) | (bits<U>(b) & 0x80000000u));
+}
 INLINE float asinh_(float x) {
   const double a = x < 0 ? -(double)x : (double)x, y = a < 1e-4 ? a - a * a * a / 6.0 : log_any(a + root(a * a + 1.0));
   return (float)(x < 0 ? -y : y);
 }
-INLINE float acosh_(float x) { const double d = x; return (float)log_any(x < 1 ? -1.0 : d + root((d - 1.0) * (d + 1.0))); }
+INLINE float acosh_(float x) {
+  const double d = x;
+  return (float)log_any(x < 1 ? -1.0 : d + root((d - 1.0) * (d + 1.0)));
+}
 INLINE float atanh_(float x) {
   const double a = x < 0 ? -(double)x : (double)x, y = 0.5 * log_any(a > 1.0 ? -1.0 : (1.0 + a) / (1.0 - a));
   const double z = a < 1e-3 ? a + a * a * a * (1.0 / 3 + a * a / 5.0) : y;

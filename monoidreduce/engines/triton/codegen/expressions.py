@@ -24,10 +24,10 @@ from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
-_TYPED = (
-    "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot", "copysign",
-    *_BITS,
-)  # need typed constants  # fmt: skip
+_TYPED = (  # need typed constants
+    "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
+    "copysign", *_BITS,
+)  # fmt: skip
 _KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
