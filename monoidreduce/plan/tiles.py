@@ -34,7 +34,8 @@ def choose(
     """The tile for ``batch`` folds of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
 
     ``copied``: bytes of a row's and of a column's vectors that are copied for a tile, as they are multiplied in another
-    type than they are stored in. ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that is too little.
+    type than they are stored in. ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that
+    is too little.
     """
     asked = settings.now()
     elements, room = ELEMENTS // max(1, width) // asked.shrink, room or asked.budget

@@ -142,9 +142,7 @@ def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str) -> N
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
         ends = [mask + v.spec.zero(e) for e in (kept, folded)]
-        v.inside.append(
-            _dot(total, [_block(v, *side, str(whole), end) for side, end in zip(sides, ends, strict=True)])
-        )
+        v.inside.append(_dot(total, [_block(v, *side, str(whole), end) for side, end in zip(sides, ends, strict=True)]))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
