@@ -70,8 +70,8 @@ try:
         from .program.vocabulary import min as min
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
-        from .scaled import scaled
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -97,6 +97,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Tally",
     "Tuning",

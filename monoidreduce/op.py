@@ -43,7 +43,7 @@ from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .runtime.result_form import output_form
-from .scaled import Scaled, make_body, split_arguments
+from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
@@ -434,7 +434,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     def __reduce__(self) -> str:
         return self.function.__qualname__
 
-    # Arguments that are stored as small numbers (``scaled.py``)
+    # Arguments that are stored as small numbers (``stored_vectors.py``)
 
     def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
         """The same layer for arguments of which some are stored, and the arguments as it takes them, by name."""

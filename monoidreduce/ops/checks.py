@@ -21,7 +21,7 @@ from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
-from ..scaled import Scaled
+from ..stored_vectors import Scaled
 from ..stream import Stream
 from . import dtensor_layers
 from .streaming import LayerStreams

@@ -126,7 +126,11 @@ class Pair(_Declared):
     feature: Feature = None
 
 
-STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # small types of vectors that have scales (``scaled.py``)
+STORED = (
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)  # small types of vectors that have scales (``stored_vectors.py``)
 
 
 AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
@@ -149,7 +153,7 @@ class Parameter:
     optional: bool
     default: Any
     python: type | None = None  # float, int or bool for numbers
-    stored: str = ""  # "vectors" of small numbers, or their "scale" (``scaled.py``)
+    stored: str = ""  # "vectors" of small numbers, or their "scale" (``stored_vectors.py``)
 
     def expr(self, dtype: str) -> Expr:
         return node(

@@ -38,7 +38,7 @@ class Expr:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is a vector stored as small numbers, which engines widen tile by tile (``scaled.py``)."""
+        """Whether it is a vector stored as small numbers, which engines widen tile by tile (``stored_vectors.py``)."""
         return self.op in ("input", "leaf") and len(self.attrs) > 1
 
     @property
