@@ -126,7 +126,7 @@ class Pair(_Declared):
     feature: Feature = None
 
 
-STORED = (
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
     torch.int8,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
