@@ -76,10 +76,11 @@ class Lists:
 def read_lists(given: Any, kept: int) -> Lists:
     """Lists as kernels read them, from ``domains.ColumnLists`` or anything with its fields."""
     rows = given.row_block if given.row_block < kept else 0
+    items = given.items if len(given.items) else given.items.new_zeros(1)  # so that there is something to point to
     get = lambda name, default: getattr(given, name, default)
     return Lists(
         given.offsets.contiguous(),
-        given.items.contiguous(),
+        items.contiguous(),
         rows,
         given.col_block,
         tuple(get("batch", ())),
@@ -120,7 +121,8 @@ class ListedLaunch(FoldLaunch):
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
         self.before = ((), tuple(c for c in casts if c[0] not in read))
-        guess = spec.guess and not spec.bounds  # whole tiles must be alike
+        placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
+        guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
@@ -159,27 +161,47 @@ class ListedLaunch(FoldLaunch):
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
         copied = () if ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
-        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, any(copied)))
-        if single:
-            plan = replace(plan, block_kept=1, boxes=0)
-        tile = plan.block_folded if not single else 1
+        few = not any(dims is not None for dims in copied)
+        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
+        tile = 1 if single else plan.block_folded
         while lists.folded_block % tile:
             tile //= 2
-        if tile >= min(_LEAST_TILE, plan.block_folded) > 1 or (asked and tile == plan.block_folded > 1):
-            plan = replace(plan, block_folded=tile)
-            self.spec = replace(self.spec, listed=replace(listing, gathered=False))
-        else:
-            plan = replace(plan, boxes=0)
+        if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
             self.spec = replace(self.spec, guess=False)
-        self.plan = plan
+            self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
+        else:
+            joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
+            self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+            plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
+            self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+        if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
+            tiles = max(lists.kept_block // self.plan.block_kept, 1)
+            self.spec = replace(self.spec, listed=replace(self.spec.listed, tiles=tiles))
         return copied
+
+    def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+        """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
+        lists = self.lists_of
+        if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
+            return None
+        boxes = descriptors.keep_vectors(self.spec.fold, copied)
+        spec = replace(self.spec, listed=replace(self.spec.listed, tiles=1), boxes=boxes)
+        tile = self._turns(spec, self.count)
+        if asked is not None:
+            tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
+        if tile is None or (lists.kept_block or tile[0]) % tile[0] or lists.folded_block % tile[1]:
+            return None
+        return KernelPlan(*tile, boxes=2)
+
+    def _pairs(self) -> int:
+        """How many pairs are listed, at most."""
+        lists = self.lists_of
+        return lists.items.shape[0] * lists.folded_block * (lists.kept_block or self.lengths[0])
 
     def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
         """The leaves that descriptors may copy, where pairs are many."""
-        lists = self.lists_of
-        pairs = lists.items.shape[0] * lists.folded_block * (lists.kept_block or self.lengths[0])
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        if pairs < least or self.few is not None:
+        if self._pairs() < least or self.few is not None:
             return ()
         return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
 
@@ -219,7 +241,7 @@ class ListedLaunch(FoldLaunch):
         if not self.plan.parts and 0 < instances < _UNEVEN_WAVES * processors:
             even = -(-_UNEVEN_WAVES * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
+        if self.plan.boxes == 2 or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
             self.parts = 1
         self.grid = self.tiles * self.count * self.parts
 
@@ -237,6 +259,7 @@ class ListedLaunch(FoldLaunch):
         far = listed.gathered and any(
             v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
         )
+        cut |= self.kernel.staged  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
 
     def _cuts(self) -> list[int]:
