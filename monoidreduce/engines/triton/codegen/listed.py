@@ -74,7 +74,11 @@ def write_kept(spec: Spec) -> list[str]:
         f"listing = ({number}) * groups + group",
         "list_first = tl.load(offsets + listing)",
         f"positions = {count}",
-        *(["positions = tl.minimum(positions, tl.cast(tl.load(ends + listing), tl.int32))"] if spec.listed.ends else []),
+        *(
+            ["positions = tl.minimum(positions, tl.cast(tl.load(ends + listing), tl.int32))"]
+            if spec.listed.ends
+            else []
+        ),
     ]
 
 
@@ -124,12 +128,12 @@ def write_place(spec: Spec) -> list[str]:
             f"folded_in = (spot < positions){cut}",
             f"folded_at = {'spot' if listed.logical else 'folded_lane.to(tl.int32)'}",
         ]
-    tiles, size = _tiles(spec), "positions" if listed.logical else "folded_size"
+    tiles, length = _tiles(spec), "positions" if listed.logical else "folded_size"
     return [
         f"start = ahead.to(tl.int32) * {listed.folded_block} + t % {tiles} * FOLDED",
         f"ahead = tl.load(items + list_first + tl.minimum(t + 1, end - 1) // {tiles})",
         f"folded_at = {'t * FOLDED' if listed.logical else 'start'} + tl.arange(0, FOLDED)",
-        f"folded_in = within(folded_at, {size}, RAGGED)",
+        f"folded_in = within(folded_at, {length}, RAGGED)",
     ]
 
 
@@ -215,7 +219,8 @@ class ListedWriter(ExpressionWriter):
         wide = self.listed.single and e.op == "sqdist" and all(a.op == "leaf" for a in e.args)
         if not wide or self.spec.width(e.args[0].feature) <= TINY:
             return super()._over_features(e)
-        return self._sum_features(*e.args, "({0} - {1}) * ({0} - {1})")
+        x, y = e.args
+        return self._sum_features(x, y, "({0} - {1}) * ({0} - {1})")
 
     def _sum_features(self, x: Expr, y: Expr, form: str) -> str:
         """Σ over the features of ``form`` of two leaves' vectors, as a block ``[1, FOLDED]``."""
