@@ -25,7 +25,7 @@ from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import ChunkedProgram
-from .errors import ArgumentError, MonoidReduceError, StreamError, shown
+from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
@@ -290,6 +290,13 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The call on this rank's part, where rows or columns are divided over ranks; in a stream, what it asks for."""
         streamed = agreement.streamed_call()
+        if self.domain is not None and streamed is not None:
+            raise StreamError(detail="a layer with cols= cannot be streamed", fix="Give all rows and columns at once")
+        if self.domain is not None and dtensors.any_dtensor(kwargs.values()):
+            raise ShardError(
+                detail="DTensors were given with cols=, whose lists are not divided",
+                fix="Give local tensors inside mr.shard(rows=group), and each rank the lists of its own rows",
+            )
         if streamed is not None:
             return streamed.call(self, self._bind(args, kwargs))
         if dtensors.any_dtensor((*args, *kwargs.values())):
