@@ -7,11 +7,12 @@ groups are few or unequal. A fold that has no such kernel is answered with None.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, index, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
-from ....reductions import kind_of
-from ...common import matmul
+from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Sizes
+from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.kernel_spec import NARROW, Listing, Unsupported
 from ..launch import descriptors
@@ -32,7 +33,7 @@ from ..launch.availability import available
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
-from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .prepared_fold import list_kernels, merge_batches_and_strides
 
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -253,7 +254,7 @@ class PreparedListedFold:
 
     def __init__(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]):
         self.fold, self.sizes = fold, sizes
-        _check(fold)
+        _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
         for over, part in list_kernels(fold, sizes)[1]:
             own = lists(over)
@@ -282,11 +283,17 @@ class PreparedListedFold:
         return [found[k] for k in self.order]
 
 
-def _check(fold: Fold) -> None:
+def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
+    """Raise Unsupported for what kernels over lists cannot fold."""
     for r in fold.reductions:
-        kind = kind_of(r)
-        if kind.per_pair or r.attrs[0] not in _KINDS:
-            raise Unsupported(f"{r.attrs[0]} has no kernel over lists")
+        name, over, _ = r.attrs
+        own, folded = lists(over), sizes.cols if over == "cols" else sizes.rows
+        if name not in _KINDS or (name == "moments" and (own.ends is not None or folded % own.folded_block)):
+            raise Unsupported(f"{name} has no kernel over these lists")
+        if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
+            raise Unsupported("a vector does not vary along the folded axis")
+        if math.prod(own.batch) > 1 and any(e.is_pair for e in fold.leaves):
+            raise Unsupported("numbers per edge of several lists")
 
 
 def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -297,14 +304,22 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_LOCAL: dict[int, tuple[Fold, tuple[Fold, bool] | None]] = {}
+_LOCAL: dict[int, tuple[Fold, LocalFold | None]] = {}
 _MOST = 1024
 
 
-def localize(fold: Fold) -> tuple[Fold, bool] | None:
-    """The fold as a kernel over lists runs it: every pair is listed, a position along a list is the column's index, and
-    a label counts as often as it is listed. And whether positions are read. None where entries of a list are told
-    apart."""
+class LocalFold(NamedTuple):
+    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, and whether it reads
+    positions along lists."""
+
+    fold: Fold
+    places: tuple[int, ...]
+    logical: bool
+
+
+def localize(fold: Fold) -> LocalFold | None:
+    """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
+    as they are listed. None where equal entries of a list are told apart."""
     known = _LOCAL.get(id(fold))
     if known is None:
         if len(_LOCAL) >= _MOST:
@@ -313,51 +328,74 @@ def localize(fold: Fold) -> tuple[Fold, bool] | None:
     return known[1]
 
 
-def _localize(fold: Fold) -> tuple[Fold, bool] | None:
+def _localize(fold: Fold) -> LocalFold | None:
     nodes = topological([*fold.reductions, *fold.scales])
     if any(e.op == "listed_once" for e in nodes):
         return None
-    changed = {e: const(True) for e in nodes if e.op == "listed"}
-    places = {e: index("col") for e in nodes if e.op == "listed_position"}
-    changed |= places
-    reductions = constructors.substitute(fold.reductions, changed)
-    mapped = dict(zip(fold.reductions, map(_sum_of_labels, reductions), strict=True))
+    positions = {e: index("col") for e in nodes if e.op == "listed_position"}
+    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions}
+    reductions = tuple(map(_sum_of_labels, constructors.substitute(fold.reductions, changed)))
     scales = constructors.substitute(fold.scales, changed) if fold.scales else ()
-    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped)
-    made = replace(fold, reductions=tuple(mapped.values()), scales=scales, gradients=gradients)
-    return made, bool(places)
+    mapped = dict(zip(fold.reductions, reductions, strict=True))
+    if len(set(reductions)) < len(reductions):
+        return None
+    used = {*topological([*reductions, *scales])}
+    places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
+    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
+    leaves = tuple(fold.leaves[k] for k in places)
+    made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
+    return LocalFold(made, places, bool(positions))
 
 
 def _sum_of_labels(r: Expr) -> Expr:
     """A label's number as a sum over all pairs: a listed column may be its label several times, or never."""
-    if r.attrs[0] != "pick":
+    if r.attrs[0] != "pick" or r.args[0].feature is not None:
         return r
     target, value, vector = r.args
     _, over, (axis,) = r.attrs
-    hit = constructors.apply("eq", index(axis), target)
-    number = constructors.apply("where", hit, value, const(0.0))
+    number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
     return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
-def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Any]) -> list[Tensor] | None:
-    """Run a fold in kernels that walk lists; None where it has none.
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
+    """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
-    ``leaves``: ``[*batch, M or N(, f)]``, numbers per entry ``[*batch, entries]``. ``lists``: by direction
-    (``"cols"``, ``"rows"``), the lists of each group of kept indices (``domains.ColumnLists``)."""
-    if not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
-        return None
+    ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    assert fold.domain is not None
+    (form,) = fold.domain.attrs
+    given = dict(zip(fold.leaves, leaves, strict=True))
+    tensors = [given[a] for a in fold.domain.args]
+
+    def lists(over: str) -> Lists:
+        parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
+        make = functools.partial(_make_lists, form, tensors, sizes, over)
+        return unchanged_tensors.compute_once(parts, make, sizes.device)
+
+    return run_on_lists(fold, leaves, sizes, lists)
+
+
+def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
+    domain = restore_domain(form, tensors)
+    if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
+        most = domain.tensors()[0].shape[-1]
+        table, lengths = (t.contiguous() for t in domain.tensors())
+        offsets = torch.arange(len(lengths) + 1, device=table.device) * most
+        return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
+    found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
+    return read_lists(found, sizes.rows if over == "cols" else sizes.cols)
+
+
+def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]) -> list[Tensor] | None:
+    """The same on the lists of each direction (``"cols"``, ``"rows"``)."""
     local = localize(fold)
-    if local is None:
+    if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, logical = local
-    read: dict[str, Lists] = {}
-    for over in dict.fromkeys(r.attrs[1] for r in own.reductions):
-        if over == "neither":
-            return None
-        read[over] = read_lists(lists(over), sizes.rows if over == "cols" else sizes.cols)
-        if read[over].logical and over == "rows":
-            return None
-    if logical and not all(one.logical for one in read.values()):
+    own, leaves = local.fold, [leaves[k] for k in local.places]
+    ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
+    if "neither" in ways:
+        return None
+    read = {over: lists(over) for over in ways}
+    if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
         return None
     key = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
     key += (overriding_plans(), _describe(leaves), *(one.form() for one in read.values()))
@@ -379,5 +417,5 @@ def _describe(leaves: Sequence[Any]) -> tuple:
         if isinstance(v, Tensor):
             found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
         else:
-            found += (type(v), v > 0, abs(v) >= 2**28)
+            found += (type(v), v > 0, abs(v) >= SMALL)
     return tuple(found)
