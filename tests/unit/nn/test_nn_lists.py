@@ -8,7 +8,7 @@ from monoidreduce import ops
 
 
 def test_a_cache_serves_sequences_that_come_and_go():
-    """Two sequences grow at their own pace, one ends and another takes its pages: always the attention of each alone."""
+    """Sequences grow at their own pace, one ends and another takes its pages: always the attention of each alone."""
     cache, kept = mr.nn.PagedCache(pages=6, page=4, heads=2, head_dim=3, value_dim=5, dtype=torch.float64), {}
 
     def grow(sequences, steps, counts=None):
