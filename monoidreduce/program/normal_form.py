@@ -15,6 +15,7 @@ from ..reductions import kind_of, make
 from . import constructors
 from .constructors import ONE, ZERO, apply, terms
 from .expression import Expr, const, index, size, topological
+from .several import split_products
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
@@ -76,6 +77,11 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     if e.feature is not None and not e.is_pair:
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
+    products, rest = split_products(e)
+    if products:
+        sums = [make("sum", over, (), (p,))[0] for p in products]
+        sums += [] if rest is None else [_normal_sum(rest, over)]
+        return functools.reduce(lambda a, b: apply("add", a, b), sums)
     gap = constructors.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
         free, alone, mid = factors(gap[0], over)
