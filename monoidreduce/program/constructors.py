@@ -2,8 +2,9 @@
 
 The elementwise primitives are in ``simplify.py``, products of several vectors in ``several.py``. Here are operations
 on features: ``fsum`` (the sum over a vector's features), ``famax`` and ``famin``, ``dot`` (a row vector with a column
-vector), ``sqdist`` and ``component``; and ``spread``, a number repeated over features. A vector per pair is written as a sum of ``number × row vector × column vector`` where that is
-possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and one number per row.
+vector), ``sqdist`` and ``component``; and ``spread``, a number repeated over features. A vector per pair is written as
+a sum of ``number × row vector × column vector`` where that is possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩``
+becomes one product and one number per row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element and ``Pair`` one number per pair; ``Row["h", "f"]`` is several vectors, h of them; ``float``, ``int`` and ``bool`` are numbers given at the
-call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
+number per batch element and ``Pair`` one number per pair; ``Row["h", "f"]`` is several vectors per row, h of them;
+``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one is a
+new trace. ``X | None`` may be left out.
 """
 
 from __future__ import annotations

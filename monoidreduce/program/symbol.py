@@ -292,7 +292,9 @@ def _extreme(name: str) -> Callable:
 
 
 def _dot(x: Any, y: Any) -> Symbol:
-    return Symbol(constructors.dot(expr_of(x), expr_of(y)))
+    a, b = expr_of(x), expr_of(y)
+    both = several.are_several(a) and several.are_several(b)
+    return Symbol(several.product(a, b) if both else constructors.dot(a, b))
 
 
 def _cast_to(kind: str) -> Callable:
