@@ -18,7 +18,7 @@ from ..program.contract import Contraction
 from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
-from ..program.several import DOTS, is_product
+from ..program.several import DOTS, is_product, letters
 from ..reductions import kind_of, outputs_of
 from .device_rates import DeviceRates
 
@@ -98,7 +98,7 @@ class Case:
     @functools.cached_property
     def widest(self) -> int:
         """The greatest feature size of its leaves, at least 1."""
-        return max([1, *(self.features(e) for e in self.fold.leaves)])
+        return max([1, *(self.of(letters(e.feature)[-1]) for e in self.fold.leaves if e.feature is not None)])
 
     def of(self, letter: str | int) -> int:
         name = str(letter).lstrip("#")

@@ -19,6 +19,7 @@ DOTS = ("b,ab->a", "ab,ab->a")  # a number for each a: made of one-sided values
 MIX = "a,ab->b"  # a vector over b: the sum of b-vectors, each times a number
 OUTER = ("a,b->ab", "a,ab->ab")  # a vector over a,b: one b-vector for each a, times a number
 
+OF_VECTORS = ("dot", "sqdist", "fsum", "famax", "famin", "einsum")  # operations on vectors of a row and a column
 _LINEAR = ("add", "sub", "neg", "mul", "where")  # what :func:`split_products` looks into
 
 

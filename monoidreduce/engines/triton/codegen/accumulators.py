@@ -6,7 +6,9 @@ from typing import Any
 
 from ....program.constructors import apply
 from ....program.contract import Contraction
-from ....program.expression import Expr, topological
+from ....program.expression import Expr
+from ....program.several import MIX, is_product
+from . import stored_sums
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Slices
 
@@ -77,7 +79,9 @@ class Accumulator:
     def add(self, c: Contraction, weight: str | None) -> None:
         """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
         v = self.v
-        if c.walk:
+        if c.walk and weight is None and is_product(c.weight) and c.weight.attrs[0] == MIX:
+            stored_sums.add_mixed(self, c.weight)
+        elif c.walk:
             self._add_walk(lambda f: v.component(c.weight, f), c.weight, weight)
         elif c.minus is not None:
             assert c.vector is not None and weight is not None
@@ -111,9 +115,7 @@ class Accumulator:
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
         v = self.v
         zeros, nothing = f"tl.zeros([KEPT, FOLDED], {self.kind})", "0.0" if vector.dtype == "float" else "0"
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                v.number(n)
+        v.prepare_walk(vector)
         if self.tiny:
             for k, name in enumerate(self.names):
                 part = component(str(k))

@@ -15,6 +15,7 @@ import textwrap
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
+from ....program.several import letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, tile_ranges
@@ -142,7 +143,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     spec = writer.spec
     kept = [e for e in writer.blocks if not spec.folds(e)]
     folded = [e for e in writer.blocks if spec.folds(e)]
-    held = lambda e: sum(size for _, size in spec.slices(e.feature))
+    held = lambda e: sum(size for _, size in spec.slices(letters(e.feature)[-1]))
     width = lambda chosen: sum(map(held, chosen)) * max(spec.pieces, 1)
     data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
     return Kernel(
