@@ -63,7 +63,7 @@ class PickLines(Lines):
         hit = f"folded_at[None, :] == {self.v.own_place(target)}"
         if self.v.masked:  # what lies beyond the axis is no match, whatever the index
             hit = f"({hit}) & folded_in[None, :]"
-        self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
+        self.total.add_block(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
 
     def finish(self) -> list[tuple[list[str], Any]]:
         if not self.direct:

@@ -88,7 +88,7 @@ class Accumulator:
             self._add_gap(c.vector, c.minus, weight)
         elif c.vector is None:
             assert weight is not None
-            self._sum(self.name, weight)
+            self.add_block(self.name, weight)
         elif c.vector.op != "leaf" or self.tiny:
             vector = c.vector
             self._add_walk(lambda f: v.component(vector, f), vector, weight)
@@ -96,7 +96,8 @@ class Accumulator:
             assert weight is not None
             self._product(weight, c.vector)
 
-    def _sum(self, name: str, block: str) -> None:
+    def add_block(self, name: str, block: str) -> None:
+        """Add a block's sum over the folded axis to a running number."""
         self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
 
     def _product(self, weight: str, vector: Expr, block: str = "") -> None:
@@ -119,7 +120,7 @@ class Accumulator:
         if self.tiny:
             for k, name in enumerate(self.names):
                 part = component(str(k))
-                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
+                self.add_block(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
             return
         lane, _ = v.lane(self.feature)
         with v.walk(self.width) as f:

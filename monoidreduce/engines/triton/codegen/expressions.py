@@ -19,8 +19,8 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from ....program.several import DOTS, are_several, letters
-from . import device_functions, k_loop, random_functions
+from ....program.several import are_several
+from . import device_functions, k_loop, random_functions, several
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
 
@@ -226,7 +226,8 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
 
-    def _leaf_component(self, e: Expr, f: str) -> str:
+    def leaf_component(self, e: Expr, f: str) -> str:
+        """Feature ``f`` of a leaf, loaded."""
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
@@ -435,9 +436,9 @@ class ExpressionWriter:
         if e.op == "spread":
             return self.number(e.args[0])
         if e.op == "leaf":
-            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+            return self.bind(key, self.leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
         if e.op == "einsum":
-            return self.bind(key, self._product_of_several(e, f), True)
+            return self.bind(key, several.write_product(self, e, f), True)
         if e.depth > _LAYER and f not in self.layered:
             with self._binding_layers(f):
                 for n in _read_across_layers(
@@ -500,37 +501,6 @@ class ExpressionWriter:
         with self.walk(width) as f:
             self.inside.append(f"{best} = {join.format(best, self.component(vector, f))}")
         return best
-
-    # Several vectors (``program/several.py``)
-
-    def _product_of_several(self, e: Expr, f: str) -> str:
-        """Number ``f`` of the products of several vectors with one, or with as many: one matrix product."""
-        if e.attrs[0] not in DOTS or any(a.op != "leaf" for a in e.args):
-            raise Unsupported("products of several vectors that are computed in the tile")
-        kept, folded = e.args[::-1] if self.spec.folds(e.args[0]) else e.args
-        return f"tl.dot({self.one_of(kept, f)}, tl.trans({self.one_of(folded, f)}){self.options()})"
-
-    def one_of(self, e: Expr, f: str) -> str:
-        """Vector ``f`` of several, as a block; of one vector, its block."""
-        if not are_several(e):
-            return self.block(e)
-        width, name, folded = self.spec.width(letters(e.feature)[1]), str(e.attrs[0]), self.spec.folds(e)
-        if width > WIDEST:
-            raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        self.blocks[e] = None
-        lane, exists = self.slice_lane(padded(width), width)
-        side = "folded" if folded else "kept"
-        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
-        masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
-        text = f"tl.load({self.pointer(e)} + {f} * {width} * {name}_f + {rows} + {lane}[None, :] * {name}_f{mask})"
-        text = text if self.spec.type_of[e] == self.operand_type() else f"{text}.to(tl.{self.operand_type()})"
-        return self.bind((e, "one of", f), text, True)
-
-    def number_of(self, e: Expr, f: str) -> str:
-        """Number ``f`` (an expression) of a leaf's features."""
-        return self.bind((e, "number", f), self._leaf_component(e, f"({f})"), True)
 
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""

@@ -16,6 +16,7 @@ from ....program.several import OUTER, is_product, letters
 from ....reductions import outputs_of
 from .expressions import ExpressionWriter
 from .kernel_spec import Unsupported, padded
+from .several import block_of
 
 
 def is_stored(r: Expr) -> bool:
@@ -84,7 +85,7 @@ class StoredSum:
             operand = v.bind((self.name, "operand"), f"({one}).to(tl.{v.operand_type()})", True)
             place = v.bind((self.name, "place"), f"{at} + {each} * {self.width}", True)
             old = v.bind((self.name, "old"), f"tl.load({place}, mask={mask}, other=0)", True)
-            new = f"tl.dot({operand}, {v.one_of(vectors, each)}, acc={old}{v.options()})"
+            new = f"tl.dot({operand}, {block_of(v, vectors, each)}, acc={old}{v.options()})"
             v.inside.append(f"tl.store({place}, {new}, mask={mask})")
         v.inside.append("tl.debug_barrier()")
 
@@ -112,7 +113,10 @@ def add_mixed(total: Any, e: Expr) -> None:
         if total.tiny:
             one = v.bind((total.name, "operand"), one, True)
             for k, name in enumerate(total.names):
-                v.inside.append(f"{name} += tl.sum({one} * {v.number_of(vectors, f'{each} * {width} + {k}')}, 1)")
+                number = v.leaf_component(vectors, f"({each} * {width} + {k})")
+                total.add_block(name, f"{one} * {number}")
             return
         operand = v.bind((total.name, "operand"), f"({one}).to(tl.{v.operand_type()})", True)
-        v.inside.append(f"{total.name} = tl.dot({operand}, {v.one_of(vectors, each)}, acc={total.name}{v.options()})")
+        v.inside.append(
+            f"{total.name} = tl.dot({operand}, {block_of(v, vectors, each)}, acc={total.name}{v.options()})"
+        )
