@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ..errors import ShapeError
 from .expression import Expr, Feature, node, topological
-from .simplify import apply
+from .simplify import ONE, apply, is_constant
 
 DOTS = ("b,ab->a", "ab,ab->a")  # a number for each a: made of one-sided values
 MIX = "a,ab->b"  # a vector over b: the sum of b-vectors, each times a number
@@ -48,8 +48,26 @@ def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:
         x, y = y, x
     names = dict(zip(dict.fromkeys(other if len(one) == 1 < len(other) else out + one + other), "abc", strict=False))
     one, other, out = ("".join(names[c] for c in part) for part in (one, other, out))
-    rows, cols = x.rows or y.rows, x.cols or y.cols
-    return node("einsum", (x, y), (f"{one},{other}->{out}",), rows=rows, cols=cols, feature=feature, dtype="float")
+    spec = f"{one},{other}->{out}"
+    numbers, args = ONE, [x, y]
+    for at in (0, 1) if spec in DOTS else (1,):
+        number, args[at] = _split_number(args[at])
+        numbers = apply("mul", numbers, number)
+    if spec not in DOTS and numbers is not ONE:
+        args[0] = apply("mul", args[0], numbers)
+    rows, cols = (any(a.rows for a in args), any(a.cols for a in args))
+    found = node("einsum", tuple(args), (spec,), rows=rows, cols=cols, feature=feature, dtype="float")
+    return apply("mul", found, numbers) if spec in DOTS and numbers is not ONE else found
+
+
+def _split_number(x: Expr) -> tuple[Expr, Expr]:
+    """A value as a number of the pair and vectors of one side, where it is their product; else 1 and itself."""
+    if x.op == "mul" and x.is_pair:
+        for number, vector in (x.args, x.args[::-1]):
+            if number.feature is None and vector.feature is not None:
+                more, vector = _split_number(vector)
+                return apply("mul", number, more), vector
+    return ONE, x
 
 
 def pull_einsum(e: Expr, g: Expr) -> tuple[Expr, Expr]:
@@ -96,9 +114,42 @@ def _named(some: tuple[str, ...]) -> str:
     return ", ".join(f'"{one}"' for one in some)
 
 
+def inner(e: Expr, g: Expr) -> Expr:
+    """The sum over all features of a product times ``g``."""
+    return apply("mul", e.args[0], pull_einsum(e, g)[0])
+
+
 def is_product(e: Expr) -> bool:
     """Whether a value per pair is made by products that a sum over pairs turns into matrix products."""
     return e.op == "einsum" and e.is_pair and e.attrs[0] not in DOTS
+
+
+def split_factor(e: Expr) -> tuple[Expr, Expr] | None:
+    """A vector per pair as number × vector, if a number of the pair is a factor of it: of a product, of its weights.
+    What it is chosen by, or multiplied with, stays in the vector."""
+    if e.op == "spread":
+        return e.args[0], node("spread", (ONE,), e.attrs, rows=False, cols=False, feature=e.feature, dtype="float")
+    if is_product(e):
+        found = split_factor(e.args[0])
+        return None if found is None else (found[0], _inside(e, lambda _: found[1]))
+    if e.op == "mul":
+        for one, other in (e.args, e.args[::-1]):
+            if one.is_pair and one.feature is None:
+                return one, other
+            if (found := split_factor(one)) is not None:
+                number, rest = found
+                alone = rest.op == "spread" and other.feature is not None
+                return number, other if alone else apply("mul", rest, other)
+    if e.op == "neg" and (found := split_factor(e.args[0])) is not None:
+        return found[0], apply("neg", found[1])
+    if e.op == "where" and is_constant(e.args[2], 0) and (found := split_factor(e.args[1])) is not None:
+        return found[0], apply("where", e.args[0], found[1], 0.0)
+    return None
+
+
+def scale(e: Expr, number: Expr) -> Expr:
+    """A vector per pair times a number; of a product, its weights."""
+    return _scale(e, number) if is_product(e) else apply("mul", e, number)
 
 
 def folds(e: Expr, over: str) -> bool:

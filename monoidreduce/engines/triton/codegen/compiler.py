@@ -15,7 +15,7 @@ import textwrap
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
-from ....program.several import letters
+from ....program.several import are_several, letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, tile_ranges
@@ -37,6 +37,7 @@ from .kernel_text import (
     write_tile_range,
 )
 from .reductions import known
+from .stored_sums import is_stored
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
             near=bool(spec.near),
+            several=any(map(are_several, writer.blocks)),
+            stored=any(map(is_stored, spec.fold.reductions)),
         ),
     )
 

@@ -63,6 +63,8 @@ class Traits:
     sums_other_block: bool = False  # a block is summed that is in no other product
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
     near: bool = False  # squared distances of close points are recomputed
+    several: bool = False  # a loop over several vectors is inside that over tiles
+    stored: bool = False  # sums of vectors are kept in memory
 
 
 @dataclass(frozen=True)
