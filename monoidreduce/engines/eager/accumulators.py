@@ -57,8 +57,8 @@ class TileArithmetic:
         numbers, vectors = e.args[0], tile.pieces(e.args[1])
         mixed = e.attrs[0] == MIX
         count, width = (tile.count(name) for name in letters((e.args[1] if mixed else e).feature))
-        totals = [total] * count if mixed else total.split(width, -1)
-        for a in range(count if width else 0):
+        totals = [total] * count if mixed else total.unflatten(-1, (count, width)).unbind(-2)
+        for a in range(count):
             part = tile.component(numbers, a).expand(tile.tile)
             part = tile.multiplied(part if weight is None else weight * part, vectors[0].dtype)
             self.accumulate(totals[a], part if self.over == "cols" else part.mT, vectors[a % len(vectors)])

@@ -173,7 +173,9 @@ class TileRun:
 
     def pieces(self, e: Expr) -> list[Tensor]:
         """The vectors of several, [b, l, f] each; of one vector, itself."""
-        return list(self.get(e).split(self.count(letters(e.feature)[1]), -1)) if are_several(e) else [self.get(e)]
+        if not are_several(e):
+            return [self.get(e)]
+        return list(self.get(e).unflatten(-1, [self.count(name) for name in letters(e.feature)]).unbind(-2))
 
     def _over_features(self, e: Expr, out: Tensor) -> Tensor:
         """The sum, or the extreme, of a vector per pair."""
