@@ -20,6 +20,8 @@ def write_product(v: ExpressionWriter, e: Expr, f: str) -> str:
     """Number ``f`` of the products of several vectors with one, or with as many, for all pairs of a tile."""
     if e.attrs[0] not in DOTS or any(a.op != "leaf" for a in e.args):
         raise Unsupported("products of several vectors that are computed in the tile")
+    if v.spec.listed:
+        raise Unsupported("products of several vectors over lists of columns")
     kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
     return f"tl.dot({block_of(v, kept, f)}, tl.trans({block_of(v, folded, f)}){v.options()})"
 
