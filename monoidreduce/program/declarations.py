@@ -141,10 +141,6 @@ class Pair(_Declared):
 
 
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
-    torch.int8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)  # small types of vectors that have scales (``stored_vectors.py``)
 
 
 AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
