@@ -17,6 +17,7 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
+from . import edge_numbers
 from .gather import FlatLeaf, Layout, Piece
 from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
@@ -34,6 +35,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
     results: list[Any] = [None] * len(fold.reductions)
+    shared: edge_numbers.Shared = {}
     for over, places in _groups(fold, leaves, sizes):
         chosen = [fold.reductions[k] for k in places]
         ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
@@ -41,7 +43,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         local = localize(fold, over[0], places, lists.limit is not None)
         if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
             check_numbers(lists)
-        found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
+        if edges and edge_numbers.can_run(local, lists, sizes):
+            found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
+        else:
+            found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
     return [t for values in results for t in values]
