@@ -73,7 +73,7 @@ PACKAGES: dict[str, set[str]] = {
     "ops": COMMON | {"engines.ranks", "runtime", "files", "sources", "block_runs", "stream", "op"},
     "linalg": {"errors", "arrays"},  # solvers over any product; a kernel op is one that is handed in
     "nn": {"errors", "domains", "plan.settings", "ops"},  # modules: no mathematics
-    "integrations": {"errors", "nn", "ops"},  # doors to other libraries
+    "integrations": {"errors", "domains", "nn", "ops"},  # doors to other libraries
     "integrations.ray": COMMON
     | {"block_runs", "engines.auto", "engines.stream", "op", "ops", "sources", "stream"},  # spread
 }
