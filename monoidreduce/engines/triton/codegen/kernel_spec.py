@@ -34,6 +34,7 @@ class Listing:
     logical: bool = False  # the folded index counts along the list, not along the axis
     ends: bool = False  # how many folded indices each list has is given: its last block is cut
     entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
+    tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Spec:
     @property
     def kept_start(self) -> str:
         """The first kept index of a tile."""
-        return "tile * KEPT" if self.listed is None else "kept_start"
+        return "tile * KEPT" if self.listed is None or self.listed.tiles else "kept_start"
 
     @property
     def group_text(self) -> str:
