@@ -23,7 +23,7 @@ from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
 from .pieces import combine_parts
 
-_CACHE = 4 * 2**20  # bytes that the leaves of a batch of pieces take on a CPU, so that they stay in its cache
+_CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
 
@@ -111,7 +111,8 @@ class _Run:
 
     def run(self) -> list[list[Tensor]]:
         bytes_kept, bytes_unit = self._bytes()
-        room = _CACHE if self.sizes.device.type == "cpu" else _DEVICE
+        elements = max(1, math.prod(self.layout.shared_sizes))  # which engines in torch run one after the other
+        room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged)
