@@ -56,6 +56,7 @@ try:
             mean,
             num_cols,
             num_rows,
+            popcount,
             reduce,
             row_index,
             sample,
@@ -70,6 +71,7 @@ try:
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -95,6 +97,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Tally",
     "Tuning",
@@ -127,9 +130,11 @@ __all__ = [
     "op",
     "ops",
     "pages",
+    "popcount",
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

@@ -61,6 +61,7 @@ QUICK = {
         "attention 64, float16",
         "attention over blocks 128",
         "handmade loss 64",
+        "stored attention 128, float8_e4m3fn",
     ],
 }
 
