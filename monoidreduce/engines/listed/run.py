@@ -17,12 +17,13 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
+from . import edge_numbers
 from .gather import FlatLeaf, Layout, Piece
 from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
 from .pieces import combine_parts
 
-_CACHE = 4 * 2**20  # bytes that the leaves of a batch of pieces take on a CPU, so that they stay in its cache
+_CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
 
@@ -34,6 +35,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
     results: list[Any] = [None] * len(fold.reductions)
+    shared: edge_numbers.Shared = {}
     for over, places in _groups(fold, leaves, sizes):
         chosen = [fold.reductions[k] for k in places]
         ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
@@ -41,7 +43,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         local = localize(fold, over[0], places, lists.limit is not None)
         if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
             check_numbers(lists)
-        found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
+        if edges and edge_numbers.can_run(local, lists, sizes):
+            found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
+        else:
+            found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
     return [t for values in results for t in values]
@@ -106,7 +111,8 @@ class _Run:
 
     def run(self) -> list[list[Tensor]]:
         bytes_kept, bytes_unit = self._bytes()
-        room = _CACHE if self.sizes.device.type == "cpu" else _DEVICE
+        elements = max(1, math.prod(self.layout.shared_sizes))  # which engines in torch run one after the other
+        room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged)
