@@ -167,6 +167,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
             near=bool(spec.near),
+            pair_features=writer.pair_features,
         ),
     )
 

@@ -63,6 +63,7 @@ class Traits:
     sums_other_block: bool = False  # a block is summed that is in no other product
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
     near: bool = False  # squared distances of close points are recomputed
+    pair_features: int = 0  # features of the vectors that are held for every pair of a tile
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,18 @@ def choose_plan(
         return asked
     if tile is not None:
         return KernelPlan(*tile, boxes=2)
+    if kernel.traits.pair_features:
+        return _plan_pair_vectors(kernel)
     if kernel.traits.k_loop:
         return _plan_k_loop(kernel, length, family or FAMILY)
     return _fit_shared_memory(kernel, item, family or FAMILY, boxes)
+
+
+def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
+    """The plan of a kernel that holds a vector per pair: a tile's vectors are 64 registers a thread."""
+    features = kernel.traits.pair_features
+    kept = 32 if features <= 32 else 16
+    return KernelPlan(kept, 16, min(16, max(4, kept * 16 * features // (64 * 32))), 1)
 
 
 def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:
