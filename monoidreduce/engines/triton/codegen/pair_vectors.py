@@ -11,7 +11,7 @@ from ....program.expression import Expr, topological
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec, Unsupported, padded
 
-MOST = 128  # features of all vectors of a pair: a tile of 16 × 16 pairs takes half of a multiprocessor's registers
+MOST = 64  # features of all vectors of a pair, with their padding: a tile of 16 × 16 pairs with 128 spills registers
 
 
 class BlockFunctionWriter(ExpressionWriter):

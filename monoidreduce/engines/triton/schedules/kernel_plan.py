@@ -72,10 +72,10 @@ def choose_plan(
 
 
 def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
-    """The plan of a kernel that holds a vector per pair: a tile's vectors are 64 registers a thread."""
+    """The plan of a kernel that holds a vector per pair: at most 64 registers a thread for a tile's vectors, with which
+    nothing spills (compiled for Hopper; not yet measured on a GPU)."""
     features = kernel.traits.pair_features
-    kept = 32 if features <= 32 else 16
-    return KernelPlan(kept, 16, min(16, max(4, kept * 16 * features // (64 * 32))), 1)
+    return KernelPlan(32, 16, 4, 1) if features <= 16 else KernelPlan(16, 16, 8, 1)
 
 
 def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:
