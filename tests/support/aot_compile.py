@@ -245,10 +245,10 @@ CASES = [
     ),
     # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
     *(
-        Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t)
+        Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
         for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32))
     ),
-    Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32),
+    Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),
