@@ -154,7 +154,8 @@ def own_attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
 @mr.op
 @no_type_check
 def own_variance(x: mr.Row["d"], y: mr.Col["d"]):
-    return mr.reduce(OwnVariance, n=1.0, mean=x @ y, m2=0.0).m2
+    found = mr.reduce(OwnVariance, n=1.0, mean=x @ y, m2=0.0)
+    return found.m2 / found.n
 
 
 @mr.op

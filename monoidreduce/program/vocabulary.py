@@ -87,6 +87,33 @@ def sqdist(x: Any, y: Any) -> torch.Tensor:
     return cast(torch.Tensor, Symbol(constructors.sqdist(expr_of(x), expr_of(y))))
 
 
+@check_call
+def popcount(x: Any, bits: int) -> torch.Tensor:
+    """How many of the lowest ``bits`` bits of a whole number are 1; its population count.
+
+    Whole numbers have 64 bits in a body. Give the width of the numbers as they are stored, 8, 16, 32 or 64: a
+    negative number of 32 bits would have 32 more of them.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def hamming(x: mr.Row["words"], y: mr.Col["words"]):
+    ...     return mr.min(mr.popcount(x ^ y, bits=8).sum())
+    >>> hamming(torch.tensor([[0b1111, 0b1]]), torch.tensor([[0b1010, 0b0], [0b1110, 0b11]]))
+    tensor([2])
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 64:
+        raise ArgumentError(detail=f"mr.popcount was given bits={bits!r}", fix="Give the width, from 1 to 64")
+    e = expr_of(x)
+    if e.dtype == "float":
+        raise TraceError(
+            detail=f"mr.popcount was asked of {x!r}, a floating-point number",
+            fix="Pass the codes as whole numbers (torch.uint8 to torch.int64)",
+        )
+    return cast(
+        torch.Tensor, Symbol(constructors.apply("popcount", constructors.apply("cast", e, to="int"), bits=bits))
+    )
+
+
 def _is_bool(x: Any) -> bool:
     return expr_of(x).dtype == "bool"
 
