@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..algebra import Monoid, Scalar
+from ..algebra import Monoid, Scalar, Vector
 from ..algebra.probe import probe
-from ..errors import ArgumentError, TraceError, UnreducedError
+from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError
 from ..reductions import make
 from . import constructors
 from .advice import check_call
@@ -134,7 +134,7 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
             fix="Decorate the function that calls it with @mr.op",
         )
     fields = tuple(expr_of(v) for v in values)
-    number_fields = fields[:1] if vectors and kind != "sum" else () if vectors else fields
+    number_fields = fields[:1] if vectors and kind not in ("sum", "user") else () if vectors else fields
     for f in number_fields:
         if f.feature is not None:
             raise UnreducedError(
@@ -391,7 +391,8 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 
     A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is
-    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more.
+    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more. Gradients
+    are those of its ``pullback`` or ``remove``; without either they are derived from ``combine`` (docs/monoids.md).
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -422,6 +423,11 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
             raise UnreducedError(
                 detail=f'field {name} of {monoid.__name__} is a Scalar, but was given a vector over "{e.feature}"',
                 fix="Declare it mr.Vector, or reduce it over its features first",
+            )
+        if marker is Vector and e.feature is None:
+            raise ShapeError(
+                detail=f"field {name} of {monoid.__name__} is a Vector, but was given one number per pair",
+                fix="Give it a vector (a Row or Col with a letter, or a number times one), or declare it mr.Scalar",
             )
         exprs.append(constructors.apply("cast", e, to="float"))
     results = (

@@ -397,8 +397,17 @@ class Keeps(mr.Monoid):
         return b
 
 
+class Steps(mr.Monoid):
+    """Nothing in it has a derivative."""
+
+    v: mr.Scalar = 0.0
+
+    def combine(a, b):
+        return Steps(v=torch.floor(a.v) + torch.floor(b.v))
+
+
 class Loudest(mr.Monoid):
-    """The larger in absolute value, without a gradient."""
+    """The larger in absolute value."""
 
     v: mr.Scalar = 0.0
 
@@ -408,6 +417,10 @@ class Loudest(mr.Monoid):
 
 def wrong_fields(x: Row["f"], y: Col["f"]):
     return mr.reduce(mr.monoids.LogWSum, z=x @ y).z  # here
+
+
+def number_for_a_vector(x: Row["f"], y: Col["f"]):
+    return mr.reduce(mr.monoids.LogWSum, z=x @ y, v=x @ y).z  # here
 
 
 def no_monoid(x: Row["f"], y: Col["f"]):
@@ -484,6 +497,7 @@ BODIES = [
     (no_monoid, mr.ArgumentError, ("dict", "subclass of mr.Monoid")),
     (ordered_monoid, mr.ArgumentError, ("Keeps", "not commutative", "mr.fold")),
     (vector_for_a_scalar, mr.UnreducedError, ("field v of Loudest", "Scalar", "mr.Vector")),
+    (number_for_a_vector, mr.ShapeError, ("field v of LogWSum", "Vector", "mr.Scalar")),
 ]
 
 
@@ -656,13 +670,13 @@ def test_gradient_of_a_monoid_that_has_none(engine):
     """The value is there; the gradient says what to add to the monoid."""
 
     @mr.op
-    def loudest(x: Row["f"], y: Col["f"]):
-        return mr.reduce(Loudest, v=x @ y).v
+    def steps(x: Row["f"], y: Col["f"]):
+        return mr.reduce(Steps, v=x @ y).v
 
     with mr.use(engine=engine):
-        y = loudest(X.clone().requires_grad_(), Y)
-        assert torch.equal(y, torch.full((5,), 3.0))
-        words = ("Loudest", "no local gradient", "pullback(c, a, g)", "remove(c, a)")
+        y = steps(X.clone().requires_grad_(), Y)
+        assert torch.equal(y, torch.floor(X @ Y.T).sum(1))
+        words = ("Steps", "combine has no derivative", "pullback(c, a, g)")
         raised(Mistake("gradient", lambda: y.sum().backward(), mr.NoGradientError, words))
 
 

@@ -20,7 +20,7 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import device_functions, k_loop, random_functions, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -234,10 +234,10 @@ class ExpressionWriter:
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
-            mask = ", mask=folded_in, other=0" if self.masked else ""
+            mask = f", mask=folded_in, other={self.spec.zero(e)}" if self.masked else ""
         elif self.spec.keeps(e):
             at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
-            mask = ", mask=kept_in, other=0"
+            mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
         return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
@@ -245,7 +245,7 @@ class ExpressionWriter:
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
-            return text if kind == self.spec.compute else f"{text}.to({self.float})"
+            return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
     # Elementwise arithmetic
@@ -600,13 +600,13 @@ class ExpressionWriter:
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
-        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:
