@@ -24,6 +24,7 @@ from .expression import Expr, node, reduce_node, result, topological
 from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
+from .several import letters
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
 
@@ -57,7 +58,8 @@ class Fold:
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
         """The letters (or fixed sizes) of the features of its leaves, each once."""
-        return tuple(dict.fromkeys(str(e.feature) for e in self.leaves if e.feature is not None))
+        features = [str(e.feature) for e in self.leaves if e.feature is not None]
+        return tuple(dict.fromkeys(name for f in features for name in (f, *letters(f))))
 
     @functools.cached_property
     def domain(self) -> Expr | None:

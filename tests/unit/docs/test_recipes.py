@@ -44,6 +44,8 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "ranking": lambda d: (d.rows(), d.integers(d.M, high=5), d.cols(), d.integers(d.N, high=5)),
     "attention_view": lambda d: (d.rows(5), d.cols(5), 0.3),
     "indexer_loss": lambda d: (d.rows(3), d.cols(3), d.rows(5), d.cols(5)),
+    "indexer": lambda d: (d.normal(d.M, 3, 5), d.uniform(d.M, 3), d.cols(5)),
+    "any_query": lambda d: (d.normal(d.M, 3, 5), d.cols(5), d.cols(2)),
     "cox": lambda d: (d.rows(), d.uniform(d.M), d.integers(d.M).bool(), d.cols(), d.uniform(d.N)),
 }
 
@@ -57,9 +59,9 @@ def drawn(name: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch
     return INPUTS[name](Draw(rows, cols, torch.Generator().manual_seed(seed), dtype))
 
 
-def test_every_recipe_is_tested():
-    assert len(NAMES) == len(INPUTS) and set(NAMES) == set(INPUTS)
-    assert PAGE.read_text(encoding="utf-8").count("\n### ") == len(NAMES)
+def test_each_is_numbered_and_run():
+    numbers = re.findall(r"^### (\d+)\.", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(NAMES) == set(INPUTS) and list(map(int, numbers)) == list(range(1, len(NAMES) + 1))
 
 
 @pytest.mark.parametrize("name", NAMES)

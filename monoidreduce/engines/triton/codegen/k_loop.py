@@ -36,7 +36,8 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
     short = all(kind_of(r).selected(r.attrs[2]) <= FEW for r in fold.reductions)
-    return narrow and width > WIDEST and plain and short and bool(products)
+    several = any(e.op == "einsum" for e in topological(fold.reductions))
+    return narrow and width > WIDEST and plain and short and bool(products) and not several
 
 
 def rounds_products(spec: Spec) -> bool:

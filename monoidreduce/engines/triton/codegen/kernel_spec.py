@@ -173,7 +173,7 @@ def _read_otherwise(r: Expr) -> list[Expr]:
             whole = not c.walk and c.minus is None
             found += [] if whole else [e for e in topological([a]) if e.feature is not None]
     for e in topological(r.args):
-        if e.op in ("sqdist", "fsum") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):
+        if e.op in ("sqdist", "fsum", "famax", "famin") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):
             found += [n for n in topological(e.args) if n.feature is not None]
     return found
 

@@ -190,7 +190,7 @@ def _multiplied(fold: Fold) -> frozenset[Expr]:
             for e in topological([x for x in roots if x.feature is None or c.walk]):
                 if e.op == "dot":
                     multiplied |= set(e.args)
-                elif e.op in ("fsum", "sqdist"):
+                elif e.op in ("fsum", "sqdist", "famax", "famin"):
                     walked |= set(topological(e.args, stop=lambda x: x.feature is None))
             walked |= {x for x in (c.minus, c.vector) if x is not None and c.minus is not None}
     return frozenset(multiplied - walked)
