@@ -21,7 +21,7 @@ from .base import Local, Outputs, Reads, Reduction, State, folded_dim, per_part,
 from .best import NOWHERE, no_places, worst
 from .kernel_lines import Lines
 
-_MOST = 64  # beyond, the list takes too many registers
+MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
 _WORST_KEY = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
 _EMPTY = -2  # the place of a slot in which nothing is, while states are merged
@@ -236,7 +236,7 @@ class TopK(Reduction):
 
     def no_kernel(self, r: Expr) -> str:
         k = r.attrs[2][0]
-        return f"the {k} best, more than {_MOST}" if k > _MOST else ""
+        return f"the {k} best, more than {MOST_IN_REGISTERS}" if k > MOST_IN_REGISTERS else ""
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return 0, r.attrs[2][0] * (item + 8)

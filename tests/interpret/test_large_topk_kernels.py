@@ -1,0 +1,143 @@
+"""Top-k beyond what registers hold: pairs written to panels, the best selected from them, on kernels."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Batch, Col, Row
+from monoidreduce.engines.triton.kernels import select_rows
+
+K = 70
+
+
+@pytest.fixture
+def no_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mr.FallbackWarning)
+        yield
+
+
+def sort_rows(x, k, largest=True):
+    """The definition: a stable sort, no place where there is nothing."""
+    found = x.sort(dim=-1, descending=largest, stable=True)
+    values, places = found.values[..., :k], found.indices[..., :k]
+    return values, places.masked_fill(values == (-math.inf if largest else math.inf), -1)
+
+
+@mr.op
+def products(x: Row["d"], y: Col["d"]):
+    s = x @ y
+    return mr.topk(s, K), mr.logsumexp(s), mr.topk(s, K, largest=False, over="rows")
+
+
+@pytest.mark.parametrize("limit", [None, "14KB"], ids=["whole", "panels"])
+def test_products_over_both_axes(limit, no_fallback):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 75, 5, dtype=torch.float64), torch.randn(2, 90, 5, dtype=torch.float64)
+    with mr.use(engine="triton", budget=limit):
+        (values, places), z, (least, rows) = products(x, y)
+    s = x @ y.mT
+    torch.testing.assert_close(values, sort_rows(s, K)[0])
+    assert torch.equal(places, sort_rows(s, K)[1])
+    torch.testing.assert_close(z, s.logsumexp(-1))
+    torch.testing.assert_close(least, sort_rows(s.mT, K, False)[0])
+    assert torch.equal(rows, sort_rows(s.mT, K, False)[1])
+
+
+@mr.op
+def masked(x: Row["d"], y: Col["d"], shift: Batch, seed: int, window: int):
+    near = (mr.row_index - mr.col_index).abs() <= window
+    noisy = mr.sqdist(x, y) + shift + 0.01 * mr.uniform(seed)
+    return mr.topk(torch.where(near, -noisy, -torch.inf), K)
+
+
+@pytest.mark.parametrize("limit", [None, "6KB"], ids=["whole", "panels"])
+def test_masks_draws_and_indices_do_not_depend_on_panels(limit, no_fallback):
+    """Tiles that are skipped hold nothing; random numbers and indices count from the whole problem's start."""
+    torch.manual_seed(0)
+    given = (torch.randn(2, 70, 3), torch.randn(2, 150, 3), torch.tensor([0.5, -0.5]), 3, 40)
+    with mr.use(engine="reference"):
+        wanted = masked(*given)
+    with mr.use(engine="triton", budget=limit):
+        found = masked(*given)
+    torch.testing.assert_close(found.values, wanted.values)
+    assert torch.equal(found.indices, wanted.indices) and (found.indices[:, 0] == -1).any()
+
+
+@mr.op
+def ranks_of(x: Row, y: Col):
+    return mr.topk((x * y) % 7, K, largest=False), mr.topk(x * y > 3, K)
+
+
+def test_integers_and_truth_values_with_many_ties(no_fallback):
+    x, y = torch.arange(-3, 4), torch.arange(1, 101)
+    with mr.use(engine="triton"):
+        (values, places), (truths, where) = ranks_of(x, y)
+    s = x[:, None] * y
+    wanted = (s % 7).sort(dim=-1, stable=True)
+    assert torch.equal(values, wanted.values[:, :K]) and torch.equal(places, wanted.indices[:, :K])
+    wanted = (s > 3).long().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(truths, wanted.values[:, :K] > 0) and torch.equal(where, wanted.indices[:, :K])
+
+
+@mr.op
+def kept(x: Row, y: Col):
+    return mr.topk(x * y, K).values
+
+
+def test_gradients_and_second_derivatives(no_fallback):
+    torch.manual_seed(0)
+    x, y = torch.randn(3, dtype=torch.float64, requires_grad=True), torch.randn(75, dtype=torch.float64).requires_grad_()
+    with mr.use(engine="triton"):
+        assert torch.autograd.gradcheck(kept, (x, y))
+        assert torch.autograd.gradgradcheck(lambda x, y: kept(x, y) ** 2, (x, y))
+
+
+def test_half_precision_rows_and_a_row_of_nan(no_fallback):
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 8).half(), torch.randn(300, 8).half()
+    x[2] = math.nan
+    with mr.use(engine="triton"):
+        values, places = mr.ops.linear_topk(x, y, 128)
+    s = x.float() @ y.float().mT
+    torch.testing.assert_close(values.float(), sort_rows(s, 128)[0], rtol=2e-3, atol=2e-3, equal_nan=True)
+    assert torch.equal(places[2], torch.arange(128))
+
+
+def test_too_small_a_budget_says_what_would_do():
+    x, y = torch.randn(3, 4), torch.randn(400, 4)
+    with mr.use(engine="triton", budget=100), pytest.raises(mr.BudgetError, match="at least"):
+        mr.ops.linear_topk(x, y, 100)
+
+
+KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+@pytest.mark.parametrize("held", [None, 64], ids=["whole rows", "strips"])
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda d: str(d)[6:])
+def test_selection_is_that_of_a_stable_sort(dtype, held, monkeypatch):
+    """The first of equals, NaN above all, zeros whatever their signs, sorted rows (whose threshold must be raised),
+    infinities, the ends of int64."""
+    if held:
+        monkeypatch.setattr(select_rows, "_HELD", {4: held, 8: held})
+        monkeypatch.setattr(select_rows, "_LANES", 128)
+    torch.manual_seed(0)
+    x = torch.randn(7, 205)
+    x[1] -= 20
+    x[2, 7], x[2, 30:100], x[3, :190], x[4, ::2] = math.nan, -0.0, -math.inf, 0.0
+    x[5], x[6, :], x[6, 5:200] = x[5].sort().values, math.inf, -math.inf
+    if dtype is torch.int64:
+        x = (x.nan_to_num(0, 5, -7) * 3).long()
+        x[0, 3], x[0, 9] = -(2**63), 2**63 - 1
+    x = torch.nn.functional.pad(x.to(dtype), (0, 3))[:, :205]
+    compute = torch.promote_types(dtype, torch.float32)
+    for k, largest in ((16, True), (3, False), (60, True)):
+        values, places = select_rows.select(x, k, largest, compute)
+        wide = x if dtype is torch.int64 else x.to(compute)
+        wanted, at = sort_rows(wide, k, largest)
+        assert torch.equal(places, at)
+        torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
+    assert [t.shape for t in select_rows.select(x[:0], 3, True, compute)] == [(0, 3), (0, 3)]
