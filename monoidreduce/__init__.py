@@ -57,6 +57,7 @@ try:
             softmax_mean,
             sqdist,
             topk,
+            topk_mean,
             var,
             weighted_mean,
         )
@@ -126,6 +127,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "topk_mean",
     "tune",
     "uniform",
     "use",
