@@ -66,6 +66,8 @@ class TopKAccumulator(Accumulator):
         place = torch.arange(x.shape[-1], device=x.device).expand(value.shape)
         if old is not None and old.shape[-1] == self.k and x.device.type == "cpu":
             value, place = self._beating(value, old[..., -1:])
+        elif value is x:
+            value = x.clone()  # the tile's memory is used again
         aside = self.aside.setdefault(key, [])
         aside.append((value, shift_places(place, offset)))
         if sum(v.shape[-1] for v, _ in aside) >= self.k:
