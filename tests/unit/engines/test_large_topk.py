@@ -76,12 +76,12 @@ def mean_of_best(q: Row["f"], k: Col["f"], v: Col["d"], hidden: int):
 
 def test_gradcheck_of_the_mean_of_the_best():
     torch.manual_seed(0)
-    args = [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (3, 7, 7)]
+    args = [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (2, 5, 5)]
     with mr.use(engine="eager"):
-        run = lambda *given: mean_of_best(*given, 5)  # the first row sees two columns
+        run = lambda *given: mean_of_best(*given, 3)  # the first row sees two columns
         assert torch.autograd.gradcheck(run, args)
         assert torch.autograd.gradgradcheck(run, args)
-        vectors, numbers = mean_of_best(*args, 7)
+        vectors, numbers = mean_of_best(*args, 5)
     assert (vectors[0] == 0).all() and numbers[0] == 0 and (vectors[1] != 0).all()
 
 
