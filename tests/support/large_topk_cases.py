@@ -24,15 +24,19 @@ def winners(x: mr.Row["d"], y: mr.Col["d"], c: mr.Col, label: mr.Col):
 AXES = ["rows"] * 8 + ["cols"] * 2  # which axis a result of the op has
 
 
-def dense(x, y, c, label):
+def dense(x, y, c, label, both=True):
+    """The op's results; without ``both``, those per row alone."""
     s = x @ y.mT
     values, at = s.sort(dim=-1, descending=True, stable=True)
     values, at = values[..., :K], at[..., :K]
     weight = torch.softmax(values, -1)
     there = (torch.tanh(s) * c).gather(-1, at)
     means = (weight.unsqueeze(-1) * y[at]).sum(-2), (weight * c[at]).sum(-1)
+    found = [values, at, c[at], label[at], c[at] > 0, there, *means]
+    if not both:
+        return found
     least, rows = s.mT.sort(dim=-1, stable=True)
-    return values, at, c[at], label[at], c[at] > 0, there, *means, least[..., :K], x[:, 0][rows[..., :K]]
+    return [*found, least[..., :K], x[:, 0][rows[..., :K]]]
 
 
 def arguments():

@@ -21,7 +21,7 @@ _HELD = {4: 16384, 8: 8192}  # strips, and twice the numbers, that a program ins
 _SHARE = 4  # k may be this share of them
 _LANES = 2048  # numbers at a time, elsewhere
 _WARPS = 16
-_TEXT = '''
+_TEXT = """
 
 @triton.jit
 def ranked(x, LARGEST: tl.constexpr, BITS: tl.constexpr):
@@ -176,7 +176,7 @@ def write_sorted(
         place = tl.where(value == (float("-inf") if LARGEST else float("inf")), -1, place)
     tl.store(values + i, value.to(values.dtype.element_ty), mask=i < size)
     tl.store(indices + i, place, mask=i < size)
-'''
+"""
 _HEADER = '"""The k best of the rows of a matrix."""\n\nimport triton\nimport triton.language as tl\n'
 _kernels = Kernels("".join([_HEADER, *copy_device_functions(_TEXT), _TEXT]))
 
