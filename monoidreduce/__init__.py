@@ -29,6 +29,11 @@ try:
         from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
         from .autotune import Tuning, tune
         from .blockwise import MonoidReduce, mk_GeMMMapReduce
+        from .domains import Blocks as blocks
+        from .domains import Edges as edges
+        from .domains import Jagged as jagged
+        from .domains import Pages
+        from .domains import Pages as pages
         from .engines.common.skip_small_tiles import skip_below
         from .engines.common.tile_counter import Tally, tally
         from .engines.ranks.agreement import shard
@@ -51,6 +56,7 @@ try:
             mean,
             num_cols,
             num_rows,
+            popcount,
             reduce,
             row_index,
             sample,
@@ -87,6 +93,7 @@ __all__ = [
     "Monoid",
     "MonoidReduce",
     "Op",
+    "Pages",
     "Pair",
     "Row",
     "Scalar",
@@ -97,6 +104,7 @@ __all__ = [
     "__version__",
     "argmax",
     "argmin",
+    "blocks",
     "budget",
     "cache",
     "chunks",
@@ -104,9 +112,11 @@ __all__ = [
     "count",
     "dot",
     "dropout",
+    "edges",
     "fold",
     "functions",
     "gumbel",
+    "jagged",
     "laws",
     "linalg",
     "logsumexp",
@@ -118,6 +128,8 @@ __all__ = [
     "num_rows",
     "op",
     "ops",
+    "pages",
+    "popcount",
     "reduce",
     "row_index",
     "sample",

@@ -6,6 +6,7 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import arrays
+from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
@@ -147,6 +149,24 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )
+
+
+def domain(name: str, value: Any, *kinds: str) -> None:
+    """Raise ArgumentError unless ``value`` says which columns exist; ``kinds``: in one of these ways."""
+    if not isinstance(value, Domain) or (kinds and value.kind not in kinds):
+        made = [f"mr.{kind}(...)" for kind in kinds or ("blocks", "pages", "jagged", "edges")]
+        raise ArgumentError(
+            detail=f"{name} was given {repr(value) if isinstance(value, Domain) else _shown(value)}",
+            fix=f"Give {' or '.join(made)}",
+        )
+
+
+def listed(cols: Any) -> dict[str, Any]:
+    """The keyword that says which pairs exist, checked; none where all do."""
+    if cols is None:
+        return {}
+    domain("cols", cols)
+    return {"cols": cols}
 
 
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
@@ -374,8 +394,16 @@ def public_layer(
 
 
 def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
+    sides = dict.fromkeys(rows, "rows") | dict.fromkeys(cols, "cols")
+    names = list(inspect.signature(layer).parameters)
+
+    def of_nested(*args: Any, **kwargs: Any) -> Any:
+        return nested.call_with_values(layer, sides, names, args, kwargs, takes_cols="cols" in names)
+
     def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
+        if nested.any_nested(given):
+            return of_nested(*args, **kwargs)
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return dtensor_layers.run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
 
@@ -388,6 +416,8 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
                 return arrays.call_traced(layer, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(of_any_tensors)(*args, **kwargs)
+            if nested.any_nested([*args, *kwargs.values()]):
+                return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)

@@ -38,6 +38,7 @@ class Settings:
     skip_below: Any = None  # the enclosing ``mr.skip_below``
     followed: Mapping[str, Any] | None = None  # choices of schedules, by the names of folds
     tiles: Mapping[str, Any] | None = None  # plans of kernels, by folded axis
+    check: bool = False  # numbers that index others are read and checked on GPUs too
 
     @functools.cached_property
     def launches(self) -> tuple | None:

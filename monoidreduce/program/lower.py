@@ -60,6 +60,11 @@ class Fold:
         return tuple(dict.fromkeys(str(e.feature) for e in self.leaves if e.feature is not None))
 
     @functools.cached_property
+    def domain(self) -> Expr | None:
+        """The node that says which pairs are listed (``domain.py``); None: all pairs are folded."""
+        return constructors.find_listed(self.reductions)
+
+    @functools.cached_property
     def outputs(self) -> tuple[tuple[Expr, int], ...]:
         """(reduction, k) for every result, in order."""
         counts = [len(outputs_of(r)) for r in self.reductions]
@@ -91,6 +96,11 @@ class Lowered:
     def exact(self) -> bool:
         """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
+
+    @functools.cached_property
+    def is_listed(self) -> bool:
+        """True where some pass folds listed pairs."""
+        return any(p.fold.domain is not None for p in self.passes)
 
     def having(self, exact: bool) -> Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..engines import eager, panel, triton
+from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
@@ -53,7 +53,25 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
+def _over_lists(run: Callable, by_kernels: bool) -> Callable:
+    """An engine that also folds listed pairs: by kernels that walk lists, else in gathered batches of pieces."""
+
+    def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+        if fold.domain is None:
+            return run(fold, leaves, sizes)
+        if by_kernels and triton.runs_on(sizes.device):
+            return listed.run(fold, leaves, sizes, _kernels, triton.run_listed)
+        return listed.run(fold, leaves, sizes, eager.run)
+
+    return engine
+
+
+ENGINES: dict[str, Callable] = {
+    "eager": _over_lists(eager.run, False),
+    "panel": _over_lists(_panels, False),
+    "triton": _over_lists(_kernels, True),
+    "auto": _over_lists(tuner.run, True),
+}
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 
 
@@ -85,6 +103,7 @@ def use(
     tune: bool | None = None,
     budget: int | str | None = None,
     skip_below: float | None = None,
+    check: bool | None = None,
 ) -> Iterator[None]:
     """Choose inside the block how ops run; what is not said stays as it is outside of it.
 
@@ -94,7 +113,8 @@ def use(
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
-    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`.
+    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: the lists of a domain
+    (``cols=``) are read and checked on GPUs too, which waits for the GPU; on a CPU they always are.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
@@ -104,7 +124,7 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
-    given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune)
+    given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
     given["limit"] = None if limit == REFERENCE_LIMIT else limit
     given["budget"] = None if budget is None else settings.parse_bytes(budget)

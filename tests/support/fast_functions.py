@@ -26,7 +26,18 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "expm1": torch.expm1,
     "log": torch.log,
     "log2": torch.log2,
+    "log10": torch.log10,
     "log1p": torch.log1p,
+    "sinc": torch.sinc,
+    "asin": torch.asin,
+    "acos": torch.acos,
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
+    "erfinv": torch.erfinv,
+    "lgamma": torch.lgamma,
+    "digamma": torch.digamma,
+    "polygamma": lambda x: torch.polygamma(1, torch.where((x < 0) & (x == x.round()) & x.isfinite(), 0.0, x)),
     "sin": torch.sin,
     "cos": torch.cos,
     "sinh": torch.sinh,
@@ -49,12 +60,16 @@ OF_TWO: dict[str, Callable[..., torch.Tensor]] = {
     "pow": torch.pow,
     "xlogy": torch.xlogy,
     "logaddexp": torch.logaddexp,
+    "atan2": torch.atan2,
 }
 UNMEASURED = {"gumbel"}  # fast forms that are draws: their distribution has tests of its own
 
 SCALES: dict[str, Callable[..., torch.Tensor]] = {
     "sin": lambda x, y: x.abs().clamp(max=1.0),
     "cos": lambda x, y: torch.ones_like(x),
+    "sinc": lambda x, y: torch.where(x.abs() < 1e5, 1e-6, 2.0**14) / x.abs(),  # as exact as float64's π x
+    "lgamma": lambda x, y: torch.lgamma(1 - x).abs() * (x < 0.5),  # below 1/2 a difference of two logarithms
+    "digamma": lambda x, y: torch.digamma(1 - x).abs() * (x < 0.5) + 2.0**-5,  # near the zero at 1.46
     "gate": lambda x, y: torch.ones_like(x),
     "normal_gate": lambda x, y: torch.ones_like(x),
     "silu": lambda x, y: x.abs(),

@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_lists(monkeypatch):
 
 
 def test_streams_keep_lists_of_any_length():
-    x, y, c, label = arguments()
+    x, y, *_ = arguments()
 
     @mr.op
     def lists(x: Row["d"], y: Col["d"]):

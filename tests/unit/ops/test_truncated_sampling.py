@@ -38,7 +38,7 @@ def test_where_no_draw_belongs_it_is_the_best(monkeypatch):
     monkeypatch.setattr(sampling, "_count_draws", lambda top_p, classes: 1)
     logits = torch.tensor([[0.5, 0.0, -9.0]]).expand(50, -1)
     assert (linear_sample(logits, torch.eye(3), 3, top_p=0.3).index == 0).all()
-    assert 0 < linear_sample(logits, torch.eye(3), 3).index.sum()
+    assert linear_sample(logits, torch.eye(3), 3).index.sum() > 0
 
 
 def test_gradients_are_those_of_the_whole_softmax():

@@ -18,16 +18,21 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import device_functions, k_loop, random_functions
+from . import device_functions, k_loop, random_functions, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
-_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
+_BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
+_TYPED = (  # need typed constants
+    "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
+    "copysign", *_BITS,
+)  # fmt: skip
+_KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(device_functions), *vars(random_functions))
+_NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
@@ -156,7 +161,7 @@ class ExpressionWriter:
         if col.op != "col_index":
             return f"({self.number(col)} >> 7)"
         folded = self.spec.folds(col)
-        first, size = ("start", "FOLDED") if folded else ("tile * KEPT", "KEPT")
+        first, size = ("start", "FOLDED") if folded else (self.spec.kept_start, "KEPT")
         return self.bind((col, "block"), f"block_of({first}, {self.number(col)}, {size})", folded)
 
     # Leaves: where they lie, and their numbers
@@ -187,7 +192,7 @@ class ExpressionWriter:
             text = f"{base}{member} + tl.cast(start, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.keeps(e) and not self.spec.grouped:
-            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {self.stride(e, 's')}"
+            text = f"{base} + tl.cast({self.spec.kept_start}, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, False, f"{name}_at")
         return base
 
@@ -282,6 +287,8 @@ class ExpressionWriter:
             raise Unsupported(f"{e.op} has no Triton text")
         if e.op == "cast":
             return self.convert(args[0], e.args[0], e.attrs[0])
+        if e.op == "polygamma" and e.attrs[0] > 2:
+            raise Unsupported(f"a polygamma function of order {e.attrs[0]}")
         if e.op == "nan_to_num":
             most = torch.finfo(getattr(torch, self.spec.compute)).max
             fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
@@ -313,7 +320,12 @@ class ExpressionWriter:
 
     def _sums_of_int32(self, e: Expr) -> bool:
         """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
-        return e.op in ("add", "sub", "neg", "abs") and any(self.spec.type_of.get(a) == "int32" for a in e.args)
+        return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
+
+    def _is_int32_data(self, e: Expr) -> bool:
+        if e.op in _KEEPS_SIZE and e.dtype == "int":
+            return any(map(self._is_int32_data, e.args))
+        return self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
@@ -622,6 +634,14 @@ class ExpressionWriter:
         size = k_loop.DEPTH if width > WIDEST else slices[place][1]
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text
+
+    def add_product(self, total: str, weight: str, block: str) -> str:
+        """A line that adds a tile's Σ_j weight_ij × vector_j to a running sum."""
+        return f"{total} = tl.dot({weight}, {block}, acc={total}{self.options()})"
+
+    def tile_count(self) -> str:
+        """How many folded indices of a tile exist."""
+        return "tl.minimum(folded_size - start, FOLDED)" if self.masked else "FOLDED"
 
     def operand_type(self) -> str:
         """The type of matrix products' operands."""

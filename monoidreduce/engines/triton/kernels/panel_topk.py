@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....errors import BudgetError
 from ....plan import budget
+from ....program.constructors import find_listed
 from ....program.expression import Expr, reduce_node
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
@@ -135,7 +136,7 @@ def list_panel_folds(fold: Fold) -> Sequence[Fold]:
 
 
 def selects_from_panels(fold: Fold) -> bool:
-    """True where a fold has a top-k whose list does not fit in registers, and kernels for all else."""
-    return any(map(is_large, fold.reductions)) and all(
-        not kind_of(r).no_kernel(r) for f in list_panel_folds(fold) for r in f.reductions
-    )
+    """True where a fold of all pairs has a top-k whose list does not fit in registers, and kernels for all else."""
+    if not any(map(is_large, fold.reductions)) or find_listed(fold.reductions) is not None:
+        return False
+    return all(not kind_of(r).no_kernel(r) for f in list_panel_folds(fold) for r in f.reductions)
