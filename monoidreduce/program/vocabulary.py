@@ -321,9 +321,16 @@ class TopK(NamedTuple):
         return self._pick(x)
 
     def _pick(self, x: Any) -> Any:
-        chosen = expr_of(self.indices)
-        at, over = (col_index, "cols") if chosen.rows else (row_index, "rows")
+        return self._once(self._sum(x))
+
+    def _sum(self, x: Any) -> Any:
+        at, over = (col_index, "cols") if expr_of(self.indices).rows else (row_index, "rows")
         return sum(torch.where(at == self.indices, x, 0.0), over=over)
+
+    def _once(self, x: Any) -> Any:
+        """What was summed over the entries of a chosen column, which a list of columns may name several times."""
+        trace = current_trace.get()
+        return x if trace is None or trace.domain is None else x / torch.clamp(self._sum(1.0), min=1.0)
 
 
 _PIECE = 2**22  # integers below are floats
@@ -369,7 +376,7 @@ def topk_mean(score: Any, value: Any, k: int, *, over: str = "cols") -> torch.Te
     if expr_of(value).feature is None:
         return (weight * best.gather(Symbol(_number(value)))).sum(-1)
     at = col_index if over == "cols" else row_index
-    chosen = torch.where(at == best.indices, weight, 0.0).sum(-1)
+    chosen = torch.where(at == best.indices, best._once(weight), 0.0).sum(-1)
     return sum(cast(torch.Tensor, chosen * Symbol(_number(value))), over=over)
 
 

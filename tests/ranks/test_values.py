@@ -1,4 +1,4 @@
-"""Labels that are arithmetic on an index, integers beyond 2**53, and large top-k lists, over ranks: as in one process."""
+"""Labels that are arithmetic on an index, integers beyond 2**53, large top-k lists, over ranks: as in one process."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ SELECT |= dict.fromkeys(("chosen", "places", "counts"), "*i32")
 
 
 def selected(name, kind, key, largest=True, **constants):
-    """A step of the k best of long rows: of a matrix of this type, and of integers that are ordered like its numbers."""
+    """A step of the k best of long rows: of a matrix of this type, and of integers ordered like its numbers."""
     read, written = ("*" + key, "*i32") if constants.get("COLLECTED") else (kind, kind)
     signature = {**SELECT, "x": read, "at": written, "counts": "*i32", "keys": "*" + key, "least": "*" + key}
     signature |= {"maxima": "*" + key, "out": "*i32" if name == "choose_strips" else "*" + key}

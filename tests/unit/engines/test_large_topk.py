@@ -117,3 +117,19 @@ def test_streams_keep_lists_of_any_length():
     wanted, at = sort_rows(x @ y.T, K)
     torch.testing.assert_close(values, wanted)
     assert torch.equal(places, at)
+
+
+def test_lists_of_columns_with_a_column_named_twice():
+    @mr.op
+    def chosen(x: Row["d"], y: Col["d"], c: Col):
+        best = mr.topk(x @ y, 3)
+        return best.values, best.indices, best.gather(c), mr.topk_mean(x @ y, c, 3), mr.topk_mean(x @ y, y, 3)
+
+    torch.manual_seed(0)
+    x, y, c = torch.randn(2, 3), torch.randn(9, 3), torch.randn(9)
+    edges = mr.edges(torch.tensor([0, 4, 7]), torch.tensor([1, 4, 1, 0, 6, 3, 2]))
+    values, at, gathered, numbers, vectors = chosen(x, y, c, cols=edges)
+    weight = torch.softmax(values, -1)
+    assert at[0].unique().numel() == 2 and torch.equal(gathered, c[at])
+    torch.testing.assert_close(numbers, (weight * c[at]).sum(-1))
+    torch.testing.assert_close(vectors, (weight.unsqueeze(-1) * y[at]).sum(-2))

@@ -163,7 +163,8 @@ def write_sorted(
 ):
     i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     key = tl.load(keys + i, mask=i < size, other=0)
-    place = tl.load(places + i // k * k + tl.load(order + i, mask=i < size, other=0), mask=i < size, other=0).to(tl.int64)
+    at = i // k * k + tl.load(order + i, mask=i < size, other=0)
+    place = tl.load(places + at, mask=i < size, other=0).to(tl.int64)
     if not LARGEST:
         key = ~key
     if values.dtype.element_ty == tl.int64:
@@ -182,8 +183,8 @@ _kernels = Kernels("".join([_HEADER, *copy_device_functions(_TEXT), _TEXT]))
 
 
 def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
-    """The k best numbers ``[rows, k]`` of each row of a matrix, best first and the first of equals first, in ``compute``
-    (int64 for integers), and their columns, -1 where there is nothing better than an infinity."""
+    """The k best numbers ``[rows, k]`` of each row of a matrix, best first and the first of equals first, in
+    ``compute`` (int64 for integers), and their columns, -1 where there is nothing better than an infinity."""
     rows, cols = matrix.shape
     whole = not matrix.dtype.is_floating_point
     item = 8 if whole or matrix.dtype is torch.float64 else 4
