@@ -18,7 +18,7 @@ from .simplify import ONE, ZERO, apply, is_constant, lift
 
 __all__ = [
     "ONE", "ZERO", "apply", "apply_over_features", "component", "dot", "feature_extreme", "fsum", "gap_form",
-    "is_constant", "lift", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms", "vector_norm",
+    "is_constant", "lift", "look_up", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms", "vector_norm",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
@@ -282,6 +282,11 @@ def apply_over_features(name: str, x: Expr) -> Expr:
     return (
         apply("sub", lowered, apply("log", total)) if name == "log_softmax" else apply("add", peak, apply("log", total))
     )
+
+
+def look_up(table: Expr, index: Expr) -> Expr:
+    """An entry of a table (a vector of no axis), by an integer."""
+    return node("lookup", (table, index), (), rows=index.rows, cols=index.cols, feature=None, dtype=table.dtype)
 
 
 def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:

@@ -1,7 +1,7 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element and ``Pair`` one number per pair; ``float``, ``int`` and ``bool`` are numbers given at the
+number per batch element, ``Pair`` one number per pair and ``Table["n"]`` n numbers that pairs look up; ``float``, ``int`` and ``bool`` are numbers given at the
 call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
 """
 
@@ -28,6 +28,11 @@ class _Side(type):
     feature: Feature
 
     def __getitem__(cls, feature: Any) -> Any:
+        if cls.__name__ == "Table" and isinstance(feature, tuple):
+            raise DeclarationError(
+                detail=f"Table[{', '.join(map(repr, feature))}] would be a table of vectors",
+                fix='A Table["n"] holds one number per entry; declare one table for each number that is looked up',
+            )
         if cls.axis == "pairs":
             raise DeclarationError(
                 detail=f"{cls.__name__}[{feature!r}] would be a tensor of M × N × {feature}",
@@ -126,6 +131,21 @@ class Pair(_Declared):
     feature: Feature = None
 
 
+class Table(Batch):
+    """Numbers that pairs look up by an integer (:func:`monoidreduce.lookup`), learned or fixed: ``Table["n"]`` has shape
+    ``[..., n]``, so that batch dimensions give every head a table of its own.
+
+    Its gradient sums, for every entry, the cotangents of the pairs that read it.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def smooth(x: mr.Row, y: mr.Col, taps: mr.Table["n"]):
+    ...     return mr.sum(y * mr.lookup(taps, mr.row_index - mr.col_index + 1, clamp=True))
+    >>> smooth(torch.zeros(3), torch.ones(3), torch.tensor([1.0, 10.0, 100.0]))
+    tensor([ 12., 111., 210.])
+    """
+
+
 AXES = {"rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": ()}  # between batch and features
 
 
@@ -204,6 +224,10 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [h for h in typing.get_args(hint) if h is not type(None)]
         optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
+    if hint is Table:
+        raise DeclarationError(
+            detail=f"{op}: {name} is declared Table, without the name of its size", fix='Write Table["n"]'
+        )
     if isinstance(hint, _Side):
         return Parameter(name, hint.axis, hint.feature, optional, default)
     if hint in (float, int, bool):

@@ -3,7 +3,7 @@
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
 ``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
-is fed: a vector that is fed anyway times a number, so that no second vector is read; ``decay``, which a kernel joins
+is fed: a vector that is fed anyway (and is no table) times a number, so that no second vector is read; ``decay``, which a kernel joins
 with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what
 an engine runs: reductions over numbered leaves, independent of the layer it came from, and equal folds are the same
 object.
@@ -256,11 +256,12 @@ def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     whole = set(found)
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()
+    tables = {e.args[0] for e in topological(fields, stop=_is_fed) if e.op == "lookup"}
     stack = found[::-1]
     indices = _index_arithmetic(found)
     while stack:
         e = stack.pop()
-        again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
+        again = e.op == "mul" and e not in tables and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
         if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or e in indices:
             derived.add(e)
             stack += e.args[::-1]

@@ -8,6 +8,7 @@ reads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,10 +93,10 @@ class Allocator:
 def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
     """Shape and type of a reduction's k-th result, for the batch shape of ``sizes`` or for ``batch``."""
     feature, number = outputs_of(r)[k]
-    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+    length = {"cols": (sizes.rows,), "rows": (sizes.cols,)}.get(r.attrs[1], ())
     tail = () if feature is None else (sizes.of(str(feature)),)
     dtype = sizes.compute if number == "float" else torch.int64
-    return (*(sizes.batch if batch is None else batch), length, *tail), dtype
+    return (*(sizes.batch if batch is None else batch), *length, *tail), dtype
 
 
 def pair_result_form(like: Tensor, sizes: Sizes) -> Form:
@@ -170,7 +171,8 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            return KINDS[kind].dense(fields, vectors, over, params, self.sizes.here(over))
+            length = (self.sizes.rows, self.sizes.cols) if over == "both" else self.sizes.here(over)
+            return KINDS[kind].dense(fields, vectors, over, params, length)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
     def to_compute(self, value: Value, e: Expr) -> Value:
@@ -250,7 +252,23 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
     return x.unsqueeze(-1).expand(*x.shape, count)
 
 
+def look_up(table: Value, index: Value, axes: int) -> Tensor:
+    """``table[..., index]`` of a table ``[*batch, n]`` (or fewer dimensions), and an index with ``axes`` dimensions after
+    the batch. Outside of the table it is NaN, 0 of an integer."""
+    entries, own = table.shape[-1], table.shape[:-1]
+    index = index if isinstance(index, Tensor) else torch.full((1,) * axes, index, device=table.device)
+    inside = (index >= 0) & (index < entries)
+    outside = torch.full((), math.nan if table.dtype.is_floating_point else 0, dtype=table.dtype, device=table.device)
+    at = index.clamp(0, max(0, entries - 1))
+    if own.numel() != 1:
+        at = at + (torch.arange(own.numel(), device=at.device) * entries).view(*own, *(1,) * axes)
+    if not entries:
+        return outside.expand(torch.broadcast_shapes(index.shape, (*own, *(1,) * axes)))
+    return torch.where(inside, table.reshape(-1)[at], outside)  # backwards it is a sorted, deterministic sum
+
+
 _FEATURES: dict[str, Any] = {
+    "lookup": lambda e, sizes, table, index: look_up(table[..., 0, 0, :], index, 2),
     "fsum": lambda e, sizes, x: x.sum(-1),
     "famax": lambda e, sizes, x: x.amax(-1),
     "famin": lambda e, sizes, x: x.amin(-1),

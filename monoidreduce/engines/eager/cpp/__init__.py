@@ -95,7 +95,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
         return False
     if setting != "always" and count_work(fold, sizes) < WORTH:
         return False
-    if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
+    if any(map(_has_no_cpp, fold.reductions)) or not all(kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
         return False
     return all(_is_readable(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor))
 
@@ -106,7 +106,7 @@ def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
     small = setting != "always" and count_work(fold, sizes) < WORTH
     if setting == "never" or small or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
-    if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
+    if any(map(_has_no_cpp, fold.reductions)) or not all(kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
         return "torch"
     if compiler.current_compiler() is None or compiler.gemm_addresses() is None:
         return "torch"
@@ -122,6 +122,10 @@ def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
     except Unsupported:
         return "torch"
     return "C++"
+
+
+def _has_no_cpp(r: Expr) -> bool:
+    return kind_of(r).per_pair or kind_of(r).both_axes
 
 
 NUMBER_TYPES = {"float": "float", "int": "I", "bool": "uint8_t"}
