@@ -33,6 +33,7 @@ class Settings:
     precision: str | None = None  # of float32 products
     strict: bool = False  # what has no kernel is an error
     tune: bool | None = None
+    check: bool = False  # values on a GPU are checked too, which waits for the device
     budget: int | None = None  # bytes
     shrink: int = 1  # memory limits are divided by it
     skip_below: Any = None  # the enclosing ``mr.skip_below``

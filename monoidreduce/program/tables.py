@@ -26,9 +26,9 @@ def lookup(table: Any, index: Any, *, clamp: bool = False) -> torch.Tensor:
 
     The index may be made of row and column indices, of sizes, and of integer arguments per row, column, pair or batch
     element. An index below 0 or beyond the table at a pair that counts (one that no ``torch.where`` leaves out) is an
-    :class:`~monoidreduce.IndexRangeError`; with ``clamp=True`` it reads the nearest entry. On a GPU an index that
-    depends on tensors is checked under ``mr.use(check=True)`` alone, since the check waits for the device; without it,
-    such an entry is NaN.
+    :class:`~monoidreduce.TableError`; with ``clamp=True`` it reads the nearest entry. An index that depends on tensors
+    is checked on a CPU, and on a GPU under ``mr.use(check=True)``, since there the check waits for the device; without
+    it, over ranks and in streams, an entry that does not exist is NaN.
 
     The gradient of the table is summed in a fixed order, without atomics, and along diagonals where the index is a
     function of ``mr.row_index - mr.col_index``.
@@ -69,18 +69,18 @@ def lookup(table: Any, index: Any, *, clamp: bool = False) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def count_out_of_range(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Per lookup of a program, how many of its indices are out of range where they count: programs, one number each.
+def count_out_of_range(outputs: tuple[Expr, ...]) -> tuple[tuple[Expr, Expr], ...]:
+    """The lookups of a program, each with how many of its indices are out of range where they count: one number.
 
     An index counts unless a ``torch.where`` on every way from the lookup to a result takes its other branch."""
     live: dict[Expr, Expr] = {e: const(True) for e in outputs}
-    found: list[Expr] = []
+    found: list[tuple[Expr, Expr]] = []
     for e in reversed(topological(outputs)):
         own = live.get(e, const(False))
         if e.op == "reduce":
             own = const(True)
         if e.op == "lookup" and not is_clamped(e):
-            found.append(_count(apply("logical_and", own, _is_outside(e))))
+            found.append((e, _count(apply("logical_and", own, _is_outside(e)))))
         for k, a in enumerate(e.args):
             mine = own
             if e.op == "where" and k and e.args[0].feature is None:

@@ -85,6 +85,7 @@ def use(
     tune: bool | None = None,
     budget: int | str | None = None,
     skip_below: float | None = None,
+    check: bool | None = None,
 ) -> Iterator[None]:
     """Choose inside the block how ops run; what is not said stays as it is outside of it.
 
@@ -94,7 +95,8 @@ def use(
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
-    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`.
+    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: values are checked on
+    GPUs too, which waits for the device (an index of a table in :func:`mr.lookup <monoidreduce.lookup>`).
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
@@ -104,7 +106,7 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
-    given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune)
+    given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
     given["limit"] = None if limit == REFERENCE_LIMIT else limit
     given["budget"] = None if budget is None else settings.parse_bytes(budget)
