@@ -29,6 +29,7 @@ try:
         from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
         from .autotune import Tuning, tune
         from .blockwise import MonoidReduce, mk_GeMMMapReduce
+        from .domains import Pages, blocks, edges, jagged, pages
         from .engines.common.skip_small_tiles import skip_below
         from .engines.common.tile_counter import Tally, tally
         from .engines.ranks.agreement import shard
@@ -87,6 +88,7 @@ __all__ = [
     "Monoid",
     "MonoidReduce",
     "Op",
+    "Pages",
     "Pair",
     "Row",
     "Scalar",
@@ -98,6 +100,7 @@ __all__ = [
     "__version__",
     "argmax",
     "argmin",
+    "blocks",
     "budget",
     "cache",
     "chunks",
@@ -105,9 +108,11 @@ __all__ = [
     "count",
     "dot",
     "dropout",
+    "edges",
     "fold",
     "functions",
     "gumbel",
+    "jagged",
     "laws",
     "linalg",
     "logsumexp",
@@ -120,6 +125,7 @@ __all__ = [
     "num_rows",
     "op",
     "ops",
+    "pages",
     "reduce",
     "row_index",
     "sample",

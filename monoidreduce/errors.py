@@ -257,6 +257,17 @@ class TableError(MonoidReduceError, IndexError):
     fix = "Give a larger table, leave these pairs out with torch.where, or look up with clamp=True"
 
 
+class ColumnListError(MonoidReduceError, ValueError):
+    """The numbers of a domain (``cols=``) are no lists of columns: out of range, negative, or offsets that decrease.
+
+    >>> import torch, monoidreduce as mr
+    >>> mr.edges(torch.tensor([0, 2]), torch.tensor([0, 4])).check(rows=1, cols=4)
+    Traceback (most recent call last):
+    ...
+    monoidreduce.errors.ColumnListError: index[1] is 4, but columns are numbered from 0 to 3. Give numbers ...
+    """
+
+
 class NoGradientError(MonoidReduceError, RuntimeError):
     """A gradient was asked of something that has none.
 

@@ -33,12 +33,12 @@ class Settings:
     precision: str | None = None  # of float32 products
     strict: bool = False  # what has no kernel is an error
     tune: bool | None = None
-    check: bool = False  # values on a GPU are checked too, which waits for the device
     budget: int | None = None  # bytes
     shrink: int = 1  # memory limits are divided by it
     skip_below: Any = None  # the enclosing ``mr.skip_below``
     followed: Mapping[str, Any] | None = None  # choices of schedules, by the names of folds
     tiles: Mapping[str, Any] | None = None  # plans of kernels, by folded axis
+    check: bool = False  # numbers that index others are read and checked on GPUs too
 
     @functools.cached_property
     def launches(self) -> tuple | None:

@@ -95,8 +95,9 @@ def use(
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
-    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: values are checked on
-    GPUs too, which waits for the device (an index of a table in :func:`mr.lookup <monoidreduce.lookup>`).
+    :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: the lists of a domain
+    (``cols=``) and indices of tables (:func:`mr.lookup <monoidreduce.lookup>`) are read and checked on GPUs too, which
+    waits for the GPU; on a CPU they always are.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):

@@ -21,7 +21,7 @@ MOST_LINES = 700
 # these; what looks at whole programs (normal form, gradient, lowering, ...) stands above the kinds.
 SYMBOLIC = "advice constructors context contract derivatives expression intervals philox primitives reverse_mode"
 SYMBOLIC_MODULES = {f"program.{name}" for name in [*SYMBOLIC.split(), "simplify", "symbol", "vectors"]}
-KINDS = {"errors", "arrays", "algebra", *SYMBOLIC_MODULES, "reductions"}
+KINDS = {"errors", "plan.settings", "domains", "arrays", "algebra", *SYMBOLIC_MODULES, "reductions"}
 BASE = KINDS | {"program", "plan"}
 COMMON = BASE | {"engines.common"}
 CODEGEN = COMMON | {"engines.triton.codegen"}
@@ -33,6 +33,8 @@ ENGINES = COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
+    "plan.settings": {"errors"},
+    "domains": {"errors", "plan.settings"},  # which pairs exist, as integer tensors
     "arrays": {"errors"},  # numpy and DLPack, at the border of a call
     "algebra": {"errors", "arrays"},
     **{name: {"errors", "algebra", *SYMBOLIC_MODULES} for name in sorted(SYMBOLIC_MODULES)},

@@ -236,10 +236,12 @@ def _apply_primitive(e: Expr, args: list[Any], out: Tensor | None, compute: torc
 
 
 def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """|x_i - y_j|²: directly for few features; else by a matrix product, with close pairs recomputed directly."""
+    """|x_i - y_j|²: directly for few features or rows; else by a matrix product, close pairs again directly."""
     x, y = x.to(out.dtype), y.to(out.dtype)
     if x.shape[-1] <= FEW_FEATURES:
         return _sqdist_direct(out, x, y)
+    if x.shape[1] <= _FEW_ROWS:
+        return _sqdist_of_few_rows(out, x, y)
     centre = y.mean(1, keepdim=True)  # centred: distances are the same, and cancellation is smaller
     cx, cy = x - centre, y - centre
     (xh, xl), (yh, yl) = _split_norms(cx), _split_norms(cy)
@@ -247,7 +249,8 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     left = torch.cat([cx * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
     right = torch.cat([cy, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
     matmul.dot_into(out, left, right, 1)
-    close = out < 1e-2 * (xh + yh.amax(1, keepdim=True))  # cancellation may have cost two digits here
+    # cancellation may have cost two digits here; a point at infinity gives NaN
+    close = ~(out >= 1e-2 * (xh + yh.amax(1, keepdim=True)))
     count = int(close.sum())
     if count > out.numel() // 8:
         return _sqdist_direct(out, x, y)
@@ -270,6 +273,15 @@ def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+def _sqdist_of_few_rows(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """One row after the other: a product would copy and convert all columns several times to read them once."""
+    gap = torch.empty_like(y, memory_format=torch.contiguous_format)
+    for i in range(x.shape[1]):
+        torch.sub(y, x[:, i : i + 1], out=gap)
+        torch.sum(gap.square_(), -1, out=out[:, i])
+    return out
+
+
 def feature_differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
     """A function of (f, out) that computes x_i - y_j of feature f as a tile. y is transposed to be contiguous along n:
     six times as fast."""
@@ -285,3 +297,4 @@ def _split_norms(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _CLOSE_CHUNK = 4096
+_FEW_ROWS = 8

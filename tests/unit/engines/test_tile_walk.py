@@ -60,3 +60,24 @@ def test_runs_of_tiles_are_decided_as_each_tile_alone(cpp, monkeypatch, seed):
 def test_a_range_that_may_hold_nan_stays_open():
     x = index("col")
     assert merge_ranges([{x: (0, 1)}, {x: NAN}])[1][0][x] is NAN
+
+
+@pytest.mark.parametrize("cpp", ["never", "always"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+@pytest.mark.parametrize("away", [0.0, 1e4], ids=["near the origin", "far from it"])
+def test_squared_distances_of_few_rows_are_exact(rows, away, cpp, seed, monkeypatch):
+    """By differences for few rows, by a product for more: both to a few roundings of the distance itself."""
+    monkeypatch.setenv("MONOIDREDUCE_CPP", cpp)
+    torch.manual_seed(seed)
+    x, y = (torch.randn(2, n, 33) + away for n in (rows, 300))
+    y[:, :rows] = x  # equal points
+    x[0, 0, 3] = torch.inf
+    with mr.use(engine="eager"):
+        found = distances(x, y)
+    exact = (x.double().unsqueeze(-2) - y.double().unsqueeze(-3)).square().sum(-1)
+    torch.testing.assert_close(found.double(), exact.sort(-1).values[..., :20], rtol=2e-5, atol=0)
+
+
+@mr.op
+def distances(x: mr.Row["f"], y: mr.Col["f"]):
+    return mr.topk(mr.sqdist(x, y), 20, largest=False).values

@@ -672,6 +672,12 @@ def test_labels():
     raised(Mistake("label", call, mr.LabelError, ("9", "2", "0 to 6", "ignore_index")))
 
 
+def test_lists_of_columns():
+    """A number outside the columns is named, with where it stands and what is legal."""
+    call = lambda: mr.edges(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 7])).check(2, 7)
+    raised(Mistake("edge", call, mr.ColumnListError, ("index[2]", "is 7", "0 to 6")))
+
+
 def test_laws():
     class Mean(mr.Monoid):
         v: mr.Scalar = 0.0
@@ -688,6 +694,7 @@ BUILTIN = {
     "ArgumentError": TypeError,
     "BudgetError": MemoryError,
     "CacheError": ValueError,
+    "ColumnListError": ValueError,
     "ConvergenceError": RuntimeError,
     "DTypeError": TypeError,
     "DeclarationError": TypeError,

@@ -357,11 +357,11 @@ static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d
     const F bound = (F)1e-2 * (left[(I)i * ld + d] + most);
     int32_t any = 0;
     _Pragma("omp simd reduction(|:any)")
-    for (int j = 0; j < n; j++) any |= (int32_t)(o[j] < bound);
+    for (int j = 0; j < n; j++) any |= (int32_t)!(o[j] >= bound);  // a point at infinity gives NaN
     if (!any) continue;
     const F* const p = x.at + (I)i * x.ld;
     for (int j = 0; j < n; j++) {
-      if (!(o[j] < bound)) continue;
+      if (o[j] >= bound) continue;
       const F* const q = y.at + (I)j * y.ld;
       F s = 0;
       _Pragma("omp simd reduction(+:s)")

@@ -1,0 +1,26 @@
+"""Which pairs of a call exist, as data: the ``cols=`` of an op.
+
+Four domains, one file each: ``blocks`` (lists of column blocks for blocks of rows), ``pages`` (columns that lie in
+pages), ``jagged`` (packed sequences) and ``edges`` (a list of columns for each row). Each is a frozen value of a few
+integer tensors. ``column_lists.py`` has the form in which engines read the lists. May import the errors and the
+settings.
+"""
+
+from .base import Domain
+from .blocks import Blocks
+from .column_lists import ColumnLists
+from .edges import Edges
+from .jagged import Jagged
+from .pages import Pages
+
+blocks, pages, jagged, edges = Blocks, Pages, Jagged, Edges  # mr.blocks(...), as a user writes it
+
+KINDS: dict[str, type[Domain]] = {kind.kind: kind for kind in (Blocks, Pages, Jagged, Edges)}
+
+
+def restore(form: tuple, tensors: tuple) -> Domain:
+    """The domain with this static form (:attr:`Domain.form`) and these tensors, which are not checked again."""
+    return KINDS[form[0]]._restore(form, tensors)
+
+
+__all__ = ["ColumnLists", "Domain", "Edges", "Jagged", "Pages", "blocks", "edges", "jagged", "pages", "restore"]

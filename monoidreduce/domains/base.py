@@ -1,0 +1,210 @@
+"""What the four domains share: their tensors and static form, checks of shapes and of values, moving and copying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ColumnListError, DeviceError, DTypeError, ShapeError, shown
+from ..plan import settings
+from .column_lists import ColumnLists
+
+D = TypeVar("D", bound="Domain")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Domain:
+    """Which pairs of a call exist. Built by ``mr.blocks``, ``mr.pages``, ``mr.jagged`` or ``mr.edges``.
+
+    A pair exists once for each time that the lists name it: a column that is listed twice is folded twice. The order
+    of a list does not matter. Tensors are read, never copied or changed; changing them in place changes the domain.
+    """
+
+    kind: ClassVar[str]
+    # What was made of the tensors, for one size of the axes: lists, and that they were checked.
+    _memo: dict[str, tuple] = field(default_factory=dict, init=False, repr=False)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The domain's tensors, in a fixed order."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> tuple:
+        """The domain without its tensors, hashable: its kind and its static sizes."""
+        raise NotImplementedError
+
+    @classmethod
+    def _restore(cls: type[D], form: tuple, tensors: tuple[Tensor, ...]) -> D:
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The leading dimensions of the lists, which broadcast against those of the call."""
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.tensors()[0].device
+
+    def to(self: D, device: Any) -> D:
+        """The same domain on another device.
+
+        >>> import torch, monoidreduce as mr
+        >>> mr.jagged(torch.tensor([0, 2, 5])).to("cpu").device
+        device(type='cpu')
+        """
+        moved: dict[int, Tensor] = {}
+        for t in self.tensors():  # one tensor that is given twice stays one
+            moved.setdefault(id(t), t.to(device))
+        return type(self)._restore(self.form, tuple(moved[id(t)] for t in self.tensors()))
+
+    def check(self, rows: int, cols: int) -> None:
+        """Raise unless the domain fits a call of ``rows`` and ``cols``: :class:`ShapeError` for its sizes, and
+        :class:`ColumnListError` for its numbers, which are looked at on a CPU always, elsewhere with
+        ``mr.use(check=True)`` (a host sync)."""
+        self._check_sizes(rows, cols)
+        if can_inspect(*self.tensors()):
+            self._once("checked", (rows, cols), lambda: self._check_values(rows, cols))
+
+    def _check_sizes(self, rows: int, cols: int) -> None:
+        pass
+
+    def _check_values(self, rows: int, cols: int) -> None:
+        raise NotImplementedError
+
+    def listing(self, rows: int, cols: int) -> ColumnLists:
+        """The lists of columns of each group of rows."""
+        return self._once("listing", (rows, cols), lambda: self._make_listing(rows, cols))
+
+    def _make_listing(self, rows: int, cols: int) -> ColumnLists:
+        raise NotImplementedError
+
+    def transposed(self, rows: int, cols: int) -> ColumnLists:
+        """The same lists the other way round: the groups of rows that fold each column block."""
+        lists = self.listing(rows, cols)
+        return self._once("transposed", (rows, cols), lambda: lists.transposed(-(-cols // lists.col_block)))
+
+    def mask(self, rows: int, cols: int) -> Tensor:
+        """How often each pair is folded, as dense integers [*batch, rows, cols]: for tests and small sizes.
+
+        >>> import torch, monoidreduce as mr
+        >>> mr.edges(torch.tensor([0, 2, 3]), torch.tensor([0, 2, 1])).mask(2, 3)
+        tensor([[1, 0, 1],
+                [0, 1, 0]])
+        """
+        return self.listing(rows, cols).multiplicity(rows, cols)
+
+    def _once(self, name: str, key: tuple, make: Callable[[], T]) -> T:
+        """What was made for this key, unless a tensor has changed since; only the last key's is held."""
+        if any(t.is_inference() for t in self.tensors()):  # these have no version
+            return make()
+        key = (*key, *(t._version for t in self.tensors()))
+        found = self._memo.get(name)
+        if found is None or found[0] != key:
+            found = self._memo[name] = (key, make())
+        return found[1]
+
+    def __reduce__(self) -> tuple:
+        return _restored, (type(self), self.form, self.tensors())
+
+    def __repr__(self) -> str:
+        where = "" if self.device.type == "cpu" else f", on {self.device}"
+        return f"mr.{self.kind}({self._sizes()}{where})"
+
+    def _sizes(self) -> str:
+        raise NotImplementedError
+
+
+def _restored(kind: type[Domain], form: tuple, tensors: tuple[Tensor, ...]) -> Domain:
+    return kind._restore(form, tensors)
+
+
+def build(kind: type[D], **fields: Any) -> D:
+    """A domain with these fields, without the checks of its constructor."""
+    made = object.__new__(kind)
+    for name, value in (*fields.items(), ("_memo", {})):
+        object.__setattr__(made, name, value)
+    return made
+
+
+# Checks
+
+
+def can_inspect(*tensors: Tensor) -> bool:
+    """Whether values may be read: on a CPU, or where ``mr.use(check=True)`` asks for it; never while a compiler or a
+    function transform runs, under which there are none."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(t) is Tensor and t.device.type != "meta" for t in tensors)
+        and (all(t.device.type == "cpu" for t in tensors) or settings.now().check)
+    )
+
+
+def integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
+    """Raise unless ``value`` is an int32 or int64 tensor with ``least`` to ``most`` dimensions, as ``shape`` shows."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(detail=f"{name} was given {shown(value)}", fix=f"Give a tensor of integers {shape}")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(
+            detail=f"{name} is {shown(value)}", fix="Give int32 or int64, for example with .to(torch.int32)"
+        )
+    if value.layout is not torch.strided or value.dim() < least or (most is not None and value.dim() > most):
+        raise ShapeError(detail=f"{name} has shape {tuple(value.shape)}", fix=f"{shape} was expected")
+
+
+def one_device(**tensors: Tensor) -> None:
+    """Raise DeviceError unless all are on one device."""
+    if len({t.device for t in tensors.values()}) > 1:
+        mixed = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
+        raise DeviceError(detail=f"arguments are on different devices: {mixed}")
+
+
+def whole(name: str, value: Any) -> None:
+    """Raise ArgumentError unless ``value`` is a whole number from 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(detail=f"{name} was given {shown(value)}", fix="Give a whole number from 1")
+
+
+def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None = None) -> None:
+    """Raise ColumnListError unless all numbers (those that are ``seen``) are from 0 to ``last``."""
+    flat = value if seen is None else value[seen.expand_as(value)]
+    if not flat.numel():
+        return
+    low, high = map(int, torch.aminmax(flat))
+    if low < 0 or high > last:
+        bad = (value < 0) | (value > last)
+        at = (bad if seen is None else bad & seen).nonzero()[0].tolist()
+        given = int(value[tuple(at)])
+        raise ColumnListError(
+            detail=f"{name}{at} is {given}, but {what} are numbered from 0 to {last}"
+            if last >= 0
+            else f"{name}{at} is {given}, but there are no {what}",
+            fix="Give numbers in that range" if last >= 0 else "Give an empty list",
+        )
+
+
+def offsets_rise(name: str, offsets: Tensor, last: int, what: str) -> None:
+    """Raise ColumnListError unless offsets [..., S + 1] start at 0, never decrease and end at ``last`` or before."""
+    if int(offsets[..., 0].abs().max() if offsets.numel() else 0):
+        raise ColumnListError(detail=f"{name} starts at {int(offsets[..., 0].abs().max())}", fix="Offsets start at 0")
+    falls = offsets[..., 1:] < offsets[..., :-1]
+    if bool(falls.any()):
+        *lead, at = falls.nonzero()[0].tolist()
+        pair = offsets[(*lead, slice(at, at + 2))].tolist()
+        raise ColumnListError(
+            detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}",
+            fix="Offsets are running totals of lengths: torch.cumsum makes them",
+        )
+    if offsets.numel() and int(offsets[..., -1].max()) > last:
+        raise ColumnListError(
+            detail=f"{name} ends at {int(offsets[..., -1].max())}, but there are {last} {what}",
+            fix=f"The last offset is at most {last}",
+        )
