@@ -56,8 +56,15 @@ class Fold:
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
-        """The letters (or fixed sizes) of the features of its leaves, each once."""
-        return tuple(dict.fromkeys(str(e.feature) for e in self.leaves if e.feature is not None))
+        """The letters (or fixed sizes) of the features of its leaves, tables aside, each once."""
+        vectors = [e for e in self.leaves if e.feature is not None and e not in self.tables]
+        return tuple(dict.fromkeys(str(e.feature) for e in vectors))
+
+    @functools.cached_property
+    def tables(self) -> frozenset[Expr]:
+        """The leaves that are looked up, entry by entry: however many they have, no pair holds more than one."""
+        found = [e.args[0] for e in topological(self.reductions) if e.op == "lookup"]
+        return frozenset(found + [r.args[2] for r in self.reductions if r.attrs[0] == "histogram"])
 
     @functools.cached_property
     def outputs(self) -> tuple[tuple[Expr, int], ...]:

@@ -87,7 +87,7 @@ class Histogram(Reduction):
         return 1
 
     def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
-        return memory.wide * 4 if len(reads[0]) == 1 else memory.wide * 2 + 16
+        return memory.wide * 4 if len(reads[0]) == 1 else 4 * 8 + 3
 
     def count_pair(self, counter: Any, r: Expr) -> None:
         for a in r.args[:2]:
@@ -120,11 +120,12 @@ def add_at(total: Tensor, value: Tensor, index: Tensor) -> None:
     inside = (index >= 0) & (index < entries)
     steps = torch.arange(batch, device=total.device).view(-1, *(1,) * (value.dim() - 1)) * (entries + 1)
     flat = (torch.where(inside, index, entries) + steps).expand(value.shape).reshape(-1)
-    own = torch.zeros(batch * (entries + 1), dtype=total.dtype, device=total.device)  # the sums of a tile first
+    # one entry may be the sum of all pairs of a tile, one after the other: in float64
+    own, given = total.new_zeros(batch * (entries + 1), dtype=torch.float64), value.reshape(-1).double()
     if own.device.type == "cpu":
-        own.scatter_add_(0, flat, value.reshape(-1))  # one after the other
+        own.scatter_add_(0, flat, given)
     else:
-        own.index_put_((flat,), value.reshape(-1), accumulate=True)  # sorted, so deterministic on GPUs
+        own.index_put_((flat,), given, accumulate=True)  # sorted, so deterministic on GPUs
     total += own.view(batch, entries + 1)[:, :entries]
 
 

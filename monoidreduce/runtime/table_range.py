@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
+from ..engines.common.tile_counter import pause_counting
 from ..engines.common.torch_code import inputs
 from ..errors import TableError
 from ..plan import settings
@@ -113,20 +114,20 @@ def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> 
     program = compile_program((total,))
     names = inputs(program)
     numbers = frozenset(n for n in names if not isinstance(given[n], Tensor))
-    with torch.no_grad():
+    with torch.no_grad(), pause_counting():
         walk = make_walk("eager" if engine in (None, "reference") else str(engine), program, numbers, False)
         (found,) = walk(sizes, *(given[n] for n in names))
     wrong = int(found.sum()) if isinstance(found, Tensor) else int(found)
     if wrong:
         raise TableError(
-            detail=f"an index of mr.lookup is out of range at {wrong} {_places(lookup)}: the table "
+            detail=f"an index of mr.lookup is out of range at {wrong} {_place(lookup)}{'s' * (wrong > 1)}: the table "
             f'"{lookup.args[0].feature}" has {sizes.of(str(lookup.args[0].feature))} entries, and the index is '
             f"{lookup.args[1]!r}"
         )
 
 
-def _places(lookup: Expr) -> str:
-    return "pairs" if lookup.is_pair else "rows" if lookup.rows else "columns" if lookup.cols else "batch elements"
+def _place(lookup: Expr) -> str:
+    return "pair" if lookup.is_pair else "row" if lookup.rows else "column" if lookup.cols else "batch element"
 
 
 def checked(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:

@@ -119,6 +119,7 @@ class KernelText:
             support.FUNCTIONS,
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
+            *([_SETS] if self.mixed else []),
             *(text for name, text in support.REDUCTIONS.items() if name in used),
         ]
 
@@ -285,13 +286,16 @@ extern "C" int run_fold(const I* a) {
 """
 )
 
-_RUN_MIXED = (
-    _TASKS
-    + """
+_SETS = """
 static int set_of(I block, int sets) {
   const int x = (int)(block % (2 * sets));
   return x < sets ? x : 2 * sets - 1 - x;
 }
+"""
+
+_RUN_MIXED = (
+    _TASKS
+    + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
   const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
