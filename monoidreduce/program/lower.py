@@ -268,7 +268,12 @@ def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     indices = _index_arithmetic(found)
     while stack:
         e = stack.pop()
-        again = e.op == "mul" and e not in tables and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
+        again = (
+            e.op == "mul"
+            and e not in tables
+            and e.dtype == "float"
+            and any(a.feature is not None and a in whole for a in e.args)
+        )
         if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or e in indices:
             derived.add(e)
             stack += e.args[::-1]

@@ -52,7 +52,7 @@ def lookup(table: Any, index: Any, *, clamp: bool = False) -> torch.Tensor:
     if entries.feature is None or entries.rows or entries.cols:
         raise ArgumentError(
             detail=f"mr.lookup was given {shown(table)} as a table",
-            fix='Give a parameter declared mr.Table["n"]; read a row\'s or column\'s number with torch.where, as '
+            fix="Give a parameter declared mr.Table[\"n\"]; read a row's or column's number with torch.where, as "
             "mr.sum(torch.where(mr.col_index == i, value, 0.0))",
         )
     if at.dtype != "int" or at.feature is not None:

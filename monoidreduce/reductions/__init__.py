@@ -25,7 +25,8 @@ from .topk import TopK
 from .user import User
 
 KINDS: dict[str, Reduction] = {
-    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Histogram())
+    kind.name: kind
+    for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Histogram())
 }
 
 

@@ -5,6 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Pair, Row, Table
+from monoidreduce.engines.eager import cpp
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.program.diagonals import is_along_diagonals
 from monoidreduce.program.expression import topological
@@ -32,17 +33,53 @@ def test_whole_matrices(case):
     assert not count.pairs_computed  # no tile was walked
 
 
+def test_generated_cpp(monkeypatch):
+    if cpp.compiler.current_compiler() is None or cpp.compiler.gemm_addresses() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    run, found = cpp.run, []
+    monkeypatch.setattr(cpp, "run", lambda *given: found.append(run(*given)) or found[-1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for name, dtype in (("relative", torch.float64), ("kinds", torch.float32)):
+            case = next(c for c in tables.CASES if c.name == name)
+            args = case.problem(150, 170, (2, 1), dtype=dtype)
+            with mr.use(engine="eager"):
+                tables.assert_right(
+                    case, tables.with_gradients(case.op, args), args, 1e-9 if dtype.itemsize == 8 else 2e-4
+                )
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) >= 4 and None not in found
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ["reference", "eager"])
 def test_second_derivatives(engine, case):
-    args = [a.requires_grad_(a.is_floating_point()) for a in case.problem(4, 5, (2,), 2)]
-    first = lambda *given: [v for v in _results(case.op(*given)) if v.is_floating_point()][0]
+    args = case.problem(6, 7, (2,), 2)
+    expected = _second_derivatives(case.dense, args)
     with mr.use(engine=engine):
-        assert torch.autograd.gradgradcheck(first, args, check_undefined_grad=False)
+        for got, right in zip(_second_derivatives(case.op, args), expected, strict=True):
+            torch.testing.assert_close(got, right)
 
 
-def _results(found):
-    return [found] if isinstance(found, torch.Tensor) else list(found)
+def _second_derivatives(function, args):
+    """The gradient of all first gradients, each weighed differently."""
+    given = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
+    found = function(*given)
+    total = sum((v.sin() if v.is_floating_point() else v).sum() for v in ([found] if torch.is_tensor(found) else found))
+    asked = [a for a in given if a.requires_grad]
+    first = torch.autograd.grad(total, asked, create_graph=True)
+    weights = [torch.cos(torch.arange(g.numel(), dtype=g.dtype)).view_as(g) for g in first]
+    return torch.autograd.grad([(g * w).sum() for g, w in zip(first, weights, strict=True)], asked)
+
+
+def test_gradients_are_the_slopes():
+    args = [a.requires_grad_() for a in tables.CASES[0].problem(3, 4, (), 2)]
+    with mr.use(engine="eager"):
+        assert torch.autograd.gradcheck(tables.relative, args)
+        assert torch.autograd.gradgradcheck(tables.relative, args, fast_mode=True, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

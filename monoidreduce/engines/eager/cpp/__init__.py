@@ -157,7 +157,11 @@ def _run(
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     code = compile_fold(fold, frozenset(numbers))
     constants = numbers | {size(axis): whole.of(axis) for axis in ("rows", "cols", *sizes.letters)}
-    given = {e: _prepare_leaf(e, v, sizes, e in fold.tables) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    given = {
+        e: _prepare_leaf(e, v, sizes, e in fold.tables)
+        for e, v in zip(fold.leaves, leaves, strict=True)
+        if isinstance(v, Tensor)
+    }
     rooms = [totals[r] if r in totals else allocate_result(fold, r, k, leaves, sizes) for r, k in fold.outputs]
     count = len(sizes.batch)
     shape, views, _ = batching.merge_batch_and_strides(
