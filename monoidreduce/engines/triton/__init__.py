@@ -96,7 +96,8 @@ def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    pairs = zip(fold.leaves, leaves, strict=True)
+    vectors = [(e, v) for e, v in pairs if e.feature is not None and e not in fold.tables]
     narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
     return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
 

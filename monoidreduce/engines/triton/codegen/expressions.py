@@ -129,6 +129,9 @@ class ExpressionWriter:
             return self._leaf(e)
         if e.op == "size":
             axis = e.attrs[0]
+            table = self.spec.table_of.get(axis)
+            if table is not None:
+                return f"{table.attrs[0]}_n"
             if axis not in ("rows", "cols"):
                 return repr(self.spec.width(axis))
             return "folded_size" if axis == self.spec.over else "period" if self.spec.grouped else "kept_size"
@@ -137,6 +140,8 @@ class ExpressionWriter:
             return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum"):
             return self._over_features(e)
+        if e.op == "lookup":
+            return self._look_up(*e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
@@ -242,6 +247,15 @@ class ExpressionWriter:
         if e.dtype == "float":
             return text if kind == self.spec.compute else f"{text}.to({self.float})"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
+
+    def _look_up(self, table: Expr, index: Expr) -> str:
+        """An entry of a table for every pair, through the L1 cache: those of neighbours are neighbours, or the same."""
+        if type(self) is not ExpressionWriter:
+            raise Unsupported("a table is looked up")
+        name, at = table.attrs[0], self.number(index)
+        outside = literal(float("nan") if table.dtype == "float" else 0)
+        text = f"tl.load({self.base(table)} + {at} * {name}_f, mask=({at} >= 0) & ({at} < {name}_n), other={outside})"
+        return self._loaded(text, table, self.spec.type_of[table])
 
     # Elementwise arithmetic
 

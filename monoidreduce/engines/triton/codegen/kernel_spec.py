@@ -65,6 +65,11 @@ class Spec:
         return dict(zip(self.fold.leaves, self.rooms, strict=True))
 
     @cached_property
+    def table_of(self) -> Mapping[str, Expr]:
+        """By the letter of its size, a table. Their sizes are given at the call, as lengths are."""
+        return {str(e.feature): e for e in self.fold.tables if str(e.feature) not in self.fold.letters}
+
+    @cached_property
     def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
         """The leaves whose blocks are copied by tensor descriptors."""
         return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
