@@ -121,7 +121,7 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
     ready = prepare(fold, leaves, sizes)
     if ready is None:
         return {}
-    found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
+    found = {one.over: one.plan for one in ready.launches if not one.spec.deep and not one.combines}
     return {
         o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
     }

@@ -121,6 +121,8 @@ class FoldLaunch:
     dominates.
     """
 
+    combines = False  # True: what the kernel writes are parts of results, which torch combines
+
     def __init__(
         self,
         fold: Fold,

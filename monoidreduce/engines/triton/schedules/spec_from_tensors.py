@@ -51,9 +51,7 @@ def describe_fold(
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {
-        e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables
-    }
+    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
@@ -68,7 +66,7 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
-        elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
+        elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
