@@ -18,7 +18,8 @@ from .simplify import ONE, ZERO, apply, is_constant, lift
 
 __all__ = [
     "ONE", "ZERO", "apply", "apply_over_features", "component", "dot", "feature_extreme", "fsum", "gap_form",
-    "is_constant", "lift", "look_up", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms", "vector_norm",
+    "is_constant", "lift", "look_up", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms",
+    "vector_norm",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector

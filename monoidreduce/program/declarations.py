@@ -1,8 +1,9 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element, ``Pair`` one number per pair and ``Table["n"]`` n numbers that pairs look up; ``float``, ``int`` and ``bool`` are numbers given at the
-call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
+number per batch element, ``Pair`` one number per pair and ``Table["n"]`` n numbers that pairs look up; ``float``,
+``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one is a new trace.
+``X | None`` may be left out.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class Pair(_Declared):
 
 
 class Table(Batch):
-    """Numbers that pairs look up by an integer (:func:`monoidreduce.lookup`), learned or fixed: ``Table["n"]`` has shape
-    ``[..., n]``, so that batch dimensions give every head a table of its own.
+    """Numbers that pairs look up by an integer (:func:`monoidreduce.lookup`): ``Table["n"]`` has shape ``[..., n]``, so
+    that batch dimensions give every head a table of its own.
 
     Its gradient sums, for every entry, the cotangents of the pairs that read it.
 

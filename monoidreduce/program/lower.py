@@ -3,10 +3,10 @@
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
 ``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
-is fed: a vector that is fed anyway (and is no table) times a number, so that no second vector is read; ``decay``, which a kernel joins
-with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what
-an engine runs: reductions over numbered leaves, independent of the layer it came from, and equal folds are the same
-object.
+is fed: a vector that is fed anyway (and is no table) times a number, so that no second vector is read; ``decay``, which
+a kernel joins with an exponential; and arithmetic on indices, of which engines know the range on every tile. A
+:class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the layer it came from, and equal
+folds are the same object.
 """
 
 from __future__ import annotations

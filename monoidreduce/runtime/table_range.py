@@ -2,9 +2,9 @@
 
 Interval arithmetic proves most indices right from the sizes of a call, the numbers given and, on a CPU, the least and
 greatest value of integer tensors. Where it cannot, the pairs out of range are counted, by a program of the same
-language. What depends on sizes and numbers is counted once for each of them. What depends on tensors is counted in every
-call on a CPU; on a GPU, where that would wait for the device, under ``mr.use(check=True)``. Over ranks and in streams,
-where no process sees all of them, it is not: there an entry that does not exist is NaN.
+language. What depends on sizes and numbers is counted once for each of them. What depends on tensors is counted in
+every call on a CPU; on a GPU, where that would wait for the device, under ``mr.use(check=True)``. Over ranks and in
+streams, where no process sees all of them, it is not: there an entry that does not exist is NaN.
 """
 
 from __future__ import annotations
@@ -110,12 +110,11 @@ def _is_inside(lookup: Expr, sizes: Sizes, given: Mapping[str, Any]) -> bool:
 def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> None:
     """Count the pairs that read beyond a table; raises TableError if there are any."""
     lookup, total = count
-    engine = settings.now().engine
     program = compile_program((total,))
     names = inputs(program)
     numbers = frozenset(n for n in names if not isinstance(given[n], Tensor))
     with torch.no_grad(), pause_counting():
-        walk = make_walk("eager" if engine in (None, "reference") else str(engine), program, numbers, False)
+        walk = make_walk("eager", program, numbers, False)
         (found,) = walk(sizes, *(given[n] for n in names))
     wrong = int(found.sum()) if isinstance(found, Tensor) else int(found)
     if wrong:

@@ -253,8 +253,8 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
 
 
 def look_up(table: Value, index: Value, axes: int) -> Tensor:
-    """``table[..., index]`` of a table ``[*batch, n]`` (or fewer dimensions), and an index with ``axes`` dimensions after
-    the batch. Outside of the table it is NaN, 0 of an integer."""
+    """``table[..., index]`` of a table ``[*batch, n]`` and an index with ``axes`` dimensions after the batch; NaN, or 0
+    of integers, outside of the table."""
     entries, own = table.shape[-1], table.shape[:-1]
     index = index if isinstance(index, Tensor) else torch.full((1,) * axes, index, device=table.device)
     inside = (index >= 0) & (index < entries)

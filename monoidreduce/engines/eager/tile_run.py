@@ -101,8 +101,8 @@ class TileRun:
         return out.copy_(window.unfold(-1, self.tile[2], 1).flip(-1))
 
     def along_diagonals(self, index: Expr) -> Tensor:
-        """An index that is equal along diagonals: its values [b or 1, m + n - 1] from the corner of the tile's last column
-        to that of its last row."""
+        """An index that is equal along diagonals: its values [b or 1, m + n - 1], from the corner of the tile's last
+        column to that of its last row."""
         _, m, n = self.tile
         step = torch.arange(1 - n, m, device=self.buffers.device)
         first = {"row_index": self.offset[0], "col_index": self.offset[1]}

@@ -3,8 +3,8 @@
 Where the index is equal along diagonals, a program instance owns a band of them: it walks down the band, tile by tile,
 and the same place of every tile lies on the same diagonal, so that tiles are added as they are. At the end the sum of
 all tiles is skewed once, and added up along its diagonals. For any other index a program instance owns kept indices, as
-in other kernels, and holds all entries; of each tile it visits the entries between the least and the greatest that
-occur, so that maps of blocks, and distances in a graph, cost few visits.
+in other kernels, and some entries of the table; of each tile it visits the entries between the least and the greatest
+that occur, and computes nothing where none does. So maps of blocks, and tables of few entries, cost few visits.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ def compile_histogram(spec: Spec, entries: int) -> Kernel:
 
 
 def _walk_diagonals(v: ExpressionWriter) -> list[str]:
-    """``out0`` is ``[batch, bands, KEPT + 2, FOLDED]``: room for the sum of all tiles, then the sums along its diagonals,
-    those at and below the main one first."""
+    """``out0`` is ``[batch, bands, KEPT + 2, FOLDED]``: room for the sum of all tiles, then the sums along its
+    diagonals, those at and below the main one first."""
     value = v.spec.fold.reductions[0].args[0]
     own = ("tile =", "kept_at =", "kept_in =")  # of the tile, which is another in every turn here
     fixed = [line for line in write_prologue(v.spec) if not line.startswith(own)]
     return [
         "band = tl.program_id(0) % tiles",
-        *fixed[:1],
-        *fixed[1:],
+        *fixed,
         "kept_tiles = tl.cdiv(kept_size, KEPT)",
         "shift = band - (kept_tiles - 1)  # from a kept tile to the folded tile that it meets",
         f"total = tl.zeros([KEPT, FOLDED], {v.float})",
@@ -95,25 +94,36 @@ def _find_condition(value: Expr) -> Expr | None:
 
 
 def _walk_rows(v: ExpressionWriter, entries: int) -> list[str]:
-    """``out0`` is ``[batch, kept tiles, entries of the table]``."""
+    """``out0`` is ``[batch, kept tiles, entries of the table]``; instances of a tile divide the entries."""
     value, index, table = v.spec.fold.reductions[0].args
-    v.loop(True)
-    number, at = v.full(value), v.full(index)
     count = f"{table.attrs[0]}_n"
+    fixed = [line for line in write_prologue(v.spec) if not line.startswith(("tile =", "batch ="))]
+    v.loop(True)
+    at = v.full(index)
+    before, known = len(v.before), [*v.inside]
+    number = v.full(value)
+    invariant, rest = v.before[:before], [*v.before[before:], *v.inside[len(known) :]]
     return [
-        *write_prologue(v.spec),
-        *v.before,
-        f"entry = tl.arange(0, {entries})",
+        "tile = tl.program_id(0) % tiles",
+        f"shares = tl.cdiv({count}, {entries})",
+        f"first = tl.program_id(0) // tiles % shares * {entries}",
+        "batch = tl.program_id(0) // tiles // shares",
+        *fixed,
+        *invariant,
+        f"last_entry = tl.minimum(first + {entries}, {count})",
+        f"entry = first + tl.arange(0, {entries})",
         f"total = tl.zeros([{entries}], {v.float})",
         "for t in range(0, tl.cdiv(folded_size, FOLDED)):",
         "    start = t * FOLDED",
-        *(f"    {line}" for line in (*_TILE, *v.inside)),
-        f"    inside = kept_in[:, None] & folded_in[None, :] & ({at} >= 0) & ({at} < {count})",
+        *(f"    {line}" for line in (*_TILE, *known)),
+        f"    inside = kept_in[:, None] & folded_in[None, :] & ({at} >= first) & ({at} < last_entry)",
         f"    place = tl.where(inside, {at}, -1).to(tl.int32)",
-        f"    least = tl.min(tl.where(inside, place, {count}))",
-        "    for one in range(least, tl.max(place) + 1):",
-        f"        own = tl.sum(tl.sum(tl.where(place == one, {number}, 0), 1), 0)",
-        "        total += tl.where(entry == one, own, 0)",
-        f"place_of_tile = out0 + (tl.cast(batch, tl.int64) * tiles + tile) * {count}",
-        f"tl.store(place_of_tile + entry, total, mask=entry < {count})",
+        "    last = tl.max(place)",
+        "    if last >= 0:",
+        *(f"        {line}" for line in rest),
+        f"        for one in range(tl.min(tl.where(inside, place, {count})), last + 1):",
+        f"            own = tl.sum(tl.sum(tl.where(place == one, {number}, 0), 1), 0)",
+        "            total += tl.where(entry == one, own, 0)",
+        f"out = out0 + (tl.cast(batch, tl.int64) * tiles + tile) * {count}",
+        f"tl.store(out + entry, total, mask=entry < {count})",
     ]

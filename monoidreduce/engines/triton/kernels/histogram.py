@@ -18,31 +18,23 @@ from ....reductions import kind_of
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Evaluator, Sizes
 from ..codegen.histogram import compile_histogram
-from ..codegen.kernel_spec import Unsupported, padded
+from ..codegen.kernel_spec import padded
 from ..schedules.kernel_plan import KernelPlan
 from .fold_kernel import FoldLaunch, Leaves
 
-MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
-_WIDE_TILE = 128  # features up to which a band of diagonals is 128 wide: three blocks of pairs fit in registers
+_MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
 _MOST_PLACES = 64
 
 
 class HistogramLaunch(FoldLaunch):
-    """The kernel of one histogram on tensors of given types, shapes, strides and alignment.
-
-    Raises Unsupported for a table that registers cannot hold, by an index that is not equal along diagonals."""
+    """The kernel of one histogram on tensors of given types, shapes, strides and alignment."""
 
     combines = True
 
     def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes):
         _, self.index, table = fold.reductions[0].args
         self.table_size = sizes.of(str(table.feature))
-        self.entries = 0 if is_along_diagonals(self.index) else padded(self.table_size)
-        if self.entries > MOST_ENTRIES:
-            raise Unsupported(
-                f"a gradient of a table of {self.table_size} entries, more than {MOST_ENTRIES}, by an index that is no "
-                "function of row_index - col_index"
-            )
+        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, padded(self.table_size))
         self.places: dict[tuple, slice | Tensor] = {}  # by the numbers that an index is made of
         super().__init__(fold, "cols", values, batch, sizes)
 
@@ -55,18 +47,17 @@ class HistogramLaunch(FoldLaunch):
         self.count = math.prod(self.batch)
         kept, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.tiles, self.parts, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
-        self.grid = self.tiles * self.count if min(self.lengths) else 0
+        shares = -(-self.table_size // self.entries) if self.entries else 1
+        self.grid = self.tiles * shares * self.count if min(self.lengths) else 0
         return ()
 
     def _default_plan(self) -> KernelPlan:
         asked = (settings.current.get().tiles or {}).get(self.over)
         if asked is not None:
             return replace(asked, parts=0, boxes=0)
-        widest = max([0, *(self.sizes.of(letter) for letter in self.fold.letters)])
-        if self.spec.narrow is None or widest > _WIDE_TILE:
+        if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
-        # A tile of a band loads all its vectors anew: the wider, the fewer bytes a pair.
-        return KernelPlan(64, 64, 4, 2) if self.entries else KernelPlan(128, 128, 8, 1)
+        return KernelPlan(64, 64, 4, 2)  # 128 × 128 spills registers at 128 features; compiled, not measured
 
     def _write_kernel(self, copied: tuple) -> None:
         self.kernel = compile_histogram(self.spec, self.entries)
@@ -122,7 +113,7 @@ class HistogramLaunch(FoldLaunch):
         if numbers:
             first = int(at[0, 0])
             ordered = torch.equal(at[0], torch.arange(first, first + at.shape[1]))
-            if ordered and 0 <= first and first + at.shape[1] <= self.table_size:
+            if ordered and first >= 0 and first + at.shape[1] <= self.table_size:
                 found = slice(first, first + at.shape[1])
             self.places = {**(self.places if len(self.places) < _MOST_PLACES else {}), key: found}
         return found
@@ -132,7 +123,6 @@ class HistogramLaunch(FoldLaunch):
         step = torch.arange(1 - cols, rows, device=device).view(*(1,) * (len(self.sizes.batch) + 1), -1)
         indices: dict[Expr, Any] = {index("row"): step.clamp(min=0), index("col"): (-step).clamp(min=0)}
         found = Evaluator(replace(self.sizes, device=device), leaves, indices)(self.index)
-        found = found.expand(*found.shape[:-1], rows + cols - 1)
         return (
             found.expand(*self.sizes.batch, 1, -1).reshape(self.count, -1)
             if found.numel() > step.numel()
