@@ -32,10 +32,11 @@ from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
 from .program import declarations
 from .program.compile import compile_program
+from .program.domain import inputs_of as domain_inputs
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, dynamo, layer_replay, logit_rounding, registry, table_range
+from .runtime import call_context, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
@@ -60,13 +61,19 @@ class Op(dynamo.Compiled, Generic[Result]):
     tensor([1, 0])
     """
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, domain: tuple | None = None):
         functools.update_wrapper(self, function)
         self.function = function
         self.parameters = declarations.parameters(function)
         self.signature = inspect.signature(function)
+        self.domain = domain  # the form of the pairs that exist (``runtime/domain_call.py``); None: all
+        if domain is not None:
+            self.parameters = domain_call.parameters_over(domain, self.parameters)
+            given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
+            self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
+        self._over: dict[tuple, Op] = {}  # the same op over the pairs of a domain, by its form
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
-        self._programs = Programs(function, self.parameters)
+        self._programs = Programs(function, self.parameters, domain)
         self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
 
@@ -74,6 +81,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return call.finish(op(**call.values))
         if torch.compiler.is_dynamo_compiling():
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
@@ -318,6 +328,20 @@ class Op(dynamo.Compiled, Generic[Result]):
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
+    # Over some of the pairs
+
+    def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+        """The op over the pairs that the keyword ``cols`` says, and all arguments by name."""
+        own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
+        try:
+            domain = domain_call.check_domain(kwargs[declarations.RESERVED])
+            op = self._over.get(domain.form)
+            if op is None:
+                op = self._over[domain.form] = Op(self.function, domain.form)
+            return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
+        except MonoidReduceError as error:
+            raise error.at(self._describe(args, own)) from None
+
     # Plans
 
     def _planned(
@@ -357,7 +381,10 @@ class Op(dynamo.Compiled, Generic[Result]):
             raise error.at(self._describe(args, kwargs)) from None
         return traced, values, sizes, out
 
-    def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind(
+        self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, declarations.Parameter] | None = None
+    ) -> dict[str, Any]:
+        """The arguments by name; ``parameters``: as what they are declared, if not as the op's."""
         self._check_keywords(kwargs, self.parameters)
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -368,7 +395,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         bound.apply_defaults()
         values = dict(bound.arguments)
         for name, value in values.items():
-            p = self.parameters[name]
+            p = (parameters or self.parameters)[name]
             if p.is_tensor and not isinstance(value, Tensor | None) and arrays.is_array(value):
                 values[name] = value = arrays.to_tensor(value, name)
             check_kind(p, value)

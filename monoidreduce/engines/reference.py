@@ -14,6 +14,7 @@ import torch
 from ..errors import ReferenceLimitError
 from ..program.expression import Expr, topological
 from .common.evaluate import Evaluator, Sizes
+from .common.listed_pairs import spread_edges
 
 
 def run(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, limit: int | None) -> list[Any]:
@@ -24,5 +25,5 @@ def run(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, limi
     elements = pairs * max([1, *widths])
     if limit is not None and elements > limit:
         raise ReferenceLimitError(elements=elements, limit=limit)
-    evaluate = Evaluator(sizes, inputs)
+    evaluate = Evaluator(sizes, spread_edges(outputs, inputs, sizes.rows, sizes.cols))
     return [evaluate(e) for e in outputs]

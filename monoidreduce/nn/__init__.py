@@ -9,6 +9,7 @@ torch.Size([3, 16])
 """
 
 from .attention import MultiheadAttention
+from .graphs import GraphAttention
 from .heads import (
     LinearArgmax,
     LinearCrossEntropyLoss,
@@ -19,14 +20,17 @@ from .heads import (
     LinearSample,
     LinearSoftCrossEntropyLoss,
     LinearTopK,
+    SampledCrossEntropyLoss,
 )
 from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
+from .paged_cache import PagedCache
 
 __all__ = [
     "MLP",
     "ChamferLoss",
     "ContrastiveLoss",
     "GatedMLP",
+    "GraphAttention",
     "LinearArgmax",
     "LinearCrossEntropyLoss",
     "LinearEntropy",
@@ -38,5 +42,7 @@ __all__ = [
     "LinearTopK",
     "MaxSim",
     "MultiheadAttention",
+    "PagedCache",
+    "SampledCrossEntropyLoss",
     "SinkhornLoss",
 ]

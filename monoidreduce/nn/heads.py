@@ -313,3 +313,49 @@ class LinearJSDLoss(TwoHeads):
     def forward(self, x: Tensor, teacher_x: Tensor, token_weights: Tensor | None = None) -> Tensor:
         heads, options = self._arguments(x, teacher_x, token_weights)
         return ops.linear_jsd(*heads, **options)
+
+
+class SampledCrossEntropyLoss(Head):
+    """:func:`monoidreduce.ops.sampled_cross_entropy` with weights of its own.
+
+    Call it with x, the target and the sampled classes, for all rows [K] or for each [..., K]. ``log_q`` [classes], how
+    often each class is sampled, is a buffer. State dict: ``linear.weight``, ``linear.bias`` with ``bias=True``, and
+    ``log_q`` where it is given.
+
+    >>> import torch
+    >>> from monoidreduce.nn import SampledCrossEntropyLoss
+    >>> loss = SampledCrossEntropyLoss(16, 100_000, remove_hits=True)
+    >>> loss(torch.randn(6, 16), torch.randint(100_000, (6,)), torch.randint(100_000, (6, 50))).shape
+    torch.Size([])
+    """
+
+    log_q: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        log_q: Tensor | None = None,
+        remove_hits: bool = False,
+        softcap: Number = None,
+        temperature: Number = 1.0,
+        ignore_index: int | None = None,
+        reduction: str = "mean",
+        sparse_grad: bool = False,
+    ) -> None:
+        options = {
+            "remove_hits": remove_hits, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index,
+            "reduction": reduction, "sparse_grad": sparse_grad,
+        }  # fmt: skip
+        super().__init__(in_features, num_classes, bias, device, dtype, options)
+        self.register_buffer("log_q", log_q)
+
+    def forward(self, x: Tensor, target: Tensor, samples: Tensor, token_weights: Tensor | None = None) -> Tensor:
+        head, options = self.linear, self._options()
+        return ops.sampled_cross_entropy(
+            x, head.weight, target, samples, bias=head.bias, log_q=self.log_q, token_weights=token_weights, **options
+        )

@@ -9,15 +9,19 @@ torch.Size([5, 4])
 """
 
 from .attention import AttentionOutput, attention, attention_decode, document_ids
+from .candidates import rerank, sampled_cross_entropy
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
 from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
+from .graph_attention import graph_attention
 from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_step, softmin
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
 from .neighbours import Neighbours, PointIndex, chamfer, kmeans_assign, knn, maxsim
+from .paged_attention import attention_paged
 from .pooling import MaxPool, max_pool_product
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
+from .selected_attention import select_blocks, selected_attention
 
 __all__ = [
     "AttentionOutput",
@@ -31,6 +35,7 @@ __all__ = [
     "TopK",
     "attention",
     "attention_decode",
+    "attention_paged",
     "chamfer",
     "contrastive_loss",
     "cross_entropy",
@@ -39,6 +44,7 @@ __all__ = [
     "document_ids",
     "entropy",
     "gated_mlp",
+    "graph_attention",
     "kernel_logsumexp",
     "kernel_sum",
     "kmeans_assign",
@@ -55,7 +61,11 @@ __all__ = [
     "max_pool_product",
     "maxsim",
     "mlp",
+    "rerank",
     "sample",
+    "sampled_cross_entropy",
+    "select_blocks",
+    "selected_attention",
     "sinkhorn",
     "sinkhorn_step",
     "softmin",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..domains import Domain, Jagged
 from ..errors import ArgumentError, DTypeError, ShapeError
 from . import checks, grouping
 from . import language as mr
@@ -60,6 +61,7 @@ def _attention(
     dropout_p: float | None = None,
     seed: int | None = None,
     sinks: mr.Batch | None = None,
+    row_shift: mr.Row | None = None,
 ):
     s = q @ k * scale
     if softcap is not None:
@@ -70,7 +72,7 @@ def _attention(
         s = s + attn_mask
     i, j = mr.row_index, mr.col_index
     if lower_right:  # the last row stands beside the last column
-        i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows)
+        i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows if row_shift is None else row_shift)
     if alibi_slopes is not None:
         s = s - alibi_slopes * (i - j).abs()
     if causal and row_blocks is None:
@@ -109,6 +111,7 @@ class _AttentionOptions(TypedDict, total=False):
     lengths: Tensor | None
     sinks: Tensor | None
     seed: int | None
+    cols: Domain | None
 
 
 class _DecodeOptions(TypedDict, total=False):
@@ -179,6 +182,7 @@ def attention(
     sinks: Tensor | None = None,
     seed: int | None = None,
     return_lse: bool = False,
+    cols: Domain | None = None,
 ) -> Any:
     """Softmax attention: each row's mean of the values, weighted by the softmax of its scaled products with the keys.
 
@@ -206,6 +210,12 @@ def attention(
     - ``dropout_p``: weights are dropped with this probability, the others scaled by 1/(1 - p). The mask depends on
       ``seed`` alone (drawn from torch's generator if left out, so ``torch.manual_seed`` repeats it).
     - ``sinks``, a logit per head [..., H]: takes part in the softmax's total, with no value of its own.
+
+    ``cols``: which pairs exist, as lists. ``mr.blocks``: block-sparse attention, with lists per head
+    [..., H, row blocks, most] (or per head of the keys), or for all. ``mr.jagged``: packed sequences, in which causal,
+    windows and slopes count from each sequence's start (with ``"lower_right"`` back from its end). ``mr.pages``: keys
+    and values in pages, for which :func:`attention_paged` is the shorter call. ``mr.edges``: a graph, where ``bias``
+    and ``attn_mask`` are a number an edge.
 
     ``enable_gqa``: q has H heads, k and v fewer, each shared by H / Hkv of q's; nothing is repeated in memory.
     ``return_lse`` also returns the logsumexp of the scores [..., M] (float32 for 16-bit inputs), sinks included.
@@ -241,6 +251,7 @@ def attention(
         sinks=sinks,
         seed=seed,
         return_lse=return_lse,
+        cols=cols,
     )
 
 
@@ -266,16 +277,19 @@ def _attend(
     seed: int | None = None,
     return_lse: bool = False,
     blocks: tuple[Tensor, Tensor] | None = None,
+    cols: Domain | None = None,
 ) -> Any:
     """:func:`attention`; with ``blocks``, of rows and columns, causal rows also see later columns of their block."""
     checks.floating(q=q, k=k, v=v)
+    if cols is not None:
+        _check_domain(cols, lengths=lengths, documents=documents, blocks=blocks, bias=bias, attn_mask=attn_mask)
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
         scale = 1 / math.sqrt(max(features, 1))
     options: dict[str, Any] = dict(_chosen(causal, is_causal, window, softcap, dropout_p))
     for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
         if matrix is not None:
-            options[name] = _matrix(name, matrix, boolean=name == "attn_mask")
+            options[name] = _matrix(name, matrix, name == "attn_mask", cols)
             options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
     for name, per_head in (("softcap", softcap), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
@@ -290,9 +304,12 @@ def _attend(
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
-    if options.get("lower_right") and q.shape[-2] == 1 and checks.is_undivided():
+    if options.get("lower_right") and q.shape[-2] == 1 and cols is None and checks.is_undivided():
         _drop_implied(options)
-    layout = grouping.Groups.of(q, k, v) if enable_gqa else None
+    if cols is not None:
+        _align(cols, options, q)
+        options["cols"] = cols
+    layout = grouping.Groups.of(q, k, v) if enable_gqa and (cols is None or cols.kind != "pages") else None
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
     result = _attention(q, k, v, scale, bool(return_lse), **options)
@@ -421,8 +438,33 @@ def _drop_implied(options: dict[str, Any]) -> None:
         del options["lower_right"]
 
 
-def _matrix(name: str, value: Any, boolean: bool) -> Tensor:
-    checks.tensor(name, value, "[..., M, N]", 2)
+def _check_domain(cols: Any, **given: Any) -> None:
+    """Refuse what a domain says already."""
+    checks.domain("cols", cols)
+    said = {"pages": tuple(given), "jagged": ("lengths",)}.get(cols.kind, ())
+    for name in said:
+        if given[name] is not None:
+            raise ArgumentError(
+                detail=f"{name} was given beside {cols!r}", fix=f"Drop {name}: cols says which columns a sequence has"
+            )
+
+
+def _align(cols: Any, options: dict[str, Any], q: Tensor) -> None:
+    """Put each sequence's last row beside its last column where that is asked."""
+    if "lower_right" in options and cols.kind == "pages":  # rows are a sequence's last as it is
+        del options["lower_right"]
+    elif "lower_right" in options and isinstance(cols, Jagged):
+        if cols.is_square:
+            del options["lower_right"]
+        else:
+            more = (cols.col_offsets - cols.row_offsets).diff()
+            more = torch.cat([more, more.new_zeros(1)])  # of rows that belong to no sequence
+            options["row_shift"] = more[cols.row_sequences(q.shape[-2]).long()]
+
+
+def _matrix(name: str, value: Any, boolean: bool, cols: Any) -> Tensor:
+    edges = isinstance(cols, Domain) and cols.kind == "edges"
+    checks.tensor(name, value, "[..., E]" if edges else "[..., M, N]", 1 if edges else 2)
     if not value.is_floating_point() and not (boolean and value.dtype is torch.bool):
         kinds = "truth values (True is seen) or numbers to add" if boolean else "numbers to add"
         raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix=f"Give {kinds}")

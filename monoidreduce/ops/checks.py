@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import arrays
+from ..domains import Domain
 from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
@@ -147,6 +148,24 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )
+
+
+def domain(name: str, value: Any, *kinds: str) -> None:
+    """Raise ArgumentError unless ``value`` says which columns exist; ``kinds``: in one of these ways."""
+    if not isinstance(value, Domain) or (kinds and value.kind not in kinds):
+        made = [f"mr.{kind}(...)" for kind in kinds or ("blocks", "pages", "jagged", "edges")]
+        raise ArgumentError(
+            detail=f"{name} was given {repr(value) if isinstance(value, Domain) else _shown(value)}",
+            fix=f"Give {' or '.join(made)}",
+        )
+
+
+def listed(cols: Any) -> dict[str, Any]:
+    """The keyword that says which pairs exist, checked; none where all do."""
+    if cols is None:
+        return {}
+    domain("cols", cols)
+    return {"cols": cols}
 
 
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:

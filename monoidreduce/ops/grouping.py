@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..domains import Domain, restore
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
@@ -77,11 +78,28 @@ class Groups:
 
     def split(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict]:
         """The same arguments with heads seen as [shared, group], of which keys and values have [shared, 1]."""
+        cols = options.get("cols")
+        tails = _PER_HEAD if cols is None or cols.kind != "edges" else {**_PER_HEAD, "bias": 1, "attn_mask": 1}
         seen = {
-            name: self._grouped(name, value, _PER_HEAD[name]) if name in _PER_HEAD and value is not None else value
+            name: self._grouped(name, value, tails[name]) if name in tails and value is not None else value
             for name, value in options.items()
         }
+        if cols is not None:
+            seen["cols"] = self._grouped_lists(cols)
         return q.unflatten(-3, (self.shared, self.group)), k.unsqueeze(-3), v.unsqueeze(-3), seen
+
+    def _grouped_lists(self, cols: Domain) -> Domain:
+        """Lists per head of the queries, or per head of the keys, which its group shares."""
+        if not cols.batch:
+            return cols
+        heads, at = cols.batch[-1], len(cols.batch) - 1
+        if heads not in (1, self.shared, self.shared * self.group):
+            raise ShapeError(
+                detail=f"cols has lists for {heads} heads, but q has {self.shared * self.group} and k {self.shared}",
+                fix="Give one for each of q's heads, for each of k's, or for all",
+            )
+        split = (self.shared, self.group) if heads == self.shared * self.group else (heads, 1)
+        return restore(cols.form, tuple(t.unflatten(at, split) for t in cols.tensors()))
 
     def _grouped(self, name: str, t: Any, tail: int) -> Any:
         if not isinstance(t, Tensor) or t.dim() <= tail:

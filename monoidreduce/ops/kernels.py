@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import is_array, to_tensor
+from ..domains import Domain
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
@@ -60,6 +61,7 @@ def kernel_sum(
     *,
     kernel: Kernel = "gaussian",
     bandwidth: float | Tensor = 1.0,
+    cols: Domain | None = None,
 ) -> Tensor:
     """A kernel's matrix times b: Σ_j K(x_i, y_j) b_j.
 
@@ -69,6 +71,7 @@ def kernel_sum(
 
     Shapes: ``x`` [..., M, D], ``y`` [..., N, D] and ``b`` [..., N, E] give [..., M, E]; ``b`` [N], or left out for
     ones, gives [..., M]. ``bandwidth`` is a number above 0 or a 0-dim tensor, with a gradient if it asks for one.
+    ``cols``: which pairs are added, such as ``mr.blocks`` of clusters that are near each other.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -81,13 +84,14 @@ def kernel_sum(
     True
     """
     _check(x, y, kernel, bandwidth, KERNELS)
+    listed = checks.listed(cols)
     if b is None:
-        return _kernel_sum(x, y, kernel, bandwidth)
+        return _kernel_sum(x, y, kernel, bandwidth, **listed)
     checks.tensor("b", b, "[N] or [..., N, E]", 1)
     checks.floating(b=b)
     if b.dim() == 1:
-        return _kernel_sum(x, y, kernel, bandwidth, b)
-    return _kernel_vectors(x, y, b, kernel, bandwidth)
+        return _kernel_sum(x, y, kernel, bandwidth, b, **listed)
+    return _kernel_vectors(x, y, b, kernel, bandwidth, **listed)
 
 
 @mr.op
@@ -105,13 +109,14 @@ def kernel_logsumexp(
     *,
     kernel: Literal["gaussian", "laplacian", "cauchy"] = "gaussian",
     bandwidth: float | Tensor = 1.0,
+    cols: Domain | None = None,
 ) -> Tensor:
     """The logarithm of a weighted kernel sum: log Σ_j w_j K(x_i, y_j), also where all of it underflows.
 
     The same as ``torch.logsumexp(log_weights - torch.cdist(x, y) ** 2 / (2 * bandwidth**2), -1)``, without ever
     allocating the M × N kernel matrix or its gradient: the log-density of a mixture, a kernel density estimate, a free
-    energy. Kernels and bandwidth as in :func:`kernel_sum`, but ``"energy"``, which is negative. For 16-bit inputs it is
-    float32.
+    energy. Kernels, bandwidth and ``cols`` as in :func:`kernel_sum`, but ``"energy"``, which is negative. For 16-bit
+    inputs it is float32.
 
     Shapes: ``x`` [..., M, D], ``y`` [..., N, D] and ``log_weights`` [..., N] give [..., M]; minus infinity without
     columns.
@@ -130,7 +135,7 @@ def kernel_logsumexp(
     if log_weights is not None:
         checks.tensor("log_weights", log_weights, "[..., N]", 1)
         checks.floating(log_weights=log_weights)
-    return _kernel_logsumexp(x, y, kernel, bandwidth, log_weights)
+    return _kernel_logsumexp(x, y, kernel, bandwidth, log_weights, **checks.listed(cols))
 
 
 def _check(x: Any, y: Any, kernel: Any, bandwidth: Any, kernels: tuple[str, ...]) -> None:
@@ -150,14 +155,22 @@ def _softmin(x: mr.Row["d"], y: mr.Col["d"], h: mr.Col, eps: float, cost: str):
 
 
 @checks.public_layer(rows={"x": "vectors"}, cols={"y": "vectors", "h": "numbers"})
-def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost = "sqeuclidean") -> Tensor:
+def softmin(
+    x: Tensor,
+    y: Tensor,
+    h: Tensor,
+    *,
+    eps: float | Tensor,
+    cost: Cost = "sqeuclidean",
+    cols: Domain | None = None,
+) -> Tensor:
     """The soft minimum of a cost: -ε log Σ_j exp(h_j - C(x_i, y_j) / ε), the one operation of entropic transport.
 
     The same as ``-eps * torch.logsumexp(h - torch.cdist(x, y) ** 2 / eps, -1)``, without ever allocating the M × N
     costs or their gradient. The cost is the distance, or its square.
 
     Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs. ``eps`` is
-    a number above 0, or a 0-dim tensor of one.
+    a number above 0, or a 0-dim tensor of one. ``cols``: which pairs there are (truncated transport).
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -172,7 +185,7 @@ def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost 
     checks.floating(x=x, y=y, h=h)
     checks.positive("eps", eps)
     checks.one_of("cost", cost, COSTS)
-    return _softmin(*map(_as_float32, (x, y, h)), eps, cost)
+    return _softmin(*map(_as_float32, (x, y, h)), eps, cost, **checks.listed(cols))
 
 
 def _as_float32(t: Any) -> Any:

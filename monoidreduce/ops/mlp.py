@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..domains import Domain
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
@@ -80,6 +81,7 @@ def mlp(
     out_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    cols: Domain | None = None,
 ) -> Tensor:
     """A two-layer perceptron: ``activation(x @ p.T + bias) @ q + out_bias``.
 
@@ -90,7 +92,8 @@ def mlp(
     ``q`` have leading dimensions too, all broadcast. ``activation`` is a name (``"gelu"``) or a function in torch,
     written for one number; a function is traced when it is first seen, so define it once and not in the call.
     ``dropout_p`` drops hidden numbers with this probability and scales the others by 1/(1 - p); which ones depends on
-    ``seed`` alone, drawn from torch's generator if left out.
+    ``seed`` alone, drawn from torch's generator if left out. ``cols``: which hidden numbers each row has, such as
+    ``mr.blocks`` of experts for blocks of sorted rows; x is then [..., M, D] with M rows in the lists.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`UnknownFunctionError` for a function that the pair
     language cannot say, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit
@@ -104,8 +107,8 @@ def mlp(
     """
     checks.floating(x=x, p=p, q=q)
     out_bias = _out(out_bias, q)
-    options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed)}
-    rows = checks.flatten_rows(x, p, q)
+    options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed), **checks.listed(cols)}
+    rows = checks.flatten_rows(x, p, q) if cols is None else x
     y = checks.unflatten_rows(_mlp(rows, p, q, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
 
@@ -145,6 +148,7 @@ def gated_mlp(
     out_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    cols: Domain | None = None,
 ) -> Tensor:
     """A gated perceptron (SwiGLU, GEGLU, ...): ``(activation(x @ gate.T) * (x @ up.T)) @ down``, biases added.
 
@@ -168,8 +172,8 @@ def gated_mlp(
     checks.floating(x=x, gate=gate, up=up, down=down)
     out_bias = _out(out_bias, down)
     options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
-    options |= _dropout(dropout_p, seed)
-    rows = checks.flatten_rows(x, gate, up, down)
+    options |= _dropout(dropout_p, seed) | checks.listed(cols)
+    rows = checks.flatten_rows(x, gate, up, down) if cols is None else x
     y = checks.unflatten_rows(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
 

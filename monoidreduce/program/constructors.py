@@ -9,6 +9,7 @@ possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ShapeError, UnreducedError
@@ -17,13 +18,32 @@ from .primitives import PRIMITIVES
 from .simplify import ONE, ZERO, apply, is_constant, lift
 
 __all__ = [
-    "ONE", "ZERO", "apply", "apply_over_features", "component", "dot", "feature_extreme", "fsum", "gap_form",
-    "is_constant", "lift", "look_up", "normalize_vector", "rebuild", "spread", "sqdist", "substitute", "terms",
+    "ONE",
+    "ZERO",
+    "apply",
+    "apply_over_features",
+    "component",
+    "dot",
+    "feature_extreme",
+    "find_listed",
+    "fsum",
+    "gap_form",
+    "is_constant",
+    "lift",
+    "listed_node",
+    "look_up",
+    "normalize_vector",
+    "rebuild",
+    "spread",
+    "sqdist",
+    "substitute",
+    "terms",
     "vector_norm",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
 
+LISTED = ("listed", "listed_once", "listed_position")  # per pair, of the tensors of a domain (``domain.py``)
 _MOST_TERMS = 64  # a vector that would be a sum of more products is left as it is: engines walk its features
 _MOST_WALKS = 8  # a sum over features that would be more walks than this is one walk of the whole
 _LINEAR = ("add", "sub", "neg", "mul", "div", "where", "cast")  # what :func:`terms` looks into
@@ -290,6 +310,17 @@ def look_up(table: Expr, index: Expr) -> Expr:
     return node("lookup", (table, index), (), rows=index.rows, cols=index.cols, feature=None, dtype=table.dtype)
 
 
+def listed_node(op: str, form: tuple, tensors: tuple[Expr, ...]) -> Expr:
+    """``listed`` or ``listed_once`` (truth values) or ``listed_position`` (a number) of every pair."""
+    dtype = "int" if op == "listed_position" else "bool"
+    return node(op, tensors, (form,), rows=True, cols=True, feature=None, dtype=dtype)
+
+
+def find_listed(roots: Iterable[Expr]) -> Expr | None:
+    """A node under some expressions that says which pairs are listed; None where they are of all pairs."""
+    return next((e for e in topological(roots) if e.op in LISTED), None)
+
+
 def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operation on other arguments, simplified again."""
     if args == e.args:
@@ -310,7 +341,7 @@ def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
         return spread(args[0], e.attrs[0])
     if e.op == "reduce":
         return reduce_node(e.attrs[0], e.attrs[1], e.attrs[2], args)
-    rows, cols, _ = join(args)
+    rows, cols, _ = (True, True, None) if e.op in LISTED else join(args)
     return node(e.op, args, e.attrs, rows=rows, cols=cols, feature=e.feature, dtype=e.dtype)
 
 

@@ -147,7 +147,13 @@ class Table(Batch):
     """
 
 
-AXES = {"rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": ()}  # between batch and features
+AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
+    "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
+    "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
+}  # fmt: skip
+
+
+RESERVED = "cols"  # the keyword of every call that says which pairs exist
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,8 @@ class Parameter:
             "input",
             (),
             (self.name,),
-            rows=self.axis in ("rows", "pairs"),
-            cols=self.axis in ("cols", "pairs"),
+            rows=self.axis in ("rows", "pairs", "edges"),
+            cols=self.axis in ("cols", "pairs", "edges"),
             feature=self.feature,
             dtype=dtype,
         )
@@ -188,7 +194,7 @@ class Parameter:
         return f"[{', '.join(['...', *({'rows': 'M', 'cols': 'N'}.get(a, a) for a in self.tail)])}]"
 
     def __str__(self) -> str:
-        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "batch": "Batch"}.get(self.axis)
+        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "edges": "Pair", "batch": "Batch"}.get(self.axis)
         if side is None:
             return self.python.__name__ if self.python else "a fixed choice"
         return side if self.feature is None else f'{side}["{self.feature}"]'
@@ -201,6 +207,11 @@ def parameters(function: Any) -> dict[str, Parameter]:
     for name, p in inspect.signature(function).parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise DeclarationError(detail=f"{function.__name__} takes *{name}", fix="Name every argument of an op")
+        if name == RESERVED:
+            raise DeclarationError(
+                detail=f"{function.__name__} has a parameter {name}, with which calls say which columns exist",
+                fix="Give the parameter another name",
+            )
         default = ... if p.default is p.empty else p.default
         found[name] = _parameter(function.__name__, name, hints.get(name), default)
     return found

@@ -67,6 +67,11 @@ class Fold:
         return frozenset(found + [r.args[2] for r in self.reductions if r.attrs[0] == "histogram"])
 
     @functools.cached_property
+    def domain(self) -> Expr | None:
+        """The node that says which pairs are listed (``domain.py``); None: all pairs are folded."""
+        return constructors.find_listed(self.reductions)
+
+    @functools.cached_property
     def outputs(self) -> tuple[tuple[Expr, int], ...]:
         """(reduction, k) for every result, in order."""
         counts = [len(outputs_of(r)) for r in self.reductions]

@@ -23,12 +23,13 @@ from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 
 class Trace:
-    """One run of a body on symbols; ``tensors``: the names of the tensors that it can read besides its arguments."""
+    """One run of a body on symbols; ``tensors``: the names of the tensors that it can read besides its arguments;
+    ``domain``: the form of the domain that it folds (``domain.py``), None for all pairs."""
 
-    __slots__ = ("tensors",)
+    __slots__ = ("domain", "tensors")
 
-    def __init__(self, tensors: Mapping[int, str]):
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[int, str], domain: tuple | None = None):
+        self.tensors, self.domain = tensors, domain
 
 
 current_trace: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("current_trace", default=None)

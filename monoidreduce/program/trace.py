@@ -21,6 +21,7 @@ from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
 from .closure import Watched
 from .declarations import Parameter
+from .domain import restrict
 from .expression import Expr, const, topological
 from .symbol import NeedValue, Symbol, Trace, current_trace, expr_of
 
@@ -45,15 +46,16 @@ def trace(
     dtypes: Mapping[str, str],
     values: Mapping[str, Any],
     watched: Watched | None = None,
+    domain: tuple | None = None,
 ) -> Traced:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
-    fixed, ``watched`` what it reads besides its arguments."""
+    fixed, ``watched`` what it reads besides its arguments, ``domain`` the form of the pairs that exist."""
     tensors = {} if watched is None else watched.tensors
     fixed: frozenset[str] = frozenset()
     while True:
         try:
-            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed, tensors)
-            again, _ = _trace_once(function, parameters, dtypes, values, fixed, tensors)
+            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed, tensors, domain)
+            again, _ = _trace_once(function, parameters, dtypes, values, fixed, tensors, domain)
         except NeedValue as need:
             unknown = [n for n in need.names if n not in values]
             if unknown or need.names <= fixed:
@@ -77,8 +79,9 @@ def _trace_once(
     values: Mapping[str, Any],
     fixed: frozenset[str],
     tensors: Mapping[int, str],
+    domain: tuple | None,
 ) -> tuple[tuple[Expr, ...], Callable]:
-    token = current_trace.set(Trace(tensors))
+    token = current_trace.set(Trace(tensors, domain))
     try:
         arguments: dict[str, Any] = {}
         for name, p in parameters.items():
@@ -95,6 +98,7 @@ def _trace_once(
         try:
             pack = _unpack(returned, leaves)
             outputs = tuple(expr_of(leaf) for leaf in leaves)
+            outputs = outputs if domain is None else restrict(outputs, domain)
             _check_outputs(function, outputs)
         except MonoidReduceError as error:
             raise error.at(_return_place(function, arguments)) from None

@@ -65,8 +65,12 @@ tensor([9., 9.])
 """
 
 
-def _size(axis: str) -> Any:
-    return Symbol(size(axis))
+def _count(over: str) -> Any:
+    """How many pairs a reduction folds: all columns or rows, or those that exist."""
+    trace = current_trace.get()
+    if trace is None or trace.domain is None:
+        return Symbol(size(over))
+    return _reduce("sum", over, (), Symbol(const(True)), name="count")[0]
 
 
 @check_call
@@ -143,7 +147,7 @@ def mean(x: Any, *, over: str = "cols") -> torch.Tensor:
     >>> gap(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([1., 1.])
     """
-    count = _size(over)
+    count = _count(over)
     return torch.where(count == 0, math.nan, sum(x, over=over) / torch.clamp(count, min=1))
 
 
@@ -302,7 +306,7 @@ def all(x: Any, *, over: str = "cols") -> torch.Tensor:
     >>> least(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([ True, False])
     """
-    return count(x, over=over) == _size(over)
+    return count(x, over=over) == _count(over)
 
 
 @check_call
@@ -317,7 +321,7 @@ def count(x: Any = True, *, over: str = "cols") -> torch.Tensor:
     tensor([0, 1])
     """
     if isinstance(x, bool):
-        return cast(torch.Tensor, _size(over) if x else Symbol(const(0)))
+        return cast(torch.Tensor, _count(over) if x else Symbol(const(0)))
     return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name="count")[0]
 
 
@@ -332,8 +336,13 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> torch.Tensor:
     >>> spread(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([1., 4.])
     """
+    count, trace = _count(over), current_trace.get()
+    if trace is not None and trace.domain is not None:  # the mean of the pairs that exist, then deviations from it
+        x = Symbol(_number(x))
+        apart = x - sum(x, over=over) / torch.clamp(count, min=1)
+        return sum(apart * apart, over=over) / torch.clamp(count - correction, min=0)
     moments: list[Any] = _reduce("moments", over, (), Symbol(_number(x)), name="var")
-    return moments[1] / torch.clamp(_size(over) - correction, min=0)
+    return moments[1] / torch.clamp(count - correction, min=0)
 
 
 @check_call

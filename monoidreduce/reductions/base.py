@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..program import intervals as iv
 from ..program.contract import Contraction
 from ..program.expression import Expr, Feature
@@ -73,6 +74,12 @@ class Reduction:
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
         """True when every pair whose fields lie in these intervals is the identity: its tile need not be computed."""
         return False
+
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        """The fields of a pair that does not exist, so that it is the identity (None: whatever it is)."""
+        raise ArgumentError(
+            detail=f"{self.name} cannot fold some of the columns (cols=)", fix="Hide pairs with torch.where instead"
+        )
 
     def walks(self, r: Expr, reductions: Sequence[Expr]) -> bool:
         """True when pairs must be computed tile by tile; False when single pairs are gathered.

@@ -6,13 +6,14 @@ Parameters: ``(largest,)``. A row that sees nothing better than an infinity has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..program import intervals as iv
+from ..program.constructors import find_listed, listed_node
 from ..program.expression import Expr, index
 from ..program.symbol import Symbol
 from .accumulator import Accumulator, Offset, shift_places
@@ -30,6 +31,18 @@ def worst(dtype: torch.dtype, largest: bool) -> float:
         return -math.inf if largest else math.inf
     info = torch.iinfo(dtype)
     return info.min if largest else info.max
+
+
+def is_chosen(over: str, field: Any, place: Any) -> Any:
+    """Whether a pair is the one at ``place`` of the folded axis; of several equal entries of a list, the first."""
+    at = index(over.rstrip("s"))
+    listed = find_listed([field.expr])
+    if listed is None:
+        return Symbol(at) == place
+    (form,) = listed.attrs
+    if form[0] == "pages":  # no page is listed twice
+        return Symbol(listed_node("listed_position", form, listed.args) if over == "cols" else at) == place
+    return (Symbol(at) == place) & Symbol(listed_node("listed_once", form, listed.args))
 
 
 def first_best(x: Tensor, dim: int, largest: bool) -> Tensor:
@@ -165,8 +178,10 @@ class Best(Reduction):
         return "value", "index"
 
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
-        at = Symbol(index(over.rstrip("s")))
-        return [torch.where(at == results[1], g[0], 0.0)]
+        return [torch.where(is_chosen(over, fields[0], results[1]), g[0], 0.0)]
+
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        return (worst(torch.float64 if fields[0].dtype == "float" else torch.int64, params[0]),)
 
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
         return fields[0] == (iv.MINUS_INF if params[0] else (iv.INF, iv.INF))

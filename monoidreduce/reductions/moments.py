@@ -49,9 +49,8 @@ class MomentsLines(Lines):
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
         x = v.full(fields[0])
-        size = "tl.minimum(folded_size - start, FOLDED)" if v.masked else "FOLDED"
         v.inside += [
-            f"{n}_n = tl.zeros([KEPT], {v.float}) + {size}",
+            f"{n}_n = tl.zeros([KEPT], {v.float}) + {v.tile_count()}",
             f"{n}_tile = tl.sum({v.seen(x, '0.0')}, 1) / {n}_n",
             f"{n}_dev = {v.seen(f'{x} - {n}_tile[:, None]', '0.0')}",
             f"{n}_gap = {n}_tile - {n}_mean",

@@ -353,6 +353,9 @@ class Softmax(Reduction):
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
         return fields[0] == iv.MINUS_INF
 
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        return (-math.inf, *(None,) * (len(fields) - 1))
+
     def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:
         """The logsumexp and the means alone."""
         logit, *values = stretch(fields, vectors, over, size)

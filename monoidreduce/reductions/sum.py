@@ -96,6 +96,9 @@ class Sum(Reduction):
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
         return fields[0] == iv.FALSE
 
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        return (0.0 if fields[0].dtype == "float" else False if fields[0].dtype == "bool" else 0,)
+
     def identity(self, params: tuple) -> tuple[float, ...]:
         return (0.0,)
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..errors import TopKError
 from ..program import intervals as iv
-from ..program.expression import Expr, index
-from ..program.symbol import Symbol
+from ..program.expression import Expr
 from .accumulator import Accumulator, Offset, shift_places
 from .base import Local, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
-from .best import NOWHERE, no_places, worst
+from .best import NOWHERE, is_chosen, no_places, worst
 from .kernel_lines import Lines
 
 _MOST = 64  # beyond, the list takes too many registers
@@ -173,8 +172,10 @@ class TopK(Reduction):
         return "values", "indices"
 
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
-        at = Symbol(index(over.rstrip("s")))
-        return [torch.where(at == results[1], g[0], 0.0).sum()]
+        return [torch.where(is_chosen(over, fields[0], results[1]), g[0], 0.0).sum()]
+
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        return (worst(torch.float64 if fields[0].dtype == "float" else torch.int64, params[1]),)
 
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
         return fields[0] == (iv.MINUS_INF if params[1] else (iv.INF, iv.INF))

@@ -52,6 +52,9 @@ class User(Reduction):
     def identity(self, params: tuple) -> tuple[float, ...]:
         return tuple(float(field.identity) for field in params[0].fields().values())
 
+    def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
+        return self.identity(params)
+
     def combine(self, params: tuple, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
         (monoid,) = params
         names = list(monoid.fields())

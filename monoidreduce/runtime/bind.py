@@ -66,7 +66,8 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - len(p.tail)
-    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and p.axis != "pairs":
+    as_given = p.axis in ("pairs", "list", "lists", "edges")
+    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and not as_given:
         value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
     return value[(None,) * (rank - own)] if rank > own else value
 
@@ -95,11 +96,12 @@ def sizes_of(
         devices[name] = value.device
         if p.axis == "number":
             continue
+        lists = p.axis in ("list", "lists", "edges")
         if value.dtype.is_floating_point:
             floats[name] = value.dtype
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
-            if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
+            if not lists and (length != 1 or p.axis != "pairs"):  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
             batch = broadcast_shapes(batch, own)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..engines.common.bounded_cache import BoundedCache
 from ..program.closure import watch
 from ..program.declarations import Parameter
+from ..program.domain import inputs_of
 from ..program.trace import Traced, trace
 from .bind import number_class
 from .call import CallForm, Plan
@@ -86,8 +87,10 @@ class Programs:
     that the body looked at is another one. So is a new value of something that the body, or a function given as a
     choice, reads besides its arguments (``program/closure.py``)."""
 
-    def __init__(self, function: Any, parameters: dict[str, Parameter]):
-        self.function, self.parameters = function, parameters
+    def __init__(self, function: Any, parameters: dict[str, Parameter], domain: tuple | None = None):
+        self.function, self.parameters, self.domain = function, parameters, domain
+        hidden = () if domain is None else [name for name, _ in inputs_of(domain)]
+        self.body = {n: p for n, p in parameters.items() if n not in hidden}
         self.traces: BoundedCache[tuple, list[TracedFor]] = BoundedCache(_TRACES)
         self._lock = threading.Lock()
 
@@ -103,7 +106,7 @@ class Programs:
                 self._keep(key, found)
                 return traced
         watched = watch(self.function, *(v for _, v in choices if callable(v)))
-        traced = trace(self.function, self.parameters, dtypes, plain, watched)
+        traced = trace(self.function, self.body, dtypes, plain, watched, self.domain)
         self._keep(key, (traced, {n: plain[n] for n in traced.fixed}))
         return traced
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..engines import eager, panel, triton
+from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
@@ -53,7 +53,26 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
+def _over_lists(run: Callable, inner: Callable) -> Callable:
+    """An engine that also folds listed pairs, with ``inner`` for the batches of pieces."""
+
+    def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+        return run(fold, leaves, sizes) if fold.domain is None else listed.run(fold, leaves, sizes, inner)
+
+    return engine
+
+
+def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+    """A batch of pieces: kernels where there are any, else tiles in torch."""
+    return (_kernels if triton.runs_on(sizes.device) else eager.run)(fold, leaves, sizes)
+
+
+ENGINES: dict[str, Callable] = {
+    "eager": _over_lists(eager.run, eager.run),
+    "panel": _over_lists(_panels, eager.run),
+    "triton": _over_lists(_kernels, _pieces),
+    "auto": _over_lists(tuner.run, _pieces),
+}
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 
 

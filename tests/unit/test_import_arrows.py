@@ -29,7 +29,7 @@ LAUNCH = CODEGEN | {"engines.triton.launch"}
 SCHEDULES = LAUNCH | {"engines.triton.schedules"}
 KERNELS = SCHEDULES | {"engines.triton.kernels"}
 PANEL_KERNELS = KERNELS | {"engines.panel", "engines.triton.panel"}
-ENGINES = COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines.ranks", "engines.dense"}
+ENGINES = COMMON | {f"engines.{name}" for name in ("dense", "eager", "listed", "panel", "ranks", "triton")}
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
@@ -52,6 +52,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines.triton.kernels": SCHEDULES,
     "engines.triton.panel": KERNELS | {"engines.panel"},
     "engines.triton": PANEL_KERNELS,
+    "engines.listed": COMMON,
     "engines.ranks": COMMON,
     "engines.stream": COMMON | {"engines.ranks"},  # a chunk of a stream is a shard that comes later
     "engines.auto": COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines.triton.kernels"},
@@ -71,7 +72,7 @@ PACKAGES: dict[str, set[str]] = {
     | {"engines.ranks", "engines.stream", "runtime", "block_runs", "stream", "autotune", "explain"},  # the decorator
     "ops": COMMON | {"engines.ranks", "runtime", "files", "sources", "block_runs", "stream", "op"},
     "linalg": {"errors", "arrays"},  # solvers over any product; a kernel op is one that is handed in
-    "nn": {"errors", "ops"},  # modules: no mathematics
+    "nn": {"errors", "domains", "plan.settings", "ops"},  # modules: no mathematics
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries
     "integrations.ray": COMMON
     | {"block_runs", "engines.auto", "engines.stream", "op", "ops", "sources", "stream"},  # spread

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.constructors import LISTED
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
 from ...reductions import KINDS, outputs_of
+from . import listed_pairs
 from .shard import Shard
 
 Value = Any  # a Tensor in the layout above, or a Python number
@@ -155,6 +157,8 @@ class Evaluator:
             return self._index(e.op)
         if e.op == "result":
             return self.memo[e.args[0]][e.attrs[0]]
+        if e.op in LISTED:
+            return listed_pairs.evaluate_node(e, [self._list(a) for a in e.args], self.sizes.rows, self.sizes.cols)
         args = [self.to_compute(self.memo[a], a) for a in e.args]
         if e.op == "reduce":
             return self._reduce(e, [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)])
@@ -171,9 +175,16 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            length = (self.sizes.rows, self.sizes.cols) if over == "both" else self.sizes.here(over)
-            return KINDS[kind].dense(fields, vectors, over, params, length)
+            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, size)
+            shape = self.sizes.rows, self.sizes.cols
+            return listed_pairs.reduce_listed(
+                e, fields, shape if over == "both" else self.sizes.here(over), self._list, shape, dense
+            )
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
+
+    def _list(self, e: Expr) -> Tensor:
+        """A tensor of a domain as it was given, with all batch dimensions."""
+        return self.inputs[e.attrs[0]]
 
     def to_compute(self, value: Value, e: Expr) -> Value:
         return to_compute_dtype(value, e, self.sizes.compute) if isinstance(value, Tensor) else value

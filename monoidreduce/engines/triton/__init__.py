@@ -25,6 +25,7 @@ from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, topk
+from .kernels.listed_fold import run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
 from .launch import jit_module
@@ -66,6 +67,7 @@ __all__ = [
     "record",
     "run",
     "run_k_loop_fold",
+    "run_listed",
     "runs_on",
     "skip_launches",
     "sums_batch",

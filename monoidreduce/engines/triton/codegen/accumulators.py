@@ -106,7 +106,7 @@ class Accumulator:
             weight = v.bind((weight, "operand"), weight, True)
         for name, at in zip(self.names, self.slices, strict=True):
             one = block or v.block(vector, at=at)
-            v.inside.append(f"{name} = tl.dot({weight}, {one}, acc={name}{v.options()})")
+            v.inside.append(v.add_product(name, weight, one))
 
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
         v = self.v

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ....program.expression import Expr, topological
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import few_rows, k_loop, tile_ranges
+from . import few_rows, k_loop, listed, tile_ranges
 from . import reductions as kinds
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec
@@ -75,14 +75,17 @@ def compile_fold(spec: Spec) -> Kernel:
 
 def run_passes(spec: Spec) -> Passes:
     """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
-    writer = ExpressionWriter(spec)
+    writer = listed.ListedWriter(spec) if spec.listed else ExpressionWriter(spec)
     reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
     conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
-    if spec.few:
+    if spec.listed and not listed.walks_twice(spec):
+        tile_range = listed.write_tile_range(writer)
+        loops = listed.join_loop(spec, write_tile_body(writer, reductions, {}, masked=True))
+    elif spec.few:
         tile_range = few_rows.write_tile_range(writer)
         loops = few_rows.join_loop(write_tile_body(writer, reductions, {}, masked=True))
     else:
-        tile_range = write_tile_range(spec)
+        tile_range = listed.write_tile_range(writer) if spec.listed else write_tile_range(spec)
         loops = write_loops(writer, reductions, conditions)
     results = write_results(writer, reductions)
     accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
@@ -215,7 +218,7 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
     v.loop(False)
     for r in soft:
         r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
-    runs = v.spec.bounds or v.spec.split
+    runs = _in_two_runs(v.spec)
     some = "whole + again > 0" if runs else "whole_last > whole_first"
     first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"
     what = "the first whole tile"
@@ -226,11 +229,22 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
     return [
         *(line for r in soft for line in r.before_whole_tiles()),
         f"# the maximum of {what} stands in for the running one in all of them",
+        *(listed.write_first(v.spec, "whole_first") if v.spec.listed else []),
         f"if {some}:",
-        f"    start = {first} * FOLDED",
-        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in _write_guessed_place(v.spec, first)),
         *(f"    {line}" for line in v.inside),
     ]
+
+
+def _write_guessed_place(spec: Spec, tile: str) -> list[str]:
+    if spec.listed:
+        return ["t = whole_first", *listed.write_place(spec)]
+    return [f"start = {tile} * FOLDED", "folded_at = start + tl.arange(0, FOLDED)"]
+
+
+def _in_two_runs(spec: Spec) -> bool:
+    """Whether whole tiles come in two runs, with other tiles before, between and after them."""
+    return spec.listed is None and (spec.bounds or spec.split)
 
 
 def _check_guess(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) -> list[str]:
@@ -242,7 +256,7 @@ def _check_guess(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) 
         *(line for r in soft for line in r.after_whole_tiles()),
         f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
         *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
-        *_NO_WHOLE_TILES[spec.bounds or spec.split],
+        *_NO_WHOLE_TILES[_in_two_runs(spec)],
     ]
 
 
@@ -263,6 +277,8 @@ def _finish_delayed(reductions: list[Lines]) -> list[str]:
 
 def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
     """Both loops as lines: whole tiles, then those before, between and after them."""
+    if spec.listed:
+        return listed.join_loops(spec, plain, waiting, judged, general)
     begin, stop, at = "whole_first", "whole_last", "{}"
     count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
     if spec.bounds or spec.split:

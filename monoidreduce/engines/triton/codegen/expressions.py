@@ -161,7 +161,7 @@ class ExpressionWriter:
         if col.op != "col_index":
             return f"({self.number(col)} >> 7)"
         folded = self.spec.folds(col)
-        first, size = ("start", "FOLDED") if folded else ("tile * KEPT", "KEPT")
+        first, size = ("start", "FOLDED") if folded else (self.spec.kept_start, "KEPT")
         return self.bind((col, "block"), f"block_of({first}, {self.number(col)}, {size})", folded)
 
     # Leaves: where they lie, and their numbers
@@ -192,7 +192,7 @@ class ExpressionWriter:
             text = f"{base}{member} + tl.cast(start, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.keeps(e) and not self.spec.grouped:
-            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {self.stride(e, 's')}"
+            text = f"{base} + tl.cast({self.spec.kept_start}, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, False, f"{name}_at")
         return base
 
@@ -636,6 +636,14 @@ class ExpressionWriter:
         size = k_loop.DEPTH if width > WIDEST else slices[place][1]
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text
+
+    def add_product(self, total: str, weight: str, block: str) -> str:
+        """A line that adds a tile's Σ_j weight_ij × vector_j to a running sum."""
+        return f"{total} = tl.dot({weight}, {block}, acc={total}{self.options()})"
+
+    def tile_count(self) -> str:
+        """How many folded indices of a tile exist."""
+        return "tl.minimum(folded_size - start, FOLDED)" if self.masked else "FOLDED"
 
     def operand_type(self) -> str:
         """The type of matrix products' operands."""

@@ -60,21 +60,23 @@ def _match(c: Expr, over: str) -> Limit | None:
     return None
 
 
-def write_tile_range(v: ExpressionWriter) -> list[str]:
-    """Lines that say which tiles this program instance visits: from ``begin`` to before ``end``."""
+def write_tile_range(v: ExpressionWriter, size: str = "folded_size", limited: bool = True) -> list[str]:
+    """Lines that say which tiles this program instance visits: from ``begin`` to before ``end``.
+
+    ``size``: how many folded indices there are to visit; ``limited``: whether limits of the folded index count."""
     spec = v.spec
-    limits = find_limits(spec.fold, spec.over) or ()
+    limits = (find_limits(spec.fold, spec.over) or ()) if limited else ()
     if not limits:
-        lines = ["first = 0", "visited = tl.cdiv(folded_size, FOLDED)"]
+        lines = ["first = 0", f"visited = tl.cdiv({size}, FOLDED)"]
     else:
-        lines = ["# the folded indices that some kept index sees", "first_at = 0", "last_at = folded_size"]
+        lines = ["# the folded indices that some kept index sees", "first_at = 0", f"last_at = {size}"]
         for op, bound in limits:
             value = f"{v.number(bound)} + tl.zeros([KEPT, 1], tl.int64)"
             if op in ("lt", "le"):
                 most = f"tl.max(tl.where(kept_in[:, None], {value}, 0))"
                 lines.append(f"last_at = tl.minimum(last_at, {most}{' + 1' if op == 'le' else ''})")
             else:
-                least = f"tl.min(tl.where(kept_in[:, None], {value}, folded_size))"
+                least = f"tl.min(tl.where(kept_in[:, None], {value}, {size}))"
                 lines.append(f"first_at = tl.maximum(first_at, {least}{' + 1' if op == 'gt' else ''})")
         lines += [
             "first = (first_at // FOLDED).to(tl.int32)",

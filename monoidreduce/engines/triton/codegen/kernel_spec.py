@@ -24,6 +24,19 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
+class Listing:
+    """How a kernel walks lists of blocks of the folded axis (``codegen/listed.py``): part of its text."""
+
+    kept_block: int  # kept indices that share a list
+    folded_block: int  # folded indices of a listed block
+    gathered: bool  # a tile holds folded indices of several blocks, or a part of one; else tiles divide a block
+    single: bool = False  # one kept index per program instance: products are sums of products, number by number
+    logical: bool = False  # the folded index counts along the list, not along the axis
+    ends: bool = False  # how many folded indices each list has is given: its last block is cut
+    entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
+
+
+@dataclass(frozen=True)
 class Spec:
     """One direction of a fold, with the types and feature sizes of its leaves: equal specs have equal texts."""
 
@@ -55,6 +68,7 @@ class Spec:
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -125,6 +139,11 @@ class Spec:
     def kept_batch(self) -> list[int]:
         """The batch dimensions of the results."""
         return [k for k in range(self.rank) if k != self.group]
+
+    @property
+    def kept_start(self) -> str:
+        """The first kept index of a tile."""
+        return "tile * KEPT" if self.listed is None else "kept_start"
 
     @property
     def group_text(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
-from . import device_functions, k_loop, random_functions, tile_ranges
+from . import device_functions, k_loop, listed, random_functions, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, box_name
 from .reductions import known
@@ -111,7 +111,8 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         names.append(f"{x}_ptr")
         names += [f"{x}_b{k}" for k in range(spec.rank)]
         names += [f"{x}_g"] if spec.grouped and spec.keeps(e) else []
-        names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
+        pair = e.is_pair and spec.listed is None
+        names += [f"{x}_r", f"{x}_c"] if pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
         if e in spec.fold.tables:
             names.append(f"{x}_n")
@@ -120,11 +121,12 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     sizes += ["period"] if spec.grouped else []
     sizes += ["group"] if spec.group is not None and not spec.group_size else []
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
-    names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
+    lists, numbered = listed.list_arguments(spec) if spec.listed else ([], [])
+    names += [*sizes, *lists, *(["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])]
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
     copied = [e for e in used if e in spec.box_of]
     names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.box_slices(e)))]
-    return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
+    return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else [])]
 
 
 def name_strides(spec: Spec, out: int) -> list[str]:
@@ -135,7 +137,7 @@ def name_strides(spec: Spec, out: int) -> list[str]:
 def write_output_base(spec: Spec, out: int) -> str:
     """A line that finds where the kept tile of an output with strides begins."""
     batch = "".join(f" + b{k} * out{out}_b{k}" for k in spec.kept_batch)
-    return f"out{out}_base = out{out}{batch} + tl.cast(tile * KEPT, tl.int64) * out{out}_s"
+    return f"out{out}_base = out{out}{batch} + tl.cast({spec.kept_start}, tl.int64) * out{out}_s"
 
 
 def write_prologue(spec: Spec) -> list[str]:
@@ -151,6 +153,8 @@ def write_prologue(spec: Spec) -> list[str]:
         lines.append(f"rest{k} = {rest} // n{k}")
         rest = f"rest{k}"
     lines += [f"b{k} = tl.cast({rest}, tl.int64)" for k in spec.kept_batch[:1]]
+    if spec.listed:
+        return [*lines, *listed.write_kept(spec)]
     return [
         *lines,
         "kept_at = tile * KEPT + tl.arange(0, KEPT)",
@@ -219,7 +223,7 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
-    lines.append(f"out_at = ({place}) * kept_size + tile * KEPT")
+    lines.append(f"out_at = ({place}) * kept_size + {v.spec.kept_start}")
     at = 0
     for r in reductions:
         for texts, feature in r.finish():

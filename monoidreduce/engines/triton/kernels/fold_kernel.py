@@ -122,6 +122,7 @@ class FoldLaunch:
     """
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
+    ordered = True  # splits follow each other along the folded axis
 
     def __init__(
         self,
@@ -137,13 +138,18 @@ class FoldLaunch:
         # the leaves that masks depend on, and their places
         self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
-        self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
-        self.few = None if any(self.before) else few_rows.find(self.spec, values, batch, self.lengths)
-        if self.few is not None:
-            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
-            self.layouts = {} if self.few.period else self.layouts  # groups have no stride of their own in results
+        self._describe(values)
         self.prepare(values)
+
+    def _describe(self, values: Leaves) -> None:
+        """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
+        self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
+        few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
+        self.few = few
+        if few is not None:
+            self.spec, self.batch, self.lengths = few.spec, few.batch, (few.kept, self.lengths[1])
+            self.layouts = {} if few.period else self.layouts  # groups have no stride of their own in results
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
@@ -436,7 +442,7 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=True, faster=split_combine.whole
+                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.whole
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:

@@ -146,6 +146,13 @@ def merge_batches_and_results(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes
 ) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout]]:
     """The same; and how those results are laid out that are not contiguous, or may be summed over the batch."""
+    return merge_batches_and_strides(fold, leaves, sizes, ())[:3]
+
+
+def merge_batches_and_strides(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, others: Sequence[Sequence[int]]
+) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout], list[tuple[int, ...]]]:
+    """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
         batch = result_layout.summed_batch(fold, r, leaves, sizes)
@@ -160,13 +167,13 @@ def merge_batches_and_results(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, wanted)
+    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
-        for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=True)
+        for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
     }
     values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
-    return values, merged, layouts
+    return values, merged, layouts, steps[len(found) :]
 
 
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -1,0 +1,168 @@
+"""The leaves of a batch of pieces: gathered from those of the whole call, along the axes that lists name.
+
+Batch dimensions of the call that all lists share stay batch dimensions. Those that lists have (a list per head) are
+read by index, together with the row or the column, and all pieces of a batch are one new dimension behind the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expression import Expr
+from ..common.evaluate import Sizes
+from .lists import Lists, flatten_index
+from .pieces import Batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which batch dimensions of a call are shared by all lists, and which are the lists' own."""
+
+    batch: tuple[int, ...]
+    shared: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @staticmethod
+    def of(batch: tuple[int, ...], lists: Lists) -> Layout:
+        own = tuple(d for d, n in enumerate(lists.batch) if n != 1)
+        return Layout(batch, tuple(d for d in range(len(batch)) if d not in own), own)
+
+    @property
+    def shared_sizes(self) -> tuple[int, ...]:
+        return tuple(self.batch[d] for d in self.shared)
+
+
+class FlatLeaf:
+    """A leaf whose own batch dimensions and axes are one dimension, from which pieces are read; ``edges``: numbers per
+    pair are numbers of edges."""
+
+    def __init__(self, value: Tensor, e: Expr, layout: Layout, edges: bool):
+        self.e, self.own, self.edges = e, layout.own, edges and e.is_pair
+        behind = (1 if self.edges else e.rows + e.cols) + (e.feature is not None)
+        value = value.reshape((1,) * (len(layout.batch) + behind - value.dim()) + tuple(value.shape))
+        axes = list(range(len(layout.batch), len(layout.batch) + behind))
+        tail = [axes.pop()] if e.feature is not None else []
+        shared = [value.shape[d] for d in layout.shared]
+        self.batch, self.axes = [value.shape[d] for d in layout.own], [value.shape[d] for d in axes]
+        moved = value.permute((*layout.shared, *layout.own, *axes, *tail))
+        self.flat, self.dim = moved.reshape(*shared, -1, *(value.shape[d] for d in tail)), len(shared)
+
+    def index(self, piece: Piece) -> Tensor | None:
+        """Where the numbers of some pieces lie in the flat dimension; None: all pieces share the one that there is."""
+        places = [piece.coordinates[d] if n != 1 else 0 for d, n in zip(self.own, self.batch, strict=True)]
+        at: Any = flatten_index(places, self.batch)
+        if isinstance(at, Tensor):
+            at = at.view(-1, *(1,) * (2 if self.e.is_pair else self.e.rows + self.e.cols))
+        if self.edges:
+            return at * self.axes[0] + piece.edge.unsqueeze(2 if piece.over == "rows" else 1)
+        if self.e.is_pair:
+            rows, cols = self.axes  # of an axis of size 1 the one number stands for all, and is read for each
+            at = at * rows + piece.rows.unsqueeze(2) * (rows != 1)
+            at = at * cols + piece.cols.unsqueeze(1) * (cols != 1)
+        elif self.axes:
+            at = at * self.axes[0] + (piece.rows if self.e.rows else piece.cols)
+        return at if isinstance(at, Tensor) else None
+
+    def read(self, piece: Piece) -> Tensor:
+        """The leaf of a batch of pieces: ``[*shared, pieces, rows and columns of a piece, features]``."""
+        at = self.index(piece)
+        if at is None:
+            return self.flat
+        return self.flat.index_select(self.dim, at.reshape(-1)).unflatten(self.dim, at.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some pieces of one length. Everything is [pieces, indices]."""
+
+    lists: Lists
+    batch: Batch
+    over: str
+    first: int
+    last: int
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+    @functools.cached_property
+    def list(self) -> Tensor:
+        return self.batch.list[self.first : self.last]
+
+    @functools.cached_property
+    def slot(self) -> Tensor:
+        return self.batch.slot[self.first : self.last]
+
+    @functools.cached_property
+    def coordinates(self) -> Sequence[Any]:
+        return self.lists.coordinates(self.lists.element[self.list])
+
+    @functools.cached_property
+    def kept(self) -> Tensor:
+        """The kept indices; beyond the axis, the last one again."""
+        at = self.lists.kept[self.list]
+        if self.lists.kept_block == 1:
+            return at.unsqueeze(1)
+        inside = torch.arange(self.lists.kept_block, device=at.device)
+        return (at.unsqueeze(1) * self.lists.kept_block + inside).clamp(max=max(self.lists.kept_size - 1, 0))
+
+    @functools.cached_property
+    def place(self) -> Tensor:
+        """The places of the pieces' units among all items."""
+        start = self.batch.start[self.first : self.last]
+        return start.unsqueeze(1) + torch.arange(self.batch.units, device=start.device)
+
+    @functools.cached_property
+    def folded(self) -> Tensor:
+        """The folded indices."""
+        items = self.lists.items[self.place]
+        if self.lists.unit == 1:
+            return items
+        inside = torch.arange(self.lists.unit, device=items.device)
+        return (items.unsqueeze(2) * self.lists.unit + inside).flatten(1)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.folded if self.over == "rows" else self.kept
+
+    @property
+    def cols(self) -> Tensor:
+        return self.kept if self.over == "rows" else self.folded
+
+    @functools.cached_property
+    def edge(self) -> Tensor:
+        """The numbers of the edges: a list of them for each row, or for each column."""
+        return self.place if self.lists.entry is None else self.lists.entry[self.place].long()
+
+    @functools.cached_property
+    def position(self) -> Tensor:
+        """The columns' positions in their sequences."""
+        if self.over == "cols":
+            return self.place - self.lists.start[self.list].unsqueeze(1)
+        assert self.lists.position is not None
+        inside = torch.arange(self.lists.kept_block, device=self.list.device)
+        return self.lists.position[self.list].unsqueeze(1) + inside
+
+    @property
+    def listed(self) -> Tensor:
+        """Which kept columns of a page belong to the sequence."""
+        assert self.lists.limit is not None
+        return self.position < self.lists.limit[self.list].unsqueeze(1)
+
+    @property
+    def once(self) -> Tensor:
+        """Whether an entry is the first of its list's equal ones."""
+        assert self.lists.once is not None
+        return self.lists.once[self.place].repeat_interleave(self.lists.unit, 1)
+
+    def extra(self, name: str, whole: Sizes) -> Any:
+        """The value of a leaf that only pieces have."""
+        if name in ("num_rows", "num_cols"):
+            return whole.of(name[4:])
+        return {"row_index": lambda: self.rows, "col_index": lambda: self.cols}.get(name, lambda: getattr(self, name))()

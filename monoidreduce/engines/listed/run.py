@@ -1,0 +1,275 @@
+"""Runs a fold over listed pairs: batches of gathered pieces by the inner engine, states of pieces combined with ⊙."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...plan import budget
+from ...program.expression import Expr
+from ...program.lower import Fold
+from ...reductions import kind_of, outputs_of
+from ..common import combine
+from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
+from ..common.subproblem import Engine
+from .gather import FlatLeaf, Layout, Piece
+from .list_cache import find_lists
+from .lists import Lists, check_numbers
+from .local import LocalFold, localize
+from .pieces import combine_parts
+
+_CACHE = 4 * 2**20  # bytes that the leaves of a batch of pieces take on a CPU, so that they stay in its cache
+_DEVICE = 256 * 2**20  # and elsewhere
+_LONGEST = 4096  # indices of a piece
+
+
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
+    """Run a fold over the pairs that its domain lists; the contract of every engine."""
+    assert fold.domain is not None
+    (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
+    given = dict(zip(fold.leaves, leaves, strict=True))
+    tensors = [given[a] for a in fold.domain.args]
+    results: list[Any] = [None] * len(fold.reductions)
+    for over, places in _groups(fold, leaves, sizes):
+        chosen = [fold.reductions[k] for k in places]
+        ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
+        lists = find_lists(form, tensors, sizes.rows, sizes.cols, over[0], ordered and form[0] != "pages")
+        local = localize(fold, over[0], places, lists.limit is not None)
+        if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
+            check_numbers(lists)
+        found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
+        for k, values in zip(places, found, strict=True):
+            results[k] = values
+    return [t for values in results for t in values]
+
+
+def _has_once(fold: Fold, places: tuple[int, ...]) -> bool:
+    local = localize(fold, fold.reductions[places[0]].attrs[1], places, False)
+    return any(name == "once" for name, _ in local.extra)
+
+
+def _groups(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[tuple[tuple[str, tuple[int, ...]], tuple]]:
+    """The reductions that run together: of one direction, combined over the same batch dimensions.
+
+    A sum that is the gradient of a leaf without some batch dimension is combined along it, so that columns that many
+    sequences share have one result."""
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for k, r in enumerate(fold.reductions):
+        over, leaf = ("cols" if r.attrs[1] == "neither" else r.attrs[1]), fold.gradient_of.get(r)
+        merged: tuple[int, ...] = ()
+        if leaf is not None and fold.domain is not None:
+            value = leaves[fold.leaves.index(leaf)]
+            own = leaves[fold.leaves.index(fold.domain.args[-1])].shape
+            count = len(sizes.batch)
+            merged = tuple(d for d in range(count) if own[d] != 1 and value.shape[d] == 1)
+        found.setdefault((over, merged), []).append(k)
+    return [(key, tuple(places)) for key, places in found.items()]
+
+
+class _Run:
+    """The reductions of one direction."""
+
+    def __init__(
+        self,
+        fold: Fold,
+        local: LocalFold,
+        given: dict[Expr, Any],
+        sizes: Sizes,
+        lists: Lists,
+        over: str,
+        merged: tuple[int, ...],
+        edges: bool,
+        engine: Engine,
+    ):
+        self.fold, self.local, self.given, self.sizes, self.lists, self.over = fold, local, given, sizes, lists, over
+        self.merged, self.engine, self.edges = merged, engine, edges
+        self.layout = Layout.of(sizes.batch, lists)
+        self.extra = {e: name for name, e in local.extra}
+        self.flat = {
+            e: FlatLeaf(given[e], e, self.layout, edges)
+            for e in local.leaves
+            if e not in self.extra and isinstance(given[e], Tensor)
+        }
+        self.reductions = [fold.reductions[k] for k in local.places]
+        kept = [1 if d in merged else n for d, n in enumerate(lists.batch)]
+        self.own = [kept[d] for d in self.layout.own]
+        self.blocks = math.prod(kept) * lists.kept_blocks
+        self.pairs = {
+            k: _zeros_per_pair(given[r.args[1]], sizes, edges)
+            for k, r in zip(local.places, self.reductions, strict=True)
+            if kind_of(r).per_pair
+        }
+
+    def run(self) -> list[list[Tensor]]:
+        bytes_kept, bytes_unit = self._bytes()
+        room = _CACHE if self.sizes.device.type == "cpu" else _DEVICE
+        room = min(room, (budget.requested() or room)) // budget.shrink_factor()
+        most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
+        pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged)
+        whole = [self._empty(r) for r in self.reductions]
+        parts: list[list[Tensor]] = []
+        for batch in pieces.batches:
+            step = max(1, room // max(1, bytes_kept + batch.units * bytes_unit))
+            for first in range(0, len(batch.list), step):
+                piece = Piece(self.lists, batch, self.over, first, min(first + step, len(batch.list)))
+                found = self._fold_piece(piece)
+                if batch.whole:
+                    for targets, values in zip(whole, found, strict=True):
+                        for t, v in zip(targets, values, strict=True):
+                            t.index_copy_(self.layout_dim, piece.slot, v.to(t.dtype))
+                else:
+                    self._keep_parts(parts, pieces.parts, piece, found)
+        if pieces.parts:
+            for r, targets, state in zip(self.reductions, whole, parts, strict=True):
+                if not targets:
+                    continue
+                merge = lambda states, r=r: combine.merged(r, states)
+                done = combine_parts(state, pieces.counts, 1 + self.layout_dim, merge)
+                for t, v in zip(targets, combine.closed(r, done), strict=True):
+                    t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
+        named = dict(zip(self.local.places, whole, strict=True))
+        return [
+            [self.pairs[k]] if k in self.pairs else [self._as_result(t) for t in named[k]] for k in self.local.places
+        ]
+
+    @property
+    def layout_dim(self) -> int:
+        """The dimension of kept blocks in results, and of pieces in what the engine returns."""
+        return len(self.layout.shared)
+
+    def _bytes(self) -> tuple[int, int]:
+        """Bytes that a piece takes for its kept indices, and for each unit of folded ones."""
+        kept, unit = 0, 0
+        wide, shared = self.sizes.compute.itemsize, math.prod(self.layout.shared_sizes)
+        for e, leaf in self.flat.items():
+            width = leaf.flat.element_size() * (leaf.flat.shape[-1] if e.feature is not None else 1)
+            each = width * math.prod(leaf.flat.shape[: leaf.dim])
+            if e.is_pair:
+                unit += each * self.lists.kept_block * self.lists.unit
+            elif (e.rows and self.over == "rows") or (e.cols and self.over == "cols"):
+                unit += each * self.lists.unit
+            else:
+                kept += each * self.lists.kept_block
+        pairs = shared * wide * self.lists.kept_block * self.lists.unit
+        return kept, max(1, unit + pairs + 16 * self.lists.unit)
+
+    def _fold_piece(self, piece: Piece) -> list[list[Tensor]]:
+        """The results of each reduction for some pieces, ``[*shared, pieces, kept indices, features]``."""
+        batch = (*self.layout.shared_sizes, piece.count)
+        lengths = piece.rows.shape[1], piece.cols.shape[1]
+        sizes = replace(self.sizes, rows=lengths[0], cols=lengths[1], batch=batch)
+        values = {e: self._leaf(e, piece) for e in self.local.leaves}
+        found: dict[int, list[Tensor]] = {}
+        if self.local.fold is not None:
+            fold = self.local.fold
+            results = self.engine(fold, [values[e] for e in fold.leaves], sizes)
+            for k, (r, mine) in zip(self.local.folded, combine.split(fold, results), strict=True):
+                found[k] = self._write_pairs(k, mine, piece) if kind_of(r).per_pair else mine
+        plain = iter(self.local.plain)
+        for k in self.local.places:
+            if k not in found:
+                found[k] = self._reduce_plain(next(plain), values, sizes)
+        for k, r in zip(self.local.places, self.reductions, strict=True):
+            at = kind_of(r).place
+            if at is not None:
+                found[k] = [self._to_index(t, piece) if n == at else t for n, t in enumerate(found[k])]
+        return [found[k] for k in self.local.places]
+
+    def _leaf(self, e: Expr, piece: Piece) -> Any:
+        if e in self.extra:
+            value = piece.extra(self.extra[e], self.sizes)
+            return value.view(*(1,) * self.layout_dim, *value.shape) if isinstance(value, Tensor) else value
+        return self.flat[e].read(piece) if e in self.flat else self.given[e]
+
+    def _reduce_plain(self, r: Expr, values: dict[Expr, Any], sizes: Sizes) -> list[Tensor]:
+        """A reduction of what has one axis at most, by torch."""
+        named = {e.attrs[0]: v for e, v in values.items()}
+        found = kind_of(r).dense_results(Evaluator(sizes, named)(r))
+        length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+        outcome = []
+        for t, (feature, _) in zip(found, outputs_of(r), strict=True):
+            t = t.squeeze(-1 - (feature is not None) - (r.attrs[1] == "rows"))
+            tail = t.shape[-1:] if feature is not None else ()
+            outcome.append(t.expand(*sizes.batch, length, *tail))
+        return outcome
+
+    def _to_index(self, place: Tensor, piece: Piece) -> Tensor:
+        """Places among the folded indices of a piece as indices of the whole."""
+        pages = self.lists.limit is not None or self.fold.domain.attrs[0][0] == "pages"  # type: ignore[union-attr]
+        names = piece.position if pages and self.over == "cols" else piece.folded
+        names = names.view(*(1,) * self.layout_dim, piece.count, *(1,) * (place.dim() - self.layout_dim - 2), -1)
+        names = names.expand(*place.shape[:-1], names.shape[-1])
+        return torch.where(place < 0, place, names.gather(-1, place.clamp(min=0)))
+
+    def _write_pairs(self, k: int, found: list[Tensor], piece: Piece) -> list[Tensor]:
+        """Add the numbers per pair of some pieces to the whole."""
+        leaf = self.fold.reductions[k].args[1]
+        flat = self.flat[leaf]
+        at, target = flat.index(piece), FlatLeaf(self.pairs[k], leaf, self.layout, self.edges).flat
+        values = found[0].to(target.dtype)
+        assert at is not None
+        unique = self.edges and all(n != 1 for n in flat.batch)
+        values = values.flatten(flat.dim)
+        valid = None
+        if piece.lists.kept_block > 1 and piece.lists.kept_size % piece.lists.kept_block:
+            inside = torch.arange(piece.lists.kept_block, device=at.device)
+            valid = piece.lists.kept[piece.list].unsqueeze(1) * piece.lists.kept_block + inside
+            valid = (valid < piece.lists.kept_size).unsqueeze(2).expand(at.shape).reshape(-1)
+        at = at.reshape(-1)
+        if valid is not None:
+            at, values = at[valid], values[..., valid]
+        if unique:
+            target.index_copy_(flat.dim, at, values)
+        else:
+            target.movedim(-1, 0).index_put_((at,), values.movedim(-1, 0), accumulate=True)
+        return []
+
+    def _empty(self, r: Expr) -> list[Tensor]:
+        """Results of all kept blocks, each as if its list were empty."""
+        if kind_of(r).per_pair:
+            return []
+        shared, block = self.layout.shared_sizes, self.lists.kept_block
+        found = []
+        for k, (feature, _) in enumerate(outputs_of(r)):
+            tail = () if feature is None else (self.sizes.of(str(feature)),)
+            dtype = result_form(r, k, self.sizes)[1]
+            found.append(torch.empty(0, *shared, 1, block, *tail, dtype=dtype, device=self.sizes.device))
+        kind = kind_of(r)
+        nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
+        return [
+            t.expand(*shared, self.blocks, *t.shape[self.layout_dim + 1 :]).to(f.dtype).contiguous()
+            for t, f in zip(nothing, found, strict=True)
+        ]
+
+    def _keep_parts(self, parts: list[list[Tensor]], count: int, piece: Piece, found: list[list[Tensor]]) -> None:
+        """Put the states of some pieces among the parts, which are allocated when the first are known."""
+        length = piece.folded.shape[1]
+        for n, (r, values) in enumerate(zip(self.reductions, found, strict=True)):
+            state = combine.opened(r, [t.unsqueeze(0) for t in values], [length], [0]) if values else []
+            if len(parts) <= n:
+                shape = lambda t: (*t.shape[: 1 + self.layout_dim], count, *t.shape[2 + self.layout_dim :])
+                parts.append([t.new_empty(shape(t)) for t in state])
+            for t, v in zip(parts[n], state, strict=True):
+                t.index_copy_(1 + self.layout_dim, piece.slot, v.to(t.dtype))
+
+    def _as_result(self, t: Tensor) -> Tensor:
+        """``[*shared, blocks, block, features]`` as ``[*batch, kept axis, features]``."""
+        lists, shared = self.lists, self.layout.shared
+        tail = t.shape[self.layout_dim + 2 :]
+        t = t.reshape(*t.shape[: self.layout_dim], *self.own, lists.kept_blocks * lists.kept_block, *tail)
+        t = t.narrow(self.layout_dim + len(self.own), 0, lists.kept_size)
+        order = [0] * len(self.sizes.batch)
+        for at, d in enumerate((*shared, *self.layout.own)):
+            order[d] = at
+        return t.permute((*order, *range(len(order), t.dim()))).contiguous()
+
+
+def _zeros_per_pair(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:
+    """Zeros for a result per pair, or per edge."""
+    shape, dtype = (tuple(like.shape), sizes.compute) if edges else pair_result_form(like, sizes)
+    return torch.zeros(shape, dtype=dtype, device=sizes.device)

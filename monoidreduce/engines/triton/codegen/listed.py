@@ -1,0 +1,218 @@
+"""Kernels that walk lists: a group of kept indices folds the blocks of the folded axis that a list names.
+
+Lists are compressed rows (CSR): group g folds the blocks ``items[offsets[g]:offsets[g + 1]]``. The number of the next
+block is loaded while a tile is computed, so that its own loads need not wait for it. A tile lies in one block and its
+leaves are read as in any other kernel, from the block's place on; or, where blocks are narrow (edges have one index),
+it holds several, and leaves are gathered index by index. Positions along a list count from 0 (``spot``).
+
+A program instance of one kept index (edges, whose rows have lists of their own) multiplies number by number, in the
+type of the accumulators: a matrix product would be mostly padding. Query heads that share keys and lists are rows of
+one tile (``Spec.grouped``), so that what they fold is read once.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ....program.expression import Expr
+from . import few_rows
+from .expressions import ExpressionWriter
+from .kernel_spec import TINY, Spec
+
+_LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
+
+
+def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
+    """The parameters of the lists, in the order in which ``kernels/listed_fold.py`` gives them, and those that Triton
+    must not specialize on."""
+    assert spec.listed is not None
+    tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries
+    numbers = ["groups", *(f"list_b{k}" for k in range(spec.rank))]
+    return [*tensors, *numbers], numbers
+
+
+def write_kept(spec: Spec) -> list[str]:
+    """Lines after the batch element: the group of this program instance, its kept indices and its list."""
+    assert spec.listed is not None
+    size = spec.listed.kept_block  # 0: all kept indices
+    if not size:
+        lines = ["group = 0", "kept_start = tile * KEPT", "kept_at = kept_start + tl.arange(0, KEPT)"]
+        lines += ["kept_in = kept_at < kept_size", "kept_lane = tl.arange(0, KEPT).to(INT)"]
+        lines += ["kept_row = kept_at % period", "kept_group = kept_at // period"] if spec.grouped else []
+    elif spec.grouped:  # a group's indices of each batch element that is part of the kept axis
+        lines = [
+            f"per_group = tl.cdiv(kept_size // period * {size}, KEPT)",
+            "group = tile // per_group",
+            "member = tile % per_group * KEPT + tl.arange(0, KEPT)",
+            f"kept_group = member // {size}",
+            f"kept_row = group * {size} + member % {size}",
+            "kept_in = (kept_group < kept_size // period) & (kept_row < period)",
+            "kept_start = 0",
+            "kept_at = kept_group * period + kept_row",
+            "kept_lane = kept_at.to(INT)",
+        ]
+    else:
+        per_group = f"(({size} + KEPT - 1) // KEPT)"
+        lines = [
+            f"group = tile // {per_group}",
+            f"member = tile % {per_group} * KEPT + tl.arange(0, KEPT)",
+            f"kept_start = group * {size} + tile % {per_group} * KEPT",
+            "kept_at = kept_start + tl.arange(0, KEPT)",
+            f"kept_in = (kept_at < kept_size) & (member < {size})",
+            "kept_lane = tl.arange(0, KEPT).to(INT)",
+        ]
+    number = " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
+    count = f"(tl.load(offsets + listing + 1) - list_first).to(tl.int32) * {spec.listed.folded_block}"
+    return [
+        *lines,
+        "folded_lane = tl.arange(0, FOLDED).to(INT)",
+        "# its list: where it begins, and how many folded indices it has",
+        f"listing = ({number}) * groups + group",
+        "list_first = tl.load(offsets + listing)",
+        f"positions = {count}",
+        *(["positions = tl.minimum(positions, tl.load(ends + listing).to(tl.int32))"] if spec.listed.ends else []),
+    ]
+
+
+def write_tile_range(v: ExpressionWriter) -> list[str]:
+    """Lines that say which tiles of the list are visited: whole ones (all, where no block is cut), then the others."""
+    assert v.spec.listed is not None
+    lines = few_rows.write_tile_range(v, "positions", limited=v.spec.listed.logical)
+    return [*lines, "whole_first = begin", "whole_last = begin if RAGGED else end"] if walks_twice(v.spec) else lines
+
+
+def walks_twice(spec: Spec) -> bool:
+    """Whether whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
+    assert spec.listed is not None
+    return not spec.listed.gathered and bool(spec.guess or spec.boxes)
+
+
+def write_first(spec: Spec, t: str) -> list[str]:
+    """Lines before a loop from tile ``t`` on: load the number of its first block."""
+    listed = spec.listed
+    assert listed is not None
+    if listed.gathered:
+        spot = f"{t} * FOLDED + tl.arange(0, FOLDED)"
+        return [f"ahead = tl.load(items + list_first + {_block(spec, f'({spot})')}, mask={spot} < positions, other=0)"]
+    return [f"ahead = tl.load(items + list_first + {t} // {_tiles(spec)}, mask={t} < end, other=0)"]
+
+
+def write_place(spec: Spec) -> list[str]:
+    """The first lines of a loop's body: where tile ``t`` lies, which of it exists, and the next block's number."""
+    listed = spec.listed
+    assert listed is not None
+    if listed.gathered:
+        size = listed.folded_block
+        inner = f" * {size} + spot % {size}" if size > 1 else ""
+        cut = " & (folded_lane < folded_size)" if size > 1 else ""
+        return [
+            "spot = t * FOLDED + tl.arange(0, FOLDED)",
+            f"folded_lane = ahead.to(INT){inner}",
+            "later = spot + FOLDED",
+            f"ahead = tl.load(items + list_first + {_block(spec, 'later')}, mask=later < positions, other=0)",
+            f"folded_in = (spot < positions){cut}",
+            f"folded_at = {'spot' if listed.logical else 'folded_lane.to(tl.int32)'}",
+        ]
+    tiles, size = _tiles(spec), "positions" if listed.logical else "folded_size"
+    return [
+        f"start = ahead.to(tl.int32) * {listed.folded_block} + t % {tiles} * FOLDED",
+        f"ahead = tl.load(items + list_first + tl.minimum(t + 1, end - 1) // {tiles})",
+        f"folded_at = {'t * FOLDED' if listed.logical else 'start'} + tl.arange(0, FOLDED)",
+        f"folded_in = within(folded_at, {size}, RAGGED)",
+    ]
+
+
+def _tiles(spec: Spec) -> str:
+    """How many tiles a block has."""
+    assert spec.listed is not None
+    return f"({spec.listed.folded_block} // FOLDED)"
+
+
+def _block(spec: Spec, spot: str) -> str:
+    """Which entry of a list a position lies in."""
+    assert spec.listed is not None
+    return spot if spec.listed.folded_block == 1 else f"{spot} // {spec.listed.folded_block}"
+
+
+def join_loop(spec: Spec, tile: list[str]) -> list[str]:
+    """One loop over all tiles of a list; ``tile``: what one adds to the accumulators, with masks."""
+    head = write_place(spec)
+    if spec.listed is not None and spec.listed.single:  # all loads of a tile are on their way before any arithmetic
+        tile = sorted(tile, key=lambda line: _LOAD.match(line) is None)
+    return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
+
+
+def join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
+    """Both loops: whole tiles, then the others; the arguments are those of the compiler's own."""
+    head = write_place(spec)
+    return [
+        *(["gone = folded_size"] if waiting else []),
+        *write_first(spec, "whole_first"),
+        "for t in range(whole_first, whole_last):",
+        *(f"    {line}" for line in [*head, *plain, *(["gone = start"] if waiting else [])]),
+        *(["if whole_last > whole_first:", *(f"    {line}" for line in waiting)] if waiting else []),
+        *judged,
+        *write_first(spec, "whole_last"),
+        "for t in range(whole_last, end):",
+        *(f"    {line}" for line in [*head, *general]),
+    ]
+
+
+class ListedWriter(ExpressionWriter):
+    """Expressions of pairs whose folded index is found in a list."""
+
+    def __init__(self, spec: Spec):
+        super().__init__(spec)
+        assert spec.listed is not None
+        self.listed = spec.listed
+
+    def block_of(self, col: Expr) -> str:
+        return f"({self.number(col)} >> 7)"
+
+    def apart(self, at: str) -> str:
+        return f"({at} - folded_at[None, :]).to(tl.float32)"
+
+    def tile_count(self) -> str:
+        return "tl.sum(folded_in.to(tl.int32), 0)"
+
+    def pointer(self, e: Expr) -> str:
+        return self.base(e) if self.listed.gathered and self.spec.folds(e) else super().pointer(e)
+
+    def _leaf(self, e: Expr) -> str:
+        if not e.is_pair or self.spec.is_number(e):
+            return super()._leaf(e)
+        entry = "list_first + spot"  # one number per entry of the lists
+        if self.listed.entries:
+            entry = f"tl.load(entries + {entry}, mask=folded_in, other=0)"
+        entry = self.bind("entry", f"({entry}).to(tl.int64)", True, "entry")
+        text = f"tl.load({self.base(e)} + {entry} * {self.stride(e, 's')}, mask=folded_in, other=0)[None, :]"
+        return self._loaded(text, e, self.spec.type_of[e])
+
+    # One kept index: [1, features] times [FOLDED, features]
+
+    def product(self, x: Expr, y: Expr) -> str:
+        if not self.listed.single:
+            return super().product(x, y)
+        return self._sum_features(x, y, "{} * {}")
+
+    def add_product(self, total: str, weight: str, block: str) -> str:
+        if not self.listed.single:
+            return super().add_product(total, weight, block)
+        return f"{total} += tl.sum(tl.reshape({weight}, [FOLDED, 1]) * {block}, 0)[None, :]"
+
+    def _over_features(self, e: Expr) -> str:
+        wide = self.listed.single and e.op == "sqdist" and all(a.op == "leaf" for a in e.args)
+        if not wide or self.spec.width(e.args[0].feature) <= TINY:
+            return super()._over_features(e)
+        return self._sum_features(*e.args, "({0} - {1}) * ({0} - {1})")
+
+    def _sum_features(self, x: Expr, y: Expr, form: str) -> str:
+        """Σ over the features of ``form`` of two leaves' vectors, as a block ``[1, FOLDED]``."""
+        parts = []
+        for at in self.spec.slices(x.feature):
+            blocks = [self.block(e, at=at) for e in (x, y)]
+            parts.append(f"tl.sum({form.format(*blocks)}, 1)[None, :]")
+        return " + ".join(parts)
+
+    def operand_type(self) -> str:
+        return self.spec.compute if self.listed.single else super().operand_type()

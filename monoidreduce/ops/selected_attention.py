@@ -1,0 +1,153 @@
+"""Attention to the blocks of keys that score best: choose blocks by their means, then fold those only."""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..domains import Blocks
+from ..errors import ArgumentError
+from . import checks, grouping
+from . import language as mr
+from .attention import AttentionOutput, Causal, attention
+
+
+@mr.op
+@no_type_check
+def _best_blocks(q: mr.Row["f"], k: mr.Col["f"], first: mr.Row, last: mr.Row, block: int, sinks: int, count: int):
+    j = mr.col_index
+    s = torch.where((j * block + block > first) | (j < sinks), torch.inf, q @ k)  # its own blocks, and the first ones
+    return mr.topk(torch.where(j * block <= last, s, -torch.inf), count)
+
+
+@checks.public_layer
+def select_blocks(
+    q: Tensor,
+    k: Tensor,
+    count: int,
+    *,
+    block: int = 64,
+    rows: int | None = None,
+    causal: Causal = False,
+    enable_gqa: bool = False,
+    sinks: int = 1,
+) -> Blocks:
+    """The ``count`` blocks of keys that each block of queries scores best, as ``mr.blocks``.
+
+    A block's score is the product of the mean of its queries with the mean of its keys. With ``causal``, blocks that
+    lie after a query block are not chosen, and the blocks in which its own positions lie always are. The first
+    ``sinks`` blocks are always chosen too. All of these count towards ``count``. The choice has no gradient.
+
+    Shapes: ``q`` [..., M, f] and ``k`` [..., N, f] give lists [..., row blocks, count]; with ``enable_gqa`` one list
+    for each head of the keys, by the mean of the queries that share it. ``rows`` is the size of a block of queries
+    (``block`` if left out).
+
+    Raises :class:`ArgumentError` for a count that its own blocks would exceed, and otherwise as :func:`attention`.
+
+    >>> import torch, monoidreduce as mr
+    >>> q = k = torch.eye(4).repeat_interleave(8, 0)
+    >>> mr.ops.select_blocks(q, k, 1, block=8, sinks=0).index.flatten()
+    tensor([0, 1, 2, 3])
+    """
+    checks.floating(q=q, k=k)
+    for name, value in (("count", count), ("block", block), ("rows", block if rows is None else rows)):
+        checks.whole(name, value, 1)
+    checks.whole("sinks", sinks, 0)
+    checks.one_of("causal", causal, (False, True, "upper_left", "lower_right"))  # type: ignore[arg-type]
+    rows = block if rows is None else rows
+    for name, t in (("q", q), ("k", k)):
+        checks.tensor(name, t, "[..., length, features]", 2)
+    size, cols = q.shape[-2], k.shape[-2]
+    own = -(-rows // block) + bool(causal and rows % block)
+    if causal and count < own + sinks:
+        raise ArgumentError(
+            detail=f"count was given {count}, but a causal block of {rows} queries has up to {own} blocks of its own, "
+            f"and {sinks} come first",
+            fix=f"Give at least {own + sinks}",
+        )
+    with torch.no_grad():
+        queries = _means(q, rows)
+        keys = _means(k, block)
+        if enable_gqa:
+            layout = grouping.Groups.of(q, k, k)
+            queries = queries if layout is None else queries.unflatten(-3, (layout.shared, layout.group)).mean(-3)
+        start = torch.arange(queries.shape[-2], device=q.device) * rows
+        start = start + (cols - size if causal == "lower_right" else 0)
+        end = start + (rows - 1) if causal else torch.full_like(start, cols)
+        mine = start if causal else torch.full_like(start, cols + block)
+        count = min(count, keys.shape[-2])
+        if not count:
+            return Blocks(
+                torch.zeros(*queries.shape[:-1], 0, dtype=torch.int64, device=q.device), rows=rows, cols=block
+            )
+        values, index = _best_blocks(queries, keys, mine, end, block, sinks, count)
+        used = (values > -torch.inf).sum(-1)
+    return Blocks(index.clamp(min=0), used, rows, block)
+
+
+def _means(x: Tensor, size: int) -> Tensor:
+    """The mean of each ``size`` vectors of x [..., L, f]; of those that are there, in the last."""
+    length = x.shape[-2]
+    blocks = -(-length // size)
+    wide = x if x.dtype.itemsize > 2 else x.float()
+    whole = F.pad(wide, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size)).sum(-2)
+    there = (length - torch.arange(blocks, device=x.device) * size).clamp(max=size)
+    return whole / there.unsqueeze(-1)
+
+
+@checks.public_layer
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    *,
+    block: int = 64,
+    rows: int | None = None,
+    causal: Causal = False,
+    enable_gqa: bool = False,
+    sinks: int = 1,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    blocks: Blocks | None = None,
+    return_lse: bool = False,
+) -> Tensor | AttentionOutput:
+    """Attention of each block of queries to the ``count`` blocks of keys that it scores best.
+
+    Compress, choose, fold: the selected branch of native sparse attention, and block-sparse attention whose blocks the
+    data choose. The same as :func:`attention` with ``cols=select_blocks(q, k, count, ...)``, with gradients of q, k and
+    v through the chosen blocks; the choice has none. Nothing of M × N is allocated, and what is not chosen is not
+    computed. ``blocks``: lists that were chosen otherwise.
+
+    Shapes: ``q`` [..., M, f], ``k`` [..., N, f] and ``v`` [..., N, d] give [..., M, d]. ``block``, ``rows``, ``sinks``
+    and ``enable_gqa`` as in :func:`select_blocks`; ``causal``, ``scale``, ``softcap`` and ``return_lse`` as in
+    :func:`attention`.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch, monoidreduce as mr
+    >>> q, k, v = torch.randn(3, 2, 100, 8)
+    >>> all_blocks = mr.ops.selected_attention(q, k, v, 7, block=16, causal=True)
+    >>> torch.allclose(all_blocks, mr.ops.attention(q, k, v, causal=True), atol=1e-5)
+    True
+    """
+    if blocks is None:
+        choose: dict[str, Any] = dict(block=block, rows=rows, causal=causal, enable_gqa=enable_gqa, sinks=sinks)
+        blocks = select_blocks(q, k, count, **choose)
+    else:
+        checks.domain("blocks", blocks, "blocks")
+    return attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        enable_gqa=enable_gqa,
+        scale=scale,
+        softcap=softcap,
+        return_lse=bool(return_lse),
+        cols=blocks,
+    )

@@ -1,0 +1,288 @@
+"""Kernels that walk lists of columns, in Triton's interpreter, against dense matrices with the lists as a mask."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton.codegen import compiler
+from monoidreduce.engines.triton.kernels import listed_fold
+from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
+from monoidreduce.reductions import softmax as softmax_kind
+from monoidreduce.runtime import registry
+from tests.support import internals
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.3, v)
+
+
+@mr.op
+def several(q: Row["f"], k: Col["f"], label: Row, b: Col):
+    s = q @ k + b
+    picked = mr.sum(torch.where(mr.col_index == label, s, 0.0))
+    return mr.logsumexp(s), mr.max(s), mr.argmax(s), picked, mr.sum(torch.tanh(s), over="rows")
+
+
+@mr.op
+def kernel(x: Row["f"], y: Col["f"], w: Col["d"]):
+    return mr.sum(torch.exp(-0.1 * (x - y).square().sum()) * w)
+
+
+@mr.op
+def local(q: Row["f"], k: Col["f"], v: Col["d"], last: mr.Batch):
+    at = last + mr.row_index
+    seen = (mr.col_index <= at) & (mr.col_index > at - 40)
+    return mr.softmax_mean(torch.where(seen, q @ k * 0.3, -torch.inf), v)
+
+
+@mr.op
+def weighted(q: Row["f"], k: Col["f"], e: mr.Pair):
+    return mr.logsumexp(q @ k + e), mr.sum(torch.sin(q @ k) * e, over="rows")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Folds run on the lists of a domain (or what a function makes of a direction); the launches that were prepared."""
+    monkeypatch.setattr(listed_fold, "_PREPARED", {})
+
+    @contextlib.contextmanager
+    def over(domain, plans=None):
+        def listed(fold, leaves, sizes):
+            def lists(way):
+                if callable(domain):
+                    return domain(way)
+                return (domain.listing if way == "cols" else domain.transposed)(sizes.rows, sizes.cols)
+
+            found = engine.run_listed(fold, leaves, sizes, lists)
+            assert found is not None, fold
+            return found
+
+        monkeypatch.setitem(registry.FOLDERS, "eager", listed)
+        with mr.use(engine="eager"), use_plan(plans or {}):
+            yield
+
+    return over
+
+
+def launches():
+    return [one for ready in listed_fold._PREPARED.values() for one in ready.launches]
+
+
+def softmax(s, times):
+    """Logarithm of the total and weights of logits that count ``times``; nothing seen: -inf and 0."""
+    top = torch.where(times > 0, s, -torch.inf).amax(-1, keepdim=True).detach()
+    top = torch.where(top.isinf(), 0.0, top)
+    weight = torch.where(times > 0, (torch.where(times > 0, s, 0.0) - top).exp() * times, 0.0)
+    total = weight.sum(-1, keepdim=True)
+    seen = torch.where(total > 0, total, 1.0)
+    return torch.where(total > 0, seen.log() + top, -torch.inf).squeeze(-1), weight / seen
+
+
+def dense_several(q, k, label, b, times):
+    s = q @ k.mT + b.unsqueeze(-2)
+    best, place = torch.where(times > 0, s, -torch.inf).max(-1)
+    hit = (torch.arange(k.shape[-2]) == label.unsqueeze(-1)) * times
+    return softmax(s, times)[0], best, place, (s * hit).sum(-1), (torch.tanh(s) * times).sum(-2)
+
+
+def blocks(batch, rows, cols, each, most, twice=False):
+    """Random lists of at most so many blocks; ``each``: rows and columns of one."""
+    make = torch.Generator().manual_seed(rows)
+    lists, count = torch.Size(batch).numel() * -(-rows // each[0]), -(-cols // each[1])
+    if twice:
+        index = torch.randint(0, count, (lists, most), generator=make)
+    else:
+        index = torch.stack([torch.randperm(count, generator=make)[:most] for _ in range(lists)])
+    sizes = torch.randint(0, index.shape[1] + 1, (lists,), generator=make)
+    return mr.blocks(index.view(*batch, -1, index.shape[1]), sizes.view(*batch, -1), rows=each[0], cols=each[1])
+
+
+def edges(rows, cols, most, long=0):
+    make = torch.Generator().manual_seed(rows)
+    degree = torch.randint(0, most, (rows,), generator=make)
+    degree[1], degree[2] = 0, long or most
+    pointer = torch.cat([torch.zeros(1, dtype=torch.long), degree.cumsum(0)])
+    return mr.edges(pointer, torch.randint(0, cols, (int(pointer[-1]),), generator=make))
+
+
+TILES = {"cols": KernelPlan(16, 32), "rows": KernelPlan(16, 16)}
+SPLIT = {"cols": KernelPlan(16, 16, parts=3), "rows": KernelPlan(16, 32, parts=2)}
+CASES = {
+    "tiles divide blocks, the last is cut": (lambda: blocks((), 70, 100, (32, 32), 3), (), (), 70, 100, TILES),
+    "whole blocks, named twice, of each batch element": (
+        lambda: blocks((2,), 32, 128, (16, 64), 3, True),
+        (2,),
+        (2,),
+        32,
+        128,
+        TILES,
+    ),
+    "odd blocks, shared heads": (lambda: blocks((2, 1), 40, 96, (20, 24), 3), (2, 2), (2, 1), 40, 96, TILES),
+    "splits": (lambda: blocks((), 40, 200, (20, 40), 5), (), (), 40, 200, SPLIT),
+    "one long list": (lambda: blocks((), 16, 150, (16, 16), 20, True), (), (), 16, 150, SPLIT),
+    "default plans": (lambda: blocks((2,), 40, 90, (40, 30), 3), (2,), (1,), 40, 90, {}),
+    "edges": (lambda: edges(9, 12, 9, 50), (), (), 9, 12, {}),
+    "edges, shared heads": (lambda: edges(5, 12, 9), (2,), (1,), 5, 12, {}),
+    "edges, heads": (lambda: edges(5, 7, 9), (2,), (2,), 5, 7, {}),
+    "split edges": (
+        lambda: edges(5, 7, 20),
+        (),
+        (),
+        5,
+        7,
+        {"cols": KernelPlan(1, 4, parts=2), "rows": KernelPlan(1, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(run, name):
+    make, batch, shared, rows, cols, plans = CASES[name]
+    domain, seed = make(), torch.Generator().manual_seed(0)
+    times = domain.mask(rows, cols)
+    q, k, v, w = (
+        torch.randn(*b, n, f, generator=seed, requires_grad=True)
+        for b, n, f in ((batch, rows, 16), (shared, cols, 16), (shared, cols, 24), (shared, cols, 5))
+    )
+    b = torch.randn(*shared, cols, generator=seed, requires_grad=True)
+    label = torch.randint(0, cols, (*batch, rows), generator=seed)
+    with run(domain, plans):
+        y = attention(q, k, v)
+        cotangent = torch.randn(y.shape, generator=seed)
+        found = [y, *torch.autograd.grad(y, (q, k, v), cotangent)]
+        total, best, place, picked, sums = several(q, k, label, b)
+        loss = picked.sum() + sums.sin().sum() + torch.where(total.isfinite(), total, 0.0).cos().sum()
+        found += [total, best, picked, sums, *torch.autograd.grad(loss, (q, k, b))]
+        z = kernel(q, k, w)
+        found += [z, *torch.autograd.grad(z.sin().sum(), (q, k, w))]
+    y = softmax(q @ k.mT * 0.3, times)[1] @ v
+    wanted = [y, *torch.autograd.grad(y, (q, k, v), cotangent)]
+    total, best, places, picked, sums = dense_several(q, k, label, b, times)
+    loss = picked.sum() + sums.sin().sum() + torch.where(total.isfinite(), total, 0.0).cos().sum()
+    wanted += [total, best, picked, sums, *torch.autograd.grad(loss, (q, k, b))]
+    z = (torch.exp(-0.1 * torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()) * times) @ w
+    wanted += [z, *torch.autograd.grad(z.sin().sum(), (q, k, w))]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+    seen = best.isfinite()
+    assert torch.equal(place[seen], places[seen])
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["loaded", "copied by descriptors"])
+def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
+    internals.guess_maximum_for(
+        monkeypatch, torch.float16
+    )  # the interpreter multiplies no bfloat16, whose range is wider
+    monkeypatch.setattr(softmax_kind, "_MOST", 2.0**14)
+    monkeypatch.setattr(softmax_kind, "_ABOVE", 0)
+    compiler.compile_fold.cache_clear()
+    internals.set_pair_thresholds(monkeypatch, many=0, very_many=0 if copied else 2**62)
+    domain, seed = blocks((2,), 64, 256, (32, 64), 3), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 32, generator=seed).half().requires_grad_() for n in (64, 256, 256))
+    far = k.detach().clone()
+    far[:, 64:128] *= 9  # a later block's logits lie beyond what a guess can bear
+    plans = {w: KernelPlan(16, 32, boxes=int(copied)) for w in ("cols", "rows")}
+    for keys in (k, far.requires_grad_()):
+        with run(domain, plans):
+            y = attention(q, keys, v)
+            found = [y, *torch.autograd.grad(y, (q, keys, v), torch.ones_like(y))]
+        given = [t.detach().double().requires_grad_() for t in (q, keys, v)]
+        y = softmax(given[0] @ given[1].mT * 0.3, domain.mask(64, 256))[1] @ given[2]
+        for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
+            error = (one.double() - other).norm() / other.norm()
+            assert error < 4e-3, error
+    assert all(not one.spec.listed.gathered and bool(one.spec.boxes) == copied for one in launches())
+    assert any(one.spec.guess for one in launches())
+    compiler.compile_fold.cache_clear()
+
+
+def paged(sequences, page, most, rows, lengths, heads=2, seed=0):
+    """Keys and values in pages, of which what nobody reads is NaN; the lists; and both as each sequence sees them."""
+    make = torch.Generator().manual_seed(seed)
+    count = sequences * most + 2
+    table = torch.randperm(count, generator=make)[: sequences * most].view(sequences, most)
+    domain = mr.pages(table, lengths, page=page)
+    stores = [torch.randn(count, page, heads, f, generator=make) for f in (16, 24)]
+    unread = domain.mask(1, count * page).sum((0, 1)) == 0
+    for store in stores:
+        store.view(count * page, heads, -1)[unread] = torch.nan
+    lists = lambda way: SimpleNamespace(
+        offsets=torch.arange(0, (sequences + 1) * most, most), items=table.reshape(-1), ends=lengths, row_block=rows,
+        col_block=page, batch=(sequences, 1, 1), logical=True, entry=None,
+    )  # fmt: skip
+    views = [t.permute(2, 0, 1, 3).flatten(1, 2)[None, :, None] for t in stores]
+    return lists, views, [domain.gather(t)[:, :, None] for t in stores]
+
+
+@pytest.mark.parametrize("rows, page, plan", [
+    (1, 16, None),
+    (3, 64, None),
+    (5, 16, KernelPlan(16, 16, parts=3)),
+    (4, 32, KernelPlan(16, 32, parts=2)),
+])  # fmt: skip
+@pytest.mark.parametrize("groups", [1, 4])
+def test_pages(run, rows, page, plan, groups):
+    lengths = torch.tensor([rows, 128, 77])
+    lists, (k, v), (keys, values) = paged(3, page, 128 // page, rows, lengths)
+    q = torch.randn(3, 2, groups, rows, 16, generator=torch.Generator().manual_seed(1))
+    with run(lists, {} if plan is None else {"cols": plan}), torch.no_grad():
+        last = (lengths - rows).view(3, 1, 1).expand(3, 2, groups)
+        windowed = local(q, k, v, last)
+        whole = attention(q, k, v)
+    at, col = (lengths - rows)[:, None] + torch.arange(rows), torch.arange(128)
+    near = (col <= at[..., None]) & (col > at[..., None] - 40)
+    inside = (col < lengths[:, None])[:, None].expand(-1, rows, -1)
+    for found, seen in ((windowed, near), (whole, inside)):
+        expected = softmax(q @ keys.mT * 0.3, seen[:, None, None].long())[1] @ values
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert all(one.spec.grouped == (groups > 1) for one in launches())
+    assert plan is None or all(one.parts == plan.parts for one in launches())
+
+
+def test_numbers_per_edge(run):
+    domain, seed = edges(6, 9, 8), torch.Generator().manual_seed(0)
+    owner = torch.repeat_interleave(torch.arange(6), domain.rowptr.diff())
+    q, k = torch.randn(6, 16, generator=seed), torch.randn(9, 16, generator=seed)
+    e = torch.randn(len(owner), generator=seed)
+    with run(domain), torch.no_grad():
+        listed = registry.FOLDERS["eager"]
+
+        def per_edge(fold, leaves, sizes):
+            return listed(fold, [e if x.is_pair else v for x, v in zip(fold.leaves, leaves, strict=True)], sizes)
+
+        registry.FOLDERS["eager"] = per_edge  # (the fixture puts it back)
+        total, sums = weighted(q, k, torch.zeros(6, 9))
+    s = (q[owner] * k[domain.index]).sum(-1)
+    for i in range(6):
+        torch.testing.assert_close(total[i], (s + e)[owner == i].logsumexp(0))  # -inf of an empty row
+    expected = torch.zeros(9).index_add(0, domain.index, s.sin() * e)
+    torch.testing.assert_close(sums, expected)
+
+
+def test_lists_without_entries_and_empty_axes(run):
+    nothing = mr.edges(torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    with run(nothing), torch.no_grad():
+        q, k, b = torch.ones(4, 16), torch.ones(3, 16), torch.ones(3)
+        total, best, _, picked, sums = several(q, k, torch.zeros(4).long(), b)
+    assert (total == -torch.inf).all() and (best == -torch.inf).all()
+    assert not picked.any() and not sums.any() and sums.shape == (3,)
+    none = mr.edges(torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    with run(none), torch.no_grad():
+        assert attention(torch.ones(0, 16), torch.ones(3, 16), torch.ones(3, 8)).shape == (0, 8)
+
+
+def test_what_has_no_kernel(run):
+    @mr.op
+    def two_best(x: Row["f"], y: Col["f"]):
+        return mr.topk(x @ y, 2)
+
+    with run(edges(6, 9, 8)), pytest.raises(AssertionError), torch.no_grad():
+        two_best(torch.ones(6, 16), torch.ones(9, 16))
