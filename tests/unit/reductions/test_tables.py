@@ -273,3 +273,36 @@ def test_sums_along_diagonals(shape):
     x = torch.randn(shape, dtype=torch.float64)
     expected = torch.stack([x.diagonal(-d, 1, 2).sum(-1) for d in range(1 - shape[2], shape[1])], -1)
     torch.testing.assert_close(sum_diagonals(x), expected)
+
+
+# Some of the pairs ----------------------------------------------------------------------------------------------
+
+
+def test_packed_sequences_look_up_by_their_own_positions():
+    q, k, v, bias = tables.CASES[0].problem(9, 9)
+    offsets = torch.tensor([0, 4, 9])
+    bias = bias[4:13].clone().requires_grad_()
+    parts = [
+        tables.dense_relative(q[a:b], k[a:b], v[a:b], bias[5 - (b - a) : 4 + (b - a)]) for a, b in ((0, 4), (4, 9))
+    ]
+    expected = torch.cat(parts)
+    (right,) = torch.autograd.grad(expected.sin().sum(), bias)
+
+    @mr.op
+    def packed(q: Row["f"], k: Col["f"], v: Col["d"], bias: Table["n"]):
+        return mr.softmax_mean(q @ k + mr.lookup(bias, mr.row_index - mr.col_index + 4), v)
+
+    for engine in ("reference", "eager"):
+        with mr.use(engine=engine):
+            found = packed(q, k, v, bias, cols=mr.jagged(offsets, offsets))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), bias)[0], right)
+
+
+def test_listed_pairs_look_up_but_have_no_gradient():
+    x, bias = torch.ones(4), torch.arange(4.0, requires_grad=True)
+    own = mr.edges(torch.arange(5), torch.tensor([3, 2, 1, 0]))
+    found = _near(x, x, bias, cols=own)
+    assert found.tolist() == [3.0, 1.0, 1.0, 3.0]
+    with mr.use(engine="eager"), pytest.raises(mr.NoGradientError, match="cols= lists the pairs"):
+        _near(x, x, bias, cols=own).sum().backward()
