@@ -29,7 +29,11 @@ try:
         from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
         from .autotune import Tuning, tune
         from .blockwise import MonoidReduce, mk_GeMMMapReduce
-        from .domains import Pages, blocks, edges, jagged, pages
+        from .domains import Blocks as blocks
+        from .domains import Edges as edges
+        from .domains import Jagged as jagged
+        from .domains import Pages
+        from .domains import Pages as pages
         from .engines.common.skip_small_tiles import skip_below
         from .engines.common.tile_counter import Tally, tally
         from .engines.ranks.agreement import shard

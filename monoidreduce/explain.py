@@ -25,9 +25,12 @@ from .program.trace import Traced
 from .reductions import kind_of
 from .runtime import call_cost, registry
 from .runtime.dry_run import LiveMemory
+from .runtime.listed_cost import ListedPairs
 from .runtime.registry import stepper
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
+
+_LISTED = ("flash", "shard rows")  # the schedules of listed pairs
 
 
 class Explanation(str):
@@ -57,6 +60,7 @@ class Subject:
     inputs: Mapping[str, Any]
     sizes: Sizes
     backward: bool
+    listed: ListedPairs | None = None  # of a call over listed pairs; the program is then that of a call of their number
 
     @property
     def program(self) -> Lowered:
@@ -69,6 +73,8 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     place = torch.device(device) if device is not None else sizes.device
     sizes = replace(sizes, device=torch.device("cpu") if place.type == "meta" else place)
     found = call_cost.estimate_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
+    if subject.listed is not None:
+        return replace(found, schedules=tuple(s for s in found.schedules if s.schedule in _LISTED), own="flash")
     if not subject.backward:
         return found
     inputs = call_cost.require_gradients(subject.inputs)
@@ -111,7 +117,8 @@ def _make_data(
     return {
         "op": subject.name,
         "rows": sizes.rows,
-        "cols": sizes.cols,
+        "cols": sizes.cols if subject.listed is None else subject.listed.cols,
+        "listed": None if subject.listed is None else asdict(subject.listed),
         "batch": list(sizes.batch),
         "arithmetic": str(sizes.compute)[6:],
         "device": str(sizes.device),
@@ -192,8 +199,11 @@ def _make_lines(
     sizes, program = subject.sizes, subject.program
     batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
     yield (
-        f"{subject.name}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
+        f"{subject.name}: {sizes.rows} rows × {data['cols']} columns{batch}, {sizes.compute} arithmetic, "
+        f"engine {engine}"
     )
+    if subject.listed is not None:
+        yield str(subject.listed)
     walks = [any(not kind_of(r).gathers for r in p.fold.reductions) for p in program.passes]
     number = sum(walks)
     yield f"{number} pass{'es' if number != 1 else ''} over the pairs" + ("" if number else ": everything is one-sided")

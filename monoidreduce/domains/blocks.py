@@ -99,6 +99,7 @@ class Blocks(base.Domain):
         return cls(chosen, count, int(size[0]), int(size[1]))
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``index``, and ``count`` if there is one."""
         return (self.index,) if self.count is None else (self.index, self.count)
 
     @property

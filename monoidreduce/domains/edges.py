@@ -113,6 +113,7 @@ class Edges(base.Domain):
         return cls(rowptr.to(target.dtype), source[order]), order
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``rowptr`` and ``index``."""
         return (self.rowptr, self.index)
 
     @property

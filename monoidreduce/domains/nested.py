@@ -1,5 +1,5 @@
-"""The border of a call for jagged nested tensors (``torch.nested``): they go in as packed values with ``mr.jagged``, and
-results that have an entry for each row come out nested as the rows were."""
+"""The border of a call for jagged nested tensors (``torch.nested``): they go in as packed values with ``mr.jagged``,
+and results that have an entry for each row come out nested as the rows were."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call_with_values(
         if like.offsets() is not value.offsets():
             raise ShapeError(
                 detail=f"{first} and {name} are nested tensors of different lengths",
-                fix="Make both with the same offsets, as in torch.nested.nested_tensor_from_jagged(values, x.offsets())",
+                fix="Make both with the same offsets: torch.nested.nested_tensor_from_jagged(values, x.offsets())",
             )
         given[name] = value.values()
     if "rows" not in found:

@@ -6,6 +6,7 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..domains import Domain
+from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
@@ -393,8 +394,16 @@ def public_layer(
 
 
 def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
+    sides = dict.fromkeys(rows, "rows") | dict.fromkeys(cols, "cols")
+    names = list(inspect.signature(layer).parameters)
+
+    def of_nested(*args: Any, **kwargs: Any) -> Any:
+        return nested.call_with_values(layer, sides, names, args, kwargs, takes_cols="cols" in names)
+
     def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
+        if nested.any_nested(given):
+            return of_nested(*args, **kwargs)
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return dtensor_layers.run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
 
@@ -407,6 +416,8 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
                 return arrays.call_traced(layer, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(of_any_tensors)(*args, **kwargs)
+            if nested.any_nested([*args, *kwargs.values()]):
+                return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)

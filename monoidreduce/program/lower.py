@@ -104,6 +104,11 @@ class Lowered:
         """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
 
+    @functools.cached_property
+    def is_listed(self) -> bool:
+        """True where some pass folds listed pairs."""
+        return any(p.fold.domain is not None for p in self.passes)
+
     def having(self, exact: bool) -> Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)

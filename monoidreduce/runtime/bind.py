@@ -35,6 +35,10 @@ def check_kind(p: Parameter, value: Any) -> None:
             )
         if not isinstance(value, Tensor):
             raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix=GIVE)
+        if value.is_nested:
+            raise ArgumentError(
+                detail=f"{p.name} is a nested tensor", fix="Give its values(), or give rows and columns without cols="
+            )
         if value.dim() < len(p.tail):
             raise ShapeError(
                 detail=f"{p.name} is declared {p}, so its shape is {p.shape}, but it is {tuple(value.shape)}",

@@ -12,7 +12,7 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases, logmeanexp, table_cases
+from tests.support import label_arithmetic_cases, listed_cases, logmeanexp, table_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
@@ -673,6 +673,32 @@ def tables(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor]) 
         values = [found] if isinstance(found, Tensor) else list(found)
         grads = torch.autograd.grad([v.sum() for v in values], [a for a in given if a.requires_grad])
         return [*(v.detach() for v in values), *grads]
+
+
+def listed_rows(group: Any, args: list[Tensor], degrees: Tensor, index: Tensor, numbers: Tensor) -> list[Tensor]:
+    """An op over edges on this rank's rows with their lists: values, gradients of rows, numbers and columns."""
+    rows = listed_cases.cut(len(degrees), group.rank(), group.size())
+    first, last = int(degrees[: rows.start].sum()), int(degrees[: rows.stop].sum())
+    edges = mr.edges(listed_cases.offsets(degrees[rows]), index[first:last])
+    given = [args[0][rows], args[1], args[2], numbers[first:last]]
+    given = [t.clone().requires_grad_() for t in given]
+    with mr.shard(rows=group):
+        by_row, by_col = listed_cases.both_ways(*given, cols=edges)
+        grads = torch.autograd.grad(
+            [by_row, by_col], given, [listed_cases.cotangent(by_row), listed_cases.ones(by_col)]
+        )
+    return [by_row.detach(), by_col.detach(), *grads]
+
+
+def listed_cols(group: Any) -> str:
+    """What a call over lists says whose columns are divided."""
+    with mr.shard(cols=group):
+        try:
+            edges = mr.edges(torch.tensor([0, 1, 2]), torch.tensor([0, 0]))
+            listed_cases.both_ways(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2), torch.ones(2), cols=edges)
+        except mr.ShardError as error:
+            return str(error)
+    return ""
 
 
 def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:

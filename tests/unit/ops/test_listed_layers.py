@@ -296,3 +296,50 @@ def test_mistakes(call, words):
     with pytest.raises(mr.ArgumentError) as caught:
         call(torch.zeros(4, 4), mr.jagged(torch.tensor([0, 4])))
     assert words in str(caught.value)
+
+
+def blocks_outside(q, cols):
+    return ops.attention(q, q, q, causal=True, cols=cols)
+
+
+def selected(q):
+    return ops.selected_attention(q, q, q, 2, block=4)
+
+
+def graph_layer(x, cols):
+    return ops.graph_attention(x[:, 0], x[:, 1], x, cols)
+
+
+def sampled(x, w, target, samples):
+    return ops.sampled_cross_entropy(x, w, target, samples, remove_hits=True)
+
+
+def paged(q, k, table, lengths):
+    return ops.attention_paged(q, k, k, mr.pages(table, lengths, page=4))
+
+
+COMPILED = {
+    "blocks": (blocks_outside, lambda: (torch.randn(12, 4), mr.blocks.from_mask(torch.rand(3, 3) > 0.4, 4, 4))),
+    "selected": (selected, lambda: (torch.randn(12, 4),)),
+    "graph": (graph_layer, lambda: (torch.randn(9, 4), mr.edges.from_neighbours(torch.randint(9, (9, 3))))),
+    "sampled": (sampled, lambda: (
+        torch.randn(5, 4), torch.randn(20, 4), torch.randint(20, (5,)), torch.randint(20, (5, 6))
+    )),
+    "paged": (paged, lambda: (
+        torch.randn(2, 4, 1, 8), torch.randn(5, 4, 2, 8), torch.tensor([[3, 0], [1, 4]]), torch.tensor([3, 7])
+    )),
+}  # fmt: skip
+
+
+LONGER = ("selected", "graph")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONGER else n for n in COMPILED])
+def test_layers_compile(name):
+    function, make = COMPILED[name]
+    args = make()
+    args[0].requires_grad_()
+    ours, eager = torch.compile(function, fullgraph=True, backend="aot_eager")(*args), function(*args)
+    torch.testing.assert_close(ours, eager)
+    g = torch.randn_like(eager)
+    torch.testing.assert_close(torch.autograd.grad(ours, args[0], g), torch.autograd.grad(eager, args[0], g))
