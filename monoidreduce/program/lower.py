@@ -239,7 +239,9 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     computed = {r: r.args[0] for r in reductions if kind_of(r).gathers and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
-    feeds, derived = _find_feeds(fields)
+    tables = {e.args[0] for e in topological(fields, stop=_is_fed) if e.op == "lookup"}
+    tables |= {r.args[2] for r in reductions if r.attrs[0] == "histogram"}
+    feeds, derived = _find_feeds(fields, tables)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
@@ -267,13 +269,13 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     return Pass(fold, tuple(feeds), results)
 
 
-def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
+def _find_feeds(fields: list[Expr], tables: set[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed.
+    ``tables``: what is looked up, which is fed as it is."""
     found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()
-    tables = {e.args[0] for e in topological(fields, stop=_is_fed) if e.op == "lookup"}
     stack = found[::-1]
     indices = _index_arithmetic(found)
     while stack:

@@ -101,8 +101,8 @@ def _is_inside(lookup: Expr, sizes: Sizes, given: Mapping[str, Any]) -> bool:
         if e.dtype == "int" and isinstance(value, int):
             memo[e] = (value, value)
         elif e.dtype == "int" and isinstance(value, Tensor) and value.numel() and value.device.type == "cpu":
-            low, high = torch.aminmax(value)
-            memo[e] = (int(low), int(high))
+            ends = torch.aminmax(value)
+            memo[e] = (int(ends.min), int(ends.max))
     low, high = interval(at, memo)
     return low >= 0 and high < sizes.of(str(table.feature))
 

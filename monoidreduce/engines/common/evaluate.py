@@ -19,7 +19,7 @@ from torch import Tensor
 from ...program.constructors import LISTED
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
-from ...reductions import KINDS, outputs_of
+from ...reductions import KINDS, kind_of, outputs_of
 from . import listed_pairs
 from .shard import Shard
 
@@ -175,11 +175,9 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, size)
-            shape = self.sizes.rows, self.sizes.cols
-            return listed_pairs.reduce_listed(
-                e, fields, shape if over == "both" else self.sizes.here(over), self._list, shape, dense
-            )
+            shape, both = (self.sizes.rows, self.sizes.cols), kind_of(e).both_axes
+            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, shape if both else size)
+            return listed_pairs.reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
     def _list(self, e: Expr) -> Tensor:

@@ -110,7 +110,7 @@ class HistogramLaunch(FoldLaunch):
         device = torch.device("cpu") if numbers else self.sizes.device
         at = self._evaluate({str(e.attrs[0]): given[e] for e in read}, device)
         found: slice | Tensor = at.to(self.sizes.device)
-        if numbers:
+        if key is not None:
             first = int(at[0, 0])
             ordered = torch.equal(at[0], torch.arange(first, first + at.shape[1]))
             if ordered and first >= 0 and first + at.shape[1] <= self.table_size:
