@@ -306,3 +306,27 @@ def test_listed_pairs_look_up_but_have_no_gradient():
     assert found.tolist() == [3.0, 1.0, 1.0, 3.0]
     with mr.use(engine="eager"), pytest.raises(mr.NoGradientError, match="cols= lists the pairs"):
         _near(x, x, bias, cols=own).sum().backward()
+
+
+# Planning -------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_table_is_no_wide_vector():
+    """The plans of a layer are those of its vectors, however many entries its table has: no panels, on any device."""
+    q, bias = torch.empty(2, 512, 64, device="meta"), torch.empty(2, 1023, device="meta")
+    for device in ("cpu", "cuda"):
+        assert "panel" not in str(tables.relative.cost(q, q, q, bias, device=device).chosen.schedule)
+
+
+def test_sums_of_losses():
+    @mr.op
+    def loss(x: Row["d"], y: Col["d"], t: Table["n"]):
+        return mr.logsumexp(x @ y + mr.lookup(t, mr.row_index - mr.col_index + mr.num_cols - 1))
+
+    x, y, t = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((9, 300), (300, 300), (308,)))
+    at = torch.arange(9).unsqueeze(-1) - torch.arange(300) + 299
+    right = torch.autograd.grad((x @ y.T + t[at]).logsumexp(1).sum(), (x, y, t))
+    for engine in ("eager", "auto", "panel"):
+        with mr.use(engine=engine):
+            for got, expected in zip(torch.autograd.grad(loss.total(x, y, t), (x, y, t)), right, strict=True):
+                torch.testing.assert_close(got, expected)
