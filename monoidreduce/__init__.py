@@ -57,6 +57,7 @@ try:
             mean,
             num_cols,
             num_rows,
+            popcount,
             reduce,
             row_index,
             sample,
@@ -71,6 +72,7 @@ try:
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -96,6 +98,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Table",
     "Tally",
@@ -130,9 +133,11 @@ __all__ = [
     "op",
     "ops",
     "pages",
+    "popcount",
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

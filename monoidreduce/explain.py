@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .engines import eager, triton
 from .engines.common.evaluate import Sizes
+from .engines.common.others import describe_blocks
 from .plan import budget
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
@@ -23,6 +24,7 @@ from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Lowered
 from .program.trace import Traced
 from .reductions import kind_of
+from .reductions.derived_gradient import gradient_road
 from .runtime import call_cost, registry
 from .runtime.dry_run import LiveMemory
 from .runtime.listed_cost import ListedPairs
@@ -215,6 +217,8 @@ def _make_lines(
         return
     for part, fold in zip(runs.parts, data["folds"], strict=True):
         yield _fold_line(part, fold, _describe_tiles(part, sizes))
+    if subject.backward and runs.schedule != "dense":
+        yield from _derived_lines(program, sizes)
     if runs.schedule == "dense":
         yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
@@ -223,6 +227,21 @@ def _make_lines(
         yield f"measured: {_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
     for path in data["sources"]:
         yield f"generated: {path}"
+
+
+def _derived_lines(program: Lowered, sizes: Sizes) -> Iterator[str]:
+    """Where the gradients of monoids come from that bring none."""
+    for p in program.passes:
+        for r in p.fold.reductions:
+            road = gradient_road(r.attrs[2][0]) if r.attrs[0] == "user" else ""
+            if road == "trace":
+                yield f"  backward: {r.attrs[2][0].__name__}'s pullback is derived from the trace of its combine"
+            elif road == "others":
+                kept, folded, held = describe_blocks(r, sizes)
+                yield (
+                    f"  backward: {r.attrs[2][0].__name__} by combine with all other pairs, in torch: every pair is "
+                    f"computed twice more, in blocks of {kept} × {folded}, with about {_size(held)} held"
+                )
 
 
 def _stage_lines(stages: Sequence[Stage]) -> Iterator[str]:

@@ -88,7 +88,7 @@ def differentiate_fold(
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
     lookups: list[tuple[Expr, Expr]] = []
-    pulled_leaves = dict(zip(wrt, pull(seeds, wrt, lookups), strict=True))
+    pulled_leaves = dict(zip(wrt, pull(seeds, wrt, lookups=lookups), strict=True))
     gradients = {leaf: _sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves}
     for lookup, g in lookups:
         table, index = lookup.args

@@ -7,21 +7,28 @@ columns are summed when a leaf is reached (``gradient.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import NoGradientError
-from . import constructors
+from . import constructors, several
 from .expression import Expr, topological
 from .primitives import PRIMITIVES
 from .symbol import Symbol
 
+Derivatives = Mapping[str, Callable[..., Sequence[Any]]]  # by primitive, as in the table
+
 
 def pull(
-    seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr], lookups: list[tuple[Expr, Expr]] | None = None
+    seeds: Sequence[tuple[Expr, Expr]],
+    wrt: Sequence[Expr],
+    instead: Derivatives | None = None,
+    lookups: list[tuple[Expr, Expr]] | None = None,
 ) -> list[Expr | None]:
     """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``.
 
-    To ``lookups`` are added the lookups in tables of ``wrt``, with their cotangents, which belong to single entries."""
+    ``instead``: derivatives that are written otherwise than in the table of primitives. To ``lookups`` are added the
+    lookups in tables of ``wrt``, with their cotangents, which belong to single entries."""
     cotangent: dict[Expr, Expr] = {}
     targets = set(wrt)
 
@@ -42,7 +49,7 @@ def pull(
             if e.args[0] in targets:
                 lookups.append((e, cotangent[e]))
             continue
-        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e]), strict=True):
+        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e], instead or {}), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -60,7 +67,7 @@ def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
+def _pull_node(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args
@@ -73,11 +80,17 @@ def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
         return [constructors.spread(g, e.args[0].feature)]
     if e.op == "spread":
         return [g]
+    if e.op == "einsum":
+        return several.pull_einsum(e, g)
+    if e.op in ("famax", "famin"):  # equal features share it, as in torch
+        extreme = constructors.apply("cast", constructors.apply("eq", e.args[0], e), to="float")
+        return [constructors.apply("mul", extreme, constructors.apply("div", g, constructors.fsum(extreme)))]
     primitive = PRIMITIVES.get(e.op)
-    if primitive is None or primitive.derivative is None:
+    derivative = instead.get(e.op) or (None if primitive is None else primitive.derivative)
+    if primitive is None or derivative is None:
         raise NoGradientError(
             detail=f"{e.op} has no derivative inside a pair expression", fix="Take it out of the pair expression"
         )
     attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-    pulled = primitive.derivative(Symbol(g), Symbol(e), *map(Symbol, e.args), **attributes)
+    pulled = derivative(Symbol(g), Symbol(e), *map(Symbol, e.args), **attributes)
     return [p.expr if isinstance(p, Symbol) else p if p is None else constructors.lift(p) for p in pulled]

@@ -35,7 +35,8 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
         one, other = sorted(map(str, features))[:2]
         raise ShapeError(
             detail=f'{name} combines a vector over "{one}" with a vector over "{other}"',
-            fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter",
+            fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter"
+            + (", or multiply the products: w * (x @ y)" if "*" in one + other else ""),
         )
     primitive = PRIMITIVES[name]
     attrs = tuple(attributes.get(key, default) for key, default in primitive.attributes.items())
@@ -237,5 +238,6 @@ _RULES = {
     "logical_and": _logical(True),
     "logical_or": _logical(False),
     "logical_not": lambda args, attrs: args[0].args[0] if args[0].op == "logical_not" else None,
+    **{f"bitwise_{name}": _truths_as(f"logical_{name}") for name in ("and", "or", "xor", "not")},
     "cast": lambda args, attrs: args[0] if args[0].dtype == attrs[0] else None,
 }

@@ -17,6 +17,7 @@ from . import constructors
 from .advice import check_call
 from .constructors import apply
 from .expression import Expr, const, size, topological
+from .several import are_several
 from .symbol import Symbol, current_trace, expr_of
 
 
@@ -49,7 +50,7 @@ def lookup(table: Any, index: Any, *, clamp: bool = False) -> torch.Tensor:
             fix="Decorate the function that calls it with @mr.op; elsewhere write table[..., index]",
         )
     entries, at = expr_of(table), expr_of(index)
-    if entries.feature is None or entries.rows or entries.cols:
+    if entries.feature is None or entries.rows or entries.cols or are_several(entries):
         raise ArgumentError(
             detail=f"mr.lookup was given {shown(table)} as a table",
             fix="Give a parameter declared mr.Table[\"n\"]; read a row's or column's number with torch.where, as "

@@ -12,7 +12,8 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases, listed_cases, logmeanexp, table_cases
+from tests.support import label_arithmetic_cases, listed_cases, logmeanexp, own_monoids, table_cases
+from tests.support import several_vectors as several_vectors_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
@@ -699,6 +700,42 @@ def listed_cols(group: Any) -> str:
         except mr.ShardError as error:
             return str(error)
     return ""
+
+
+def derived_gradients(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+    """Monoids that bring no gradient, on this rank's part: values, gradients and second gradients."""
+    cut = lambda t, axis: t.chunk(group.size())[group.rank()] if axis in divided else t
+    given = [cut(t, a).clone().requires_grad_() for t, a in zip(args, ("rows", "cols", "cols"), strict=True)]
+    with mr.shard(**{axis: group for axis in divided}):
+        values = list(getattr(own_monoids, op)(*given))
+        shapes = [own_monoids.cotangent(v) for v in own_monoids.plain(op, *args)]
+        cotangents = [cut(g, axis) for g, axis in zip(shapes, own_monoids.axes(op), strict=True)]
+        grads = torch.autograd.grad(values, given, cotangents, create_graph=True, materialize_grads=True)
+        moving = [k for k, g in enumerate(grads) if g.requires_grad]
+        seeds = [cut(own_monoids.cotangent(args[k]), ("rows", "cols", "cols")[k]) for k in moving]
+        again = torch.autograd.grad([grads[k] for k in moving], given, seeds, materialize_grads=True)
+        return [t.detach() for t in (*values, *grads, *again)]
+
+
+def refused_gradient(group: Any, args: list[Tensor]) -> str:
+    """What is said of a gradient that a ring cannot have."""
+    given = [t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in args]
+    with mr.shard(rows=group, cols=group):
+        total = sum(t.sum() for t in own_monoids.variance(*given))
+        try:
+            torch.autograd.grad(total, given)
+        except mr.NoGradientError as error:
+            return str(error)
+    return ""
+
+
+def several_vectors(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor], axes: str) -> list[Tensor]:
+    """A body with several vectors a row or column, on this rank's part: its values and gradients."""
+    cut = lambda t, axis: _split(t, 1, group.rank(), group.size()) if axis in divided else t
+    given = [cut(t, axis).clone().requires_grad_() for t, axis in zip(args, axes.split(), strict=True)]
+    with mr.shard(**{axis: group for axis in divided}):
+        value = several_vectors_cases.CASES[name].op(*given)
+        return [value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), given)]
 
 
 def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:

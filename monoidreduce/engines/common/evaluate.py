@@ -19,6 +19,7 @@ from torch import Tensor
 from ...program.constructors import LISTED
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
+from ...program.several import letters
 from ...reductions import KINDS, kind_of, outputs_of
 from . import listed_pairs
 from .shard import Shard
@@ -187,6 +188,10 @@ class Evaluator:
     def to_compute(self, value: Value, e: Expr) -> Value:
         return to_compute_dtype(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
 
+    def tensor(self, e: Expr) -> Tensor:
+        """The value of ``e`` as a tensor in the compute type, also if it is a Python number."""
+        return self._tensor(self.to_compute(self(e), e), e)
+
     def _tensor(self, value: Value, e: Expr) -> Tensor:
         if isinstance(value, Tensor):
             return value
@@ -276,6 +281,24 @@ def look_up(table: Value, index: Value, axes: int) -> Tensor:
     return torch.where(inside, table.reshape(-1)[at], outside)  # backwards it is a sorted, deterministic sum
 
 
+def einsum(e: Expr, sizes: Sizes, x: Value, y: Value) -> Tensor:
+    """A product of several vectors (``program/several.py``), on tensors that broadcast but for their features."""
+    tensors = [_unflatten(v, a, sizes) for v, a in zip((x, y), e.args, strict=True)]
+    terms, out = e.attrs[0].split("->")
+    found = torch.einsum(f"...{terms.replace(',', ',...')}->...{out}", *tensors)
+    return found.flatten(-2) if len(out) == 2 else found
+
+
+def part(e: Expr, sizes: Sizes, x: Tensor) -> Tensor:
+    """One of several vectors."""
+    return _unflatten(x, e.args[0], sizes).select(-2, e.attrs[0])
+
+
+def _unflatten(x: Tensor, e: Expr, sizes: Sizes) -> Tensor:
+    names = letters(e.feature)
+    return x.unflatten(-1, [sizes.of(name) for name in names]) if len(names) == 2 else x
+
+
 _FEATURES: dict[str, Any] = {
     "lookup": lambda e, sizes, table, index: look_up(table[..., 0, 0, :], index, 2),
     "fsum": lambda e, sizes, x: x.sum(-1),
@@ -285,4 +308,6 @@ _FEATURES: dict[str, Any] = {
     "sqdist": _sqdist,
     "component": _component,
     "spread": _spread,
+    "einsum": einsum,
+    "part": part,
 }

@@ -23,6 +23,8 @@ from ..common.evaluate import Sizes
 
 FEW_FEATURES = 16  # up to this many, differences are computed directly: three passes per feature, no cancellation
 
+WALKED = ("fsum", "famax", "famin")  # numbers made of a vector, one feature at a time
+
 
 @dataclass(frozen=True)
 class Reducer:
@@ -133,7 +135,7 @@ def _numbers_read_by_node(e: Expr) -> tuple[Expr, ...]:
     hot = match_label_scatter(e)
     if hot is not None:
         return (hot.dense,)
-    if e.op == "fsum":
+    if e.op in WALKED:
         return tuple(_pair_numbers(Contraction(e.args[0], None, walk=True)))
     if e.op == "lookup":
         return () if is_along_diagonals(e.args[1]) else e.args[1:]
@@ -275,7 +277,7 @@ def _temporary_bytes(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int])
         return 0
     if e.op == "sqdist":
         return 2 * item["float"]  # two differences
-    if e.op == "fsum":
+    if e.op in WALKED:
         return _feature_walk_bytes(e.args[0], item)
     if e.op == "lookup":  # along diagonals it is copied; else the place of every entry, and whether there is one
         return 0 if is_along_diagonals(e.args[1]) else item[e.dtype] + 2 * item["int"] + 3 * item["bool"]

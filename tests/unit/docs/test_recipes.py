@@ -42,6 +42,8 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "sinkhorn_half": lambda d: (d.rows(3), d.cols(3), d.cols(), d.cols(), 0.5),
     "potential": lambda d: (d.rows(3), d.cols(3), d.uniform(d.N), 0.1),
     "ranking": lambda d: (d.rows(), d.integers(d.M, high=5), d.cols(), d.integers(d.N, high=5)),
+    "indexer": lambda d: (d.normal(d.M, 3, 5), d.uniform(d.M, 3), d.cols(5)),
+    "any_query": lambda d: (d.normal(d.M, 3, 5), d.cols(5), d.cols(2)),
     "relative_attention": lambda d: (*d.qkv(), d.normal(d.M + d.N - 1)),
     "swin_attention": lambda d: (*d.qkv(), d.integers(d.M, high=49), d.integers(d.N, high=49), d.normal(169), 7),
     "graphormer": lambda d: (*d.qkv(), d.integers(d.M, d.N, high=6), d.normal(6)),
@@ -58,9 +60,9 @@ def drawn(name: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch
     return INPUTS[name](Draw(rows, cols, torch.Generator().manual_seed(seed), dtype))
 
 
-def test_all_are_tested():
-    assert set(NAMES) == set(INPUTS)
-    assert PAGE.read_text(encoding="utf-8").count("\n### ") == len(NAMES)
+def test_each_is_numbered_and_run():
+    numbers = re.findall(r"^### (\d+)\.", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(NAMES) == set(INPUTS) and list(map(int, numbers)) == list(range(1, len(NAMES) + 1))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,26 +8,32 @@ axis is bound once, before the loop.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import device_functions, k_loop, random_functions
+from ....program.several import are_several
+from . import device_functions, k_loop, lookups, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
-_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
+_BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
+_TYPED = (  # need typed constants
+    "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
+    "copysign", *_BITS,
+)  # fmt: skip
+_KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(device_functions), *vars(random_functions))
+_NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
@@ -129,19 +135,16 @@ class ExpressionWriter:
             return self._leaf(e)
         if e.op == "size":
             axis = e.attrs[0]
-            table = self.spec.table_of.get(axis)
-            if table is not None:
-                return f"{table.attrs[0]}_n"
             if axis not in ("rows", "cols"):
-                return repr(self.spec.width(axis))
+                return self.spec.width_text(axis)
             return "folded_size" if axis == self.spec.over else "period" if self.spec.grouped else "kept_size"
         if e.op in ("row_index", "col_index"):
             kept = "kept_row[:, None]" if self.spec.grouped else "kept_at[:, None]"
             return "folded_at[None, :]" if self.spec.folds(e) else kept
-        if e.op in ("dot", "sqdist", "fsum"):
+        if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
         if e.op == "lookup":
-            return self._look_up(*e.args)
+            return lookups.write_lookup(self, *e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
@@ -229,15 +232,16 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
 
-    def _leaf_component(self, e: Expr, f: str) -> str:
+    def leaf_component(self, e: Expr, f: str) -> str:
+        """Feature ``f`` of a leaf, loaded."""
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
-            mask = ", mask=folded_in, other=0" if self.masked else ""
+            mask = f", mask=folded_in, other={self.spec.zero(e)}" if self.masked else ""
         elif self.spec.keeps(e):
             at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
-            mask = ", mask=kept_in, other=0"
+            mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
         return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
@@ -245,17 +249,8 @@ class ExpressionWriter:
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
-            return text if kind == self.spec.compute else f"{text}.to({self.float})"
+            return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
-
-    def _look_up(self, table: Expr, index: Expr) -> str:
-        """An entry of a table for every pair, through the L1 cache: those of neighbours are neighbours, or the same."""
-        if type(self) is not ExpressionWriter:
-            raise Unsupported("a table is looked up")
-        name, at = table.attrs[0], self.number(index)
-        outside = literal(float("nan") if table.dtype == "float" else 0)
-        text = f"tl.load({self.base(table)} + {at} * {name}_f, mask=({at} >= 0) & ({at} < {name}_n), other={outside})"
-        return self._loaded(text, table, self.spec.type_of[table])
 
     # Elementwise arithmetic
 
@@ -296,6 +291,8 @@ class ExpressionWriter:
             raise Unsupported(f"{e.op} has no Triton text")
         if e.op == "cast":
             return self.convert(args[0], e.args[0], e.attrs[0])
+        if e.op == "polygamma" and e.attrs[0] > 2:
+            raise Unsupported(f"a polygamma function of order {e.attrs[0]}")
         if e.op == "nan_to_num":
             most = torch.finfo(getattr(torch, self.spec.compute)).max
             fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
@@ -327,7 +324,12 @@ class ExpressionWriter:
 
     def _sums_of_int32(self, e: Expr) -> bool:
         """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
-        return e.op in ("add", "sub", "neg", "abs") and any(self.spec.type_of.get(a) == "int32" for a in e.args)
+        return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
+
+    def _is_int32_data(self, e: Expr) -> bool:
+        if e.op in _KEEPS_SIZE and e.dtype == "int":
+            return any(map(self._is_int32_data, e.args))
+        return self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
@@ -447,7 +449,9 @@ class ExpressionWriter:
         if e.op == "spread":
             return self.number(e.args[0])
         if e.op == "leaf":
-            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+            return self.bind(key, self.leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        if e.op == "einsum":
+            return self.bind(key, several.write_product(self, e, f), True)
         if e.depth > _LAYER and f not in self.layered:
             with self._binding_layers(f):
                 for n in _read_across_layers(
@@ -470,10 +474,10 @@ class ExpressionWriter:
     def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
         """The sum of ``part(f)`` over the features of a vector: unrolled where they are few, else by a loop."""
         width = self.spec.width(vector.feature)
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                self.number(n)
+        self.prepare_walk(vector)
         kind = self.float if e.dtype == "float" else "tl.int64"
+        if e.op in ("famax", "famin"):
+            return self._extreme(e, kind, width)
         if not width:  # a sum of no features
             return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
@@ -483,9 +487,37 @@ class ExpressionWriter:
             self.inside.append(f"{total} += {part(f)}")
         return total
 
+    def prepare_walk(self, vector: Expr) -> None:
+        """Bind what a vector per pair is made of and what is the same for all its features, before a loop over them."""
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                self.number(n)
+            elif n.op == "einsum":
+                for a in n.args:
+                    if a.op == "leaf" and not are_several(a) and self.spec.width(a.feature) <= WIDEST:
+                        self.block(a)
+
+    def _extreme(self, e: Expr, kind: str, width: int) -> str:
+        """The largest or the smallest feature of a vector per pair; NaN where one is."""
+        (vector,) = e.args
+        if e.dtype == "bool":
+            raise Unsupported("extremes of truth values")
+        join = PRIMITIVES["maximum" if e.op == "famax" else "minimum"].triton
+        if width <= TINY:
+            text = self.component(vector, "0")
+            for f in range(1, width):
+                text = join.format(text, self.component(vector, str(f)))
+            return text
+        sign = -1 if e.op == "famax" else 1
+        first = literal(sign * math.inf) if e.dtype == "float" else str(sign * (2**63 - 1))
+        best = self.bind((e, "best"), f"tl.full([KEPT, FOLDED], {first}, {kind})", True)
+        with self.walk(width) as f:
+            self.inside.append(f"{best} = {join.format(best, self.component(vector, f))}")
+        return best
+
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""
-        if e.op == "fsum":
+        if e.op in ("fsum", "famax", "famin"):
             return self._walked(e.args[0], lambda f: self.component(e.args[0], f), e)
         x, y = e.args
         leaves = x.op == y.op == "leaf"
@@ -602,13 +634,13 @@ class ExpressionWriter:
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
-        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:
@@ -653,11 +685,6 @@ class ExpressionWriter:
         """Further arguments of ``tl.dot``: precision or type of the accumulator."""
         kind = self.operand_type()
         return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
-
-
-def is_one(e: Expr) -> bool:
-    """Whether a weight is the constant 1."""
-    return e is ONE
 
 
 def _read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:

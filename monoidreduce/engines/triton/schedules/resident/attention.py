@@ -21,14 +21,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from .....plan.default_tiles import Tile
+from .....program.constructors import ONE
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
+from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
 from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
-from ...codegen.expressions import ExpressionWriter, is_one
+from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
@@ -135,7 +137,7 @@ def find_operands(spec: Spec) -> Operands | None:
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
         return None
     sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
-    dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
+    dots = [e for e in topological(r.args) if e.op in OF_VECTORS]
     if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
     queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
@@ -258,8 +260,8 @@ class _Text:
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
-        self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
-        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped else 0)
+        self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
+        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
@@ -494,7 +496,7 @@ class _Text:
             row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
             part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
         else:
-            part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+            part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
         return [*v.inside, f"{n}_part = {part}"]
 
     def _begin(self) -> list[str]:
