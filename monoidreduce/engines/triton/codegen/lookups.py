@@ -14,7 +14,7 @@ from .kernel_spec import Unsupported
 
 
 def write_lookup(v: Any, table: Expr, index: Expr) -> str:
-    """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the writer of a kernel's expressions."""
+    """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the kernel's writer."""
     if type(v).__name__ != "ExpressionWriter":
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)
