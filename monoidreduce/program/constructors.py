@@ -33,6 +33,7 @@ __all__ = [
     "is_constant",
     "lift",
     "listed_node",
+    "look_up",
     "normalize_vector",
     "rebuild",
     "spread",
@@ -324,6 +325,11 @@ def apply_over_features(name: str, x: Expr) -> Expr:
     return (
         apply("sub", lowered, apply("log", total)) if name == "log_softmax" else apply("add", peak, apply("log", total))
     )
+
+
+def look_up(table: Expr, index: Expr) -> Expr:
+    """An entry of a table (a vector of no axis), by an integer."""
+    return node("lookup", (table, index), (), rows=index.rows, cols=index.cols, feature=None, dtype=table.dtype)
 
 
 def listed_node(op: str, form: tuple, tensors: tuple[Expr, ...]) -> Expr:
