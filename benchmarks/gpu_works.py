@@ -176,6 +176,31 @@ def _chunked_partition(q, w, k):
     return torch.cat([checkpoint(one, *part, k, use_reentrant=False) for part in parts])
 
 
+class OwnAttention(mr.Monoid):
+    """Attention's monoid as a user writes it: its vectors are held per pair, its gradient is derived from the trace."""
+
+    z: mr.Scalar = -torch.inf
+    v: mr.Vector = 0.0
+
+    def combine(a, b):
+        z = torch.logaddexp(a.z, b.z)
+        return OwnAttention(z=z, v=a.v * torch.exp(a.z - z) + b.v * torch.exp(b.z - z))
+
+
+class OwnVariance(mr.Monoid):
+    """A monoid whose gradient comes from combine with all other pairs."""
+
+    n: mr.Scalar = 0.0
+    mean: mr.Scalar = 0.0
+    m2: mr.Scalar = 0.0
+    domain = {"n": mr.algebra.Domain(low=0.0), "m2": mr.algebra.Domain(low=0.0)}
+
+    def combine(a, b):
+        n = a.n + b.n
+        gap, some = b.mean - a.mean, torch.where(n == 0, 1.0, n)
+        return OwnVariance(n=n, mean=a.mean + gap * b.n / some, m2=a.m2 + b.m2 + gap * gap * a.n * b.n / some)
+
+
 @mr.op
 @no_type_check
 def indexer_partition(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
@@ -191,3 +216,43 @@ def indexers() -> Iterator[Work]:
         yield Work(name, ours, {"chunked torch": peer}, _made(*INDEXER), forward_only=True)
     peers = {"chunked torch": _chunked_partition}
     yield Work("indexer scores, logsumexp 4096×32768 H32 D128", indexer_partition, peers, _made(*INDEXER))
+
+
+@mr.op
+@no_type_check
+def own_attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    return mr.reduce(OwnAttention, z=q @ k, v=v).v
+
+
+@mr.op
+@no_type_check
+def own_variance(x: mr.Row["d"], y: mr.Col["d"]):
+    found = mr.reduce(OwnVariance, n=1.0, mean=x @ y, m2=0.0)
+    return found.m2 / found.n
+
+
+@mr.op
+@no_type_check
+def variance(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.var(x @ y, correction=0)
+
+
+def _in_torch(op: Callable) -> Callable:
+    def run(*args):
+        with mr.use(engine="eager"):
+            return op(*args)
+
+    return run
+
+
+def own_monoids() -> Iterator[Work]:
+    """Monoids of a user's own, beside the same op tile by tile in torch and the library's own reduction."""
+    for d in (16, 64):
+        vectors = _made(*[(8192, d)] * 3)
+        peers = {
+            "tiles in torch": _in_torch(own_attention),
+            "mr.softmax_mean": lambda q, k, v: ops.attention(q, k, v, scale=1.0),
+        }
+        yield Work(f"monoid with vectors 8192×8192 D{d}", own_attention, peers, vectors)
+    peers = {"mr.var": variance}
+    yield Work("gradient by all others 8192×8192 D64", own_variance, peers, _made((8192, 64), (8192, 64)))
