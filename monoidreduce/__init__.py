@@ -71,6 +71,7 @@ try:
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -96,6 +97,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Tally",
     "Tuning",
@@ -132,6 +134,7 @@ __all__ = [
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

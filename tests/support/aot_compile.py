@@ -184,8 +184,30 @@ def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
 
+def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
+    def make(dtype: torch.dtype) -> tuple:
+        columns = (mr.scaled(torch.zeros(4, 256, 128, dtype=torch.int8).to(kind), torch.ones(4, 256)) for _ in range(2))
+        return (torch.zeros(4, 256, 128, dtype=dtype), *columns)
+
+    return make
+
+
 def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(256, d, dtype=dtype) for _ in range(sides))
+
+
+def _blocks(block: int) -> mr.blocks:
+    """Each block of rows folds itself and the next."""
+    count = 256 // block
+    return mr.blocks((torch.arange(count)[:, None] + torch.arange(2)) % count, rows=block, cols=block)
+
+
+_PAGES = mr.pages(torch.arange(64).view(2, 32), torch.tensor([2000, 1500]), page=64)
+_EDGES = mr.edges.from_neighbours((torch.arange(256)[:, None] + torch.arange(24)) % 256)
+
+
+def _paged(dtype: torch.dtype) -> tuple:
+    return torch.zeros(2, 32, 1, 128, dtype=dtype), *(torch.zeros(64, 64, 8, 128, dtype=dtype) for _ in range(2))
 
 
 CASES = [
@@ -242,6 +264,17 @@ CASES = [
         contractions,
         lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
         hopper=True,
+    ),
+    # columns that are listed
+    Case("attention over blocks 128", lambda *qkv: attention(*qkv, cols=_blocks(128)), _qkv(128, 4), hopper=True),
+    Case("attention over blocks 64", lambda *qkv: attention(*qkv, cols=_blocks(64)), _qkv(64, 4), lean=False),
+    Case("attention over blocks of 16", lambda *qkv: attention(*qkv, cols=_blocks(16)), _qkv(128, 4), lean=False),
+    Case("attention over pages 128", forward(lambda *qkv: attention(*qkv, cols=_PAGES)), _paged, lean=False),
+    Case("attention over edges 64", lambda *qkv: attention(*qkv, cols=_EDGES), _qkv(64), lean=False),
+    # keys and values stored in 8 bits
+    *(
+        Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
+        for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
     # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
     *(
@@ -363,6 +396,9 @@ _TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.bool: "i1",
 }
 
