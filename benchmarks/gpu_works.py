@@ -64,6 +64,46 @@ def attention_variants() -> Iterator[Work]:
     yield Work("attention, ALiBi", lambda q, k, v: ops.attention(q, k, v, alibi_slopes=slopes), plain, _qkv)
 
 
+def attention_statistics() -> Iterator[Work]:
+    """Statistics of attention's weights beside our plain attention; results side by side, so that they are one tensor,
+    for both. The bar is 1.3 of plain attention, forward and with gradients."""
+    padded = lambda q, k, v: F.pad(ops.attention(q, k, v), (0, 2))
+
+    def rows(q, k, v):
+        found = ops.attention_statistics(q, k, v, statistics=("entropy", "distance"))
+        return torch.cat((found.values, torch.stack((found.entropy, found.distance), -1).to(q.dtype)), -1)
+
+    yield Work("attention, entropy, distance", rows, {"our plain attention": padded}, _qkv)
+    sums = lambda q, k: ops.attention_statistics(q, k, statistics="column_sums").column_sums
+    plain = {"our plain attention": lambda q, k: ops.attention(q, k, k)}
+    yield Work("attention, column sums alone", sums, plain, lambda: _qkv()[:2])
+    teacher = _qkv()[:2]
+    kl = lambda q, k: ops.attention_kl(q, k, *teacher)
+    yield Work("attention, divergence from a teacher", kl, plain, lambda: _qkv()[:2])
+
+
+@mr.op
+@no_type_check
+def hamming_neighbours(x: mr.Row["w"], y: mr.Col["w"]):
+    return mr.topk(-mr.popcount(x ^ y, bits=32).sum().float(), 10).values
+
+
+def _chunked_hamming(x, y):
+    """Of bits as bfloat16: what tensor cores make of it, in chunks of columns."""
+    shifts = torch.arange(32, device=x.device)
+    signs = [(((t[:, :, None] >> shifts) & 1) * 2 - 1).flatten(1).bfloat16() for t in (x, y)]
+    found = [(signs[0] @ part.mT).topk(10).values for part in signs[1].split(1 << 16)]
+    return torch.cat(found, 1).topk(10).values
+
+
+def packed_codes() -> Iterator[Work]:
+    """Binary codes of 256 bits in eight words."""
+    codes = lambda n: torch.randint(-(2**31), 2**31, (n, 8), device="cuda").int()
+    peers = {"chunked torch, unpacked": _chunked_hamming}
+    make = lambda: [codes(4096), codes(10**6)]
+    yield Work("10 nearest by Hamming 4096×10⁶×256 bits", hamming_neighbours, peers, make, forward_only=True)
+
+
 def _made(*shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
     return lambda: [torch.randn(*s, device="cuda", dtype=torch.bfloat16) * s[-1] ** -0.25 for s in shapes]
 

@@ -288,12 +288,10 @@ class ExpressionWriter:
     def primitive(self, e: Expr, args: list[str]) -> str:
         """The text of a primitive on the texts of its arguments."""
         p = PRIMITIVES[e.op]
-        if not p.triton:
+        if not p.triton or (e.op == "polygamma" and e.attrs[0] > 2):
             raise Unsupported(f"{e.op} has no Triton text")
         if e.op == "cast":
             return self.convert(args[0], e.args[0], e.attrs[0])
-        if e.op == "polygamma" and e.attrs[0] > 2:
-            raise Unsupported(f"a polygamma function of order {e.attrs[0]}")
         if e.op == "nan_to_num":
             most = torch.finfo(getattr(torch, self.spec.compute)).max
             fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
@@ -328,9 +326,7 @@ class ExpressionWriter:
         return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
 
     def _is_int32_data(self, e: Expr) -> bool:
-        if e.op in _KEEPS_SIZE and e.dtype == "int":
-            return any(map(self._is_int32_data, e.args))
-        return self.spec.type_of.get(e) == "int32"
+        return any(map(self._is_int32_data, e.args)) if e.op in _KEEPS_SIZE else self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
