@@ -118,3 +118,36 @@ def clouds() -> Iterator[Work]:
         knn = lambda x, y: ops.knn(x, y, 10).values
         peers = {"chunked torch": _chunked_knn}
         yield Work(f"10 nearest N100000 D{d} float32{note}", knn, peers, args, how, forward_only=True)
+
+
+INDEXER = ((4096, 32, 128), (4096, 32), (32768, 128))  # several queries and weights a row, one key a column
+INDEXER_ROWS = 256  # of the chunked torch form: 0.5 GB of products at a time
+
+
+def _chunked_scores(q, w, k):
+    """The scores of a few rows at a time, which alone are M × N."""
+    for queries, weights in zip(q.split(INDEXER_ROWS), w.split(INDEXER_ROWS), strict=True):
+        yield torch.einsum("mhn,mh->mn", torch.relu(queries @ k.mT), weights)
+
+
+def _chunked_partition(q, w, k):
+    one = lambda *given: torch.logsumexp(next(_chunked_scores(*given)).float(), -1)
+    parts = zip(q.split(INDEXER_ROWS), w.split(INDEXER_ROWS), strict=True)
+    return torch.cat([checkpoint(one, *part, k, use_reentrant=False) for part in parts])
+
+
+@mr.op
+@no_type_check
+def indexer_partition(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
+    return mr.logsumexp((w * torch.relu(q @ k)).sum())
+
+
+def indexers() -> Iterator[Work]:
+    """Scores of several heads, beside torch in chunks of rows: the best 2048 of each row, and a softmax's gradients."""
+    for best in (64, 2048):
+        ours = lambda q, w, k, best=best: ops.lightning_indexer(q, k, w, best).values
+        peer = lambda q, w, k, best=best: torch.cat([s.topk(best).values for s in _chunked_scores(q, w, k)])
+        name = f"lightning indexer 4096×32768 H32 D128, best {best}"
+        yield Work(name, ours, {"chunked torch": peer}, _made(*INDEXER), forward_only=True)
+    peers = {"chunked torch": _chunked_partition}
+    yield Work("indexer scores, logsumexp 4096×32768 H32 D128", indexer_partition, peers, _made(*INDEXER))

@@ -72,6 +72,7 @@ try:
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -97,6 +98,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Tally",
     "Tuning",
@@ -133,6 +135,7 @@ __all__ = [
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

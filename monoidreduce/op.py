@@ -43,6 +43,7 @@ from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .runtime.result_form import output_form
+from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
@@ -63,10 +64,15 @@ class Op(dynamo.Compiled, Generic[Result]):
     tensor([1, 0])
     """
 
-    def __init__(self, function: Callable, domain: tuple | None = None):
+    def __init__(
+        self,
+        function: Callable,
+        domain: tuple | None = None,
+        parameters: Mapping[str, declarations.Parameter] | None = None,
+    ):
         functools.update_wrapper(self, function)
         self.function = function
-        self.parameters = declarations.parameters(function)
+        self.parameters = declarations.parameters(function) if parameters is None else dict(parameters)
         self.signature = inspect.signature(function)
         self.domain = domain  # the form of the pairs that exist (``runtime/domain_call.py``); None: all
         if domain is not None:
@@ -85,6 +91,9 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_dynamo_compiling():
+            if _any_scaled(args, kwargs):
+                stored, given = self._stored(args, kwargs)
+                return stored(**given)
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
@@ -92,7 +101,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             if nested.any_nested([*args, *kwargs.values()]):
                 return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
             return self._compiled(args, kwargs)
-        if declarations.RESERVED in kwargs:
+        if declarations.RESERVED in kwargs and not _any_scaled(args, kwargs):
             op, call = self._restrict(args, kwargs)
             return call.finish(op(**call.values))
         values = (*args, *kwargs.values()) if kwargs else args
@@ -113,6 +122,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
+        if key is None and _any_scaled(args, kwargs):
+            stored, given = self._stored(args, kwargs)
+            return stored(**given)
         if key is None and nested.any_nested((*args, *kwargs.values())):
             return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
@@ -144,6 +156,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.total(**named)
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs, total=True)
         if declarations.RESERVED in kwargs:
@@ -211,6 +226,9 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.program(**named)
         if declarations.RESERVED in kwargs:
             op, call = self._restrict(args, kwargs)
             return op.program(**call.values)
@@ -239,6 +257,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.cost(**named, backward=backward, device=device, ranks=ranks)
         if declarations.RESERVED in kwargs:
             op, call = self._restrict(args, kwargs)
             return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
@@ -263,6 +284,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.explain(**named, backward=backward, measure=measure, passes=passes)
         if declarations.RESERVED in kwargs:
             op, call = self._restrict(args, kwargs)
             return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
@@ -331,6 +355,11 @@ class Op(dynamo.Compiled, Generic[Result]):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if _any_scaled(args, kwargs):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}.stream was given mr.scaled(...)",
+                fix="A stream takes plain tensors: dequantize() the rows, and each chunk of columns as it comes",
+            )
         rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
         cut = {n: _argument(p, "cols") for n, p in columns.items()}
         return Stream(self._streamed, cut, given, rows)
@@ -378,7 +407,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
             op = self._over.get(domain.form)
             if op is None:
-                op = self._over[domain.form] = Op(self.function, domain.form)
+                op = self._over[domain.form] = Op(self.function, domain.form, self.parameters)
             return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
@@ -404,6 +433,27 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def __reduce__(self) -> str:
         return self.function.__qualname__
+
+    # Arguments that are stored as small numbers (``stored_vectors.py``)
+
+    def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+        """The same layer for arguments of which some are stored, and the arguments as it takes them, by name."""
+        if len(args) > len(self.parameters):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
+            )
+        self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
+        forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+        return getattr(self, self._name_stored(*forms)), given
+
+    @dynamo.constant
+    def _name_stored(self, *forms: tuple[str, str]) -> str:
+        """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
+        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        if not hasattr(self, name):
+            body, parameters = make_body(self.function, self.parameters, dict(forms))
+            setattr(self, name, Op(body, parameters=parameters))
+        return name
 
     # Binding and checking
 
@@ -458,6 +508,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _any_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return True in [isinstance(v, Scaled) for v in (*args, *kwargs.values())]
 
 
 def _argument(p: declarations.Parameter, axis: str) -> Argument:

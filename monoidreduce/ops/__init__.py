@@ -14,6 +14,7 @@ from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
 from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
 from .graph_attention import graph_attention
+from .indexer import lightning_indexer
 from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_step, softmin
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
@@ -49,6 +50,7 @@ __all__ = [
     "kernel_sum",
     "kmeans_assign",
     "knn",
+    "lightning_indexer",
     "linear_argmax",
     "linear_cross_entropy",
     "linear_cross_entropy_soft",

@@ -84,6 +84,7 @@ def sampled_cross_entropy(
     """
     checks.reduction(reduction)
     options = heads.check(x, weight, bias, softcap, temperature)
+    checks.tensor("weight", weight, "[V, D]", 2, 2)
     checks.classes(x, weight, target)
     _check_samples(x, target, samples)
     wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype

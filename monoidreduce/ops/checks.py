@@ -21,6 +21,7 @@ from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
+from ..stored_vectors import Scaled
 from ..stream import Stream
 from . import dtensor_layers
 from .streaming import LayerStreams
@@ -138,9 +139,12 @@ def _check_key(given: tuple) -> tuple | None:
 # Tensors
 
 
-def tensor(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
-    """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message."""
-    if not isinstance(value, Tensor):
+def tensor(
+    name: str, value: Any, shape: str, least: int, most: int | None = None, kinds: tuple[type, ...] = (Tensor,)
+) -> None:
+    """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message.
+    ``kinds``: what it may be."""
+    if not isinstance(value, kinds):
         raise ArgumentError(
             detail=f"{name} was given {shown(value)}",
             fix=f"Give a tensor, a numpy array or an array with DLPack, of shape {shape}",
@@ -149,6 +153,11 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )
+
+
+def vectors(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
+    """The same of vectors, which may be stored as small numbers (``mr.scaled``)."""
+    tensor(name, value, shape, least, most, (Tensor, Scaled))
 
 
 def domain(name: str, value: Any, *kinds: str) -> None:
@@ -172,7 +181,7 @@ def listed(cols: Any) -> dict[str, Any]:
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     """The arguments of a linear head, whose logits are ``x @ weight.T + bias``; ``prefix`` of their names."""
     tensor(f"{prefix}x", x, "[..., D]", 1)
-    tensor(f"{prefix}weight", weight, "[V, D]", 2, 2)
+    vectors(f"{prefix}weight", weight, "[V, D]", 2, 2)
     if not x.is_floating_point():
         raise DTypeError(detail=f"{prefix}x is {str(x.dtype)[6:]}, but a head multiplies floating numbers")
     alike(**{f"{prefix}x": x, f"{prefix}weight": weight})
@@ -218,7 +227,8 @@ def truths(name: str, value: Any, x: Tensor) -> None:
 
 def alike(**tensors: Tensor) -> None:
     """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
-    first, *rest = tensors.values()
+    plain = {name: t for name, t in tensors.items() if not isinstance(t, Scaled)}
+    first, *rest = plain.values()
     if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
@@ -328,7 +338,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 
 def flatten_rows(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
-    shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
+    shared = all(isinstance(c, Tensor | Scaled) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

@@ -45,6 +45,7 @@ def _axis(kind: str) -> Callable[[int], int]:
     return {
         "numbers": lambda rank: rank - 1,
         "vectors": lambda rank: rank - 2,
+        "several": lambda rank: rank - 3,  # vectors each
         "either": lambda rank: rank - 2 if rank > 1 else 0,  # a vector or a number each
         "first": lambda rank: 0,
     }[kind]
@@ -52,7 +53,7 @@ def _axis(kind: str) -> Callable[[int], int]:
 
 class LayerStreams:
     """Makes the streams of one layer. ``rows`` and ``cols``: which of its arguments have an entry a row or a column, by
-    name, and what these are ("vectors", "numbers", or "either")."""
+    name, and what these are ("vectors", "several", "numbers", or "either")."""
 
     def __init__(self, layer: Callable[..., Any], rows: Mapping[str, str], cols: Mapping[str, str]):
         self.layer, self.signature = layer, inspect.signature(layer)

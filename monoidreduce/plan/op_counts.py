@@ -18,12 +18,14 @@ from ..program.contract import Contraction
 from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
+from ..program.several import DOTS, is_product, letters
 from ..reductions import kind_of, outputs_of
 from .device_rates import DeviceRates
 
 SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
 FAST = SPECIAL | {name: p.fast for name, p in PRIMITIVES.items() if p.fast}  # in kernels of 16-bit programs
 FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
+_OF_VECTORS = ("dot", "sqdist", "fsum", "famax", "famin")  # numbers per pair that are made of vectors
 _STEPS = 16  # classes of lengths between two powers of two
 
 
@@ -96,7 +98,7 @@ class Case:
     @functools.cached_property
     def widest(self) -> int:
         """The greatest feature size of its leaves, at least 1."""
-        return max([1, *(self.features(e) for e in self.fold.leaves)])
+        return max([1, *(self.of(letters(e.feature)[-1]) for e in self.fold.leaves if e.feature is not None)])
 
     def of(self, letter: str | int) -> int:
         name = str(letter).lstrip("#")
@@ -194,7 +196,7 @@ class _Counter:
         """Add one contraction; ``weighted``: its weight is multiplied by another."""
         if c.walk:
             self.count_value(c.weight)
-            self.plain += self.width(c.weight)
+            self.plain += 0 if is_product(c.weight) else self.width(c.weight)
             return
         self.count_number(c.weight)
         self.plain += weighted and c.weight is not ONE and c.weight.is_pair
@@ -214,10 +216,17 @@ class _Counter:
             elif n.is_pair and n.op in PRIMITIVES and n not in self.seen:
                 self.seen.add(n)
                 self._primitive(n, self.width(n))
+            elif n.is_pair and n.op == "einsum" and n not in self.seen:
+                self.seen.add(n)
+                flops = 2 * max(map(self.width, (*n.args, n)))
+                if n.attrs[0] in DOTS:
+                    self.products += flops
+                else:
+                    self.contracted += flops
 
     def count_number(self, e: Expr) -> None:
         """Add what a number per pair is computed from."""
-        for n in topological([e], stop=lambda x: x in self.seen or not x.is_pair or x.op in ("dot", "sqdist", "fsum")):
+        for n in topological([e], stop=lambda x: x in self.seen or not x.is_pair or x.op in _OF_VECTORS):
             if n in self.seen or not n.is_pair:
                 continue
             self.seen.add(n)

@@ -1,9 +1,10 @@
 """Smart constructors: every expression is built here, and is simplified as it is built.
 
-The elementwise primitives are in ``simplify.py``. Here are four operations on features: ``fsum`` (the sum over a
-vector's features), ``dot`` (a row vector with a column vector), ``sqdist`` and ``component``; and ``spread``, a number
-repeated over features. A vector per pair is written as a sum of ``number × row vector × column vector`` where that is
-possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and one number per row.
+The elementwise primitives are in ``simplify.py``, products of several vectors in ``several.py``. Here are operations
+on features: ``fsum`` (the sum over a vector's features), ``famax`` and ``famin``, ``dot`` (a row vector with a column
+vector), ``sqdist`` and ``component``; and ``spread``, a number repeated over features. A vector per pair is written as
+a sum of ``number × row vector × column vector`` where that is possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩``
+becomes one product and one number per row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ShapeError, UnreducedError
+from . import several
 from .expression import Expr, Feature, const, fit, join, node, reduce_node, size, topological, widest
 from .primitives import PRIMITIVES
 from .simplify import ONE, ZERO, apply, is_constant, lift
@@ -68,7 +70,8 @@ def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
     if x.feature is None:
         return [(x, None, None)]
     if not x.is_pair:
-        return [(ONE, None, x)] if x.cols else [(ONE, x, None)]
+        scale, x = split_scale(x)
+        return [(scale, None, x)] if x.cols else [(scale, x, None)]
     if x.op == "spread":
         return [(x.args[0], None, None)]
     if x.op not in _LINEAR:
@@ -206,6 +209,17 @@ def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     return (a, b) if a.rows and b.cols else (b, a) if a.cols and b.rows else None
 
 
+def split_scale(x: Expr) -> tuple[Expr, Expr]:
+    """A vector as (number, vector): the scale of a stored one and what is stored; (1, itself) of any other."""
+    if x.op == "mul":
+        for number, vector in (x.args, x.args[::-1]):
+            if vector.feature is not None and number.feature is None:
+                scale, inner = split_scale(vector)
+                if inner.is_stored:
+                    return apply("mul", scale, number), inner
+    return ONE, x
+
+
 def dot(a: Expr, b: Expr) -> Expr:
     """⟨a, b⟩ over their common features."""
     for side in (a, b):
@@ -214,6 +228,8 @@ def dot(a: Expr, b: Expr) -> Expr:
                 detail=f"@ contracts two vectors, but {side!r} is one number",
                 fix='Declare it as a vector, for example Row["f"], or use * for a product of numbers',
             )
+    if not fit(a.feature, b.feature) and (several.are_several(a) or several.are_several(b)):
+        return several.product(a, b)
     if not fit(a.feature, b.feature):
         raise ShapeError(
             detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
@@ -221,7 +237,9 @@ def dot(a: Expr, b: Expr) -> Expr:
         )
     sides = _row_and_col(a, b)
     if sides is not None:
-        return node("dot", sides, (), rows=True, cols=True, feature=None, dtype=widest(sides))
+        (s, x), (t, y) = map(split_scale, sides)
+        product = node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest(sides))
+        return apply("mul", product, apply("mul", s, t))
     return fsum(apply("mul", a, b))
 
 
@@ -249,6 +267,8 @@ def component(x: Expr, k: int) -> Expr:
             found[e] = apply(e.op, *(found[a] for a in e.args), **attributes)
         elif e.op == "spread":
             found[e] = e.args[0]
+        elif e.op == "einsum" and e.attrs[0] in several.DOTS:
+            found[e] = dot(*(several.part(a, k) if several.are_several(a) else a for a in e.args))
         else:
             found[e] = node("component", (e,), (k,), rows=e.rows, cols=e.cols, feature=None, dtype=e.dtype)
     return found[x]
@@ -260,11 +280,11 @@ def _is_elementwise(x: Expr) -> bool:
 
 
 def feature_extreme(x: Expr, largest: bool) -> Expr:
-    """The largest or smallest feature of a one-sided vector."""
-    if x.is_pair:
+    """The largest or smallest feature of a vector."""
+    if x.feature is None:
         raise UnreducedError(
-            detail="the largest feature of a vector per pair was asked for",
-            fix="Only sums walk the features of a pair; take the extreme of a row or column vector, or use .sum()",
+            detail=f"the largest or smallest feature was asked of {x!r}, which is one number",
+            fix="To fold over columns or rows, use mr.max(...) or mr.min(...)",
         )
     return _feature_node("famax" if largest else "famin", x)
 
@@ -289,7 +309,7 @@ def normalize_vector(x: Expr, p: float, eps: float) -> Expr:
 
 
 def apply_over_features(name: str, x: Expr) -> Expr:
-    """``softmax``, ``log_softmax`` or ``logsumexp`` of a row's or a column's vector, less its largest feature first."""
+    """``softmax``, ``log_softmax`` or ``logsumexp`` over a vector's features, less the largest of them first."""
     x = apply("cast", x, to="float")
     peak = apply("detach", feature_extreme(x, True))
     if name == "logsumexp":  # minus infinity, and not NaN, where all features are
@@ -333,6 +353,8 @@ def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
         return args[0] if args[0].feature is None else feature_extreme(args[0], e.op == "famax")
     if e.op == "spread":
         return spread(args[0], e.attrs[0])
+    if e.op == "einsum":
+        return several.einsum(e.attrs[0], *args, e.feature)
     if e.op == "reduce":
         return reduce_node(e.attrs[0], e.attrs[1], e.attrs[2], args)
     rows, cols, _ = (True, True, None) if e.op in LISTED else join(args)

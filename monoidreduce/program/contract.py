@@ -12,6 +12,7 @@ from . import intervals as iv
 from .constructors import gap_form, terms
 from .expression import Expr, topological
 from .primitives import PRIMITIVES
+from .several import split_products
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
         return (Contraction(value, None),)
     if value.dtype != "float":  # matrix products are of floats, which would round integers
         return (Contraction(value, None, walk=True),)
+    products, rest = split_products(value)
+    if products:
+        return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
     gap = gap_form(value)
     if gap is not None and gap[1].op == gap[2].op == "leaf":
         return (Contraction(gap[0], gap[1], minus=gap[2]),)

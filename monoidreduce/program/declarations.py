@@ -1,8 +1,9 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element and ``Pair`` one number per pair; ``float``, ``int`` and ``bool`` are numbers given at the
-call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
+number per batch element and ``Pair`` one number per pair; ``Row["h", "f"]`` is several vectors per row, h of them;
+``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one is a
+new trace. ``X | None`` may be left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from ..errors import DeclarationError
 from .closure import nonlocals
 from .expression import Expr, Feature, node
+from .several import letters
 
 
 class _Side(type):
@@ -33,19 +35,31 @@ class _Side(type):
                 detail=f"{cls.__name__}[{feature!r}] would be a tensor of M × N × {feature}",
                 fix="A Pair is one number per pair; give what depends on one side only as Row or Col",
             )
-        if (
-            not isinstance(feature, str | int)
-            or isinstance(feature, bool)
-            or (isinstance(feature, int) and feature < 1)
-        ):
+        several = isinstance(feature, tuple)
+        names = feature if several else (feature,)
+        if len(names) > 2 or (several and len(names) < 2) or not all(map(_is_name, names)):
             raise DeclarationError(
                 detail=f"{cls.__name__}[{feature!r}] is not a declaration",
-                fix=f'Name the features, as in {cls.__name__}["f"]',
+                fix=f'Name the features, as in {cls.__name__}["f"], or {cls.__name__}["h", "f"] for several vectors',
             )
-        return types.new_class(f'{cls.__name__}["{feature}"]', (cls,), exec_body=lambda ns: ns.update(feature=feature))
+        if several and names[0] == names[1] and cls.axis != "batch":
+            raise DeclarationError(
+                detail=f"{cls.__name__}[{feature!r}] has one letter twice",
+                fix=f'Use two letters, as in {cls.__name__}["h", "f"]: h vectors of f features each',
+            )
+        shown = ", ".join(f'"{name}"' for name in names)
+        own = "*".join(map(str, names)) if several else feature
+        return types.new_class(f"{cls.__name__}[{shown}]", (cls,), exec_body=lambda ns: ns.update(feature=own))
 
     def __repr__(cls) -> str:
         return cls.__name__
+
+
+def _is_name(feature: Any) -> bool:
+    """Whether this can name features: a letter, or their number."""
+    if isinstance(feature, str):
+        return not {",", "*"} & set(feature)
+    return isinstance(feature, int) and not isinstance(feature, bool) and feature >= 1
 
 
 if TYPE_CHECKING:
@@ -57,7 +71,7 @@ if TYPE_CHECKING:
         axis: str
         feature: Feature
 
-        def __class_getitem__(cls, feature: str | int) -> type[_Declared]: ...
+        def __class_getitem__(cls, feature: str | int | tuple[str | int, str | int]) -> type[_Declared]: ...
 
 else:
     _Declared = _Side("_Declared", (), {})
@@ -126,6 +140,9 @@ class Pair(_Declared):
     feature: Feature = None
 
 
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
+
+
 AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
     "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
     "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
@@ -146,12 +163,13 @@ class Parameter:
     optional: bool
     default: Any
     python: type | None = None  # float, int or bool for numbers
+    stored: str = ""  # "vectors" of small numbers, or their "scale" (``stored_vectors.py``)
 
     def expr(self, dtype: str) -> Expr:
         return node(
             "input",
             (),
-            (self.name,),
+            (self.name, "stored") if self.stored == "vectors" else (self.name,),
             rows=self.axis in ("rows", "pairs", "edges"),
             cols=self.axis in ("cols", "pairs", "edges"),
             feature=self.feature,
@@ -161,7 +179,7 @@ class Parameter:
     @property
     def tail(self) -> tuple[str, ...]:
         """The axes that its tensor has after the batch dimensions."""
-        return (*AXES.get(self.axis, ()), *(() if self.feature is None else (str(self.feature),)))
+        return (*AXES.get(self.axis, ()), *letters(self.feature))
 
     @property
     def is_tensor(self) -> bool:
@@ -176,7 +194,8 @@ class Parameter:
         side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "edges": "Pair", "batch": "Batch"}.get(self.axis)
         if side is None:
             return self.python.__name__ if self.python else "a fixed choice"
-        return side if self.feature is None else f'{side}["{self.feature}"]'
+        names = ", ".join(f'"{name}"' for name in letters(self.feature))
+        return f"{side}[{names}]" if names else side
 
 
 def parameters(function: Any) -> dict[str, Parameter]:

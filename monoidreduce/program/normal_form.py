@@ -15,6 +15,7 @@ from ..reductions import kind_of, make
 from . import constructors
 from .constructors import ONE, ZERO, apply, terms
 from .expression import Expr, const, index, size, topological
+from .several import scale, split_factor, split_products
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
@@ -76,6 +77,11 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     if e.feature is not None and not e.is_pair:
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
+    products, rest = split_products(e)
+    if products:
+        sums = [_sum_vector(p, over) for p in products]
+        sums += [] if rest is None else [_normal_sum(rest, over)]
+        return functools.reduce(lambda a, b: apply("add", a, b), sums)
     gap = constructors.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
         free, alone, mid = factors(gap[0], over)
@@ -83,7 +89,7 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
     if parts is None:  # a vector per pair that is no product: numbers at given indices, or engines walk its features
-        return _numbers_at_indices(e, over) or make("sum", over, (), (e,))[0]
+        return _numbers_at_indices(e, over) or _sum_vector(e, over)
     sums: dict[Part, Expr] = {}
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
@@ -103,6 +109,21 @@ def _normal_sum(e: Expr, over: str) -> Expr:
             value = constructors.spread(value, e.feature)
         total = apply("add", total, value) if total is not ZERO else value
     return total
+
+
+def _sum_vector(e: Expr, over: str) -> Expr:
+    """The sum of a vector per pair that engines walk; where it is non-zero only at given indices, as picks."""
+    split = split_factor(e)
+    dense, hots = (e, []) if split is None else split_index_matches(split[0])
+    picked = hots if dense is None else [h for h in hots if h[1].feature is not None]
+    if split is None or not picked:
+        return make("sum", over, (), (e,))[0]
+    sums = [make("pick", over, (axis,), (t, value, split[1]))[0] for axis, t, value in picked]
+    if dense is not None:  # one target a row stays with the dense part: they may cancel
+        for axis, t, value in (h for h in hots if h not in picked):
+            dense = apply("add", dense, apply("where", apply("eq", index(axis), t), value, 0.0))
+        sums.append(make("sum", over, (), (scale(split[1], dense),))[0])
+    return functools.reduce(lambda a, b: apply("add", a, b), sums)
 
 
 def _numbers_at_indices(e: Expr, over: str) -> Expr | None:

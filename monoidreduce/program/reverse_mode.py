@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import NoGradientError
-from . import constructors
+from . import constructors, several
 from .expression import Expr, topological
 from .primitives import PRIMITIVES
 from .symbol import Symbol
@@ -72,6 +72,11 @@ def _pull_node(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
         return [constructors.spread(g, e.args[0].feature)]
     if e.op == "spread":
         return [g]
+    if e.op == "einsum":
+        return several.pull_einsum(e, g)
+    if e.op in ("famax", "famin"):  # equal features share it, as in torch
+        extreme = constructors.apply("cast", constructors.apply("eq", e.args[0], e), to="float")
+        return [constructors.apply("mul", extreme, constructors.apply("div", g, constructors.fsum(extreme)))]
     primitive = PRIMITIVES.get(e.op)
     derivative = instead.get(e.op) or (None if primitive is None else primitive.derivative)
     if primitive is None or derivative is None:

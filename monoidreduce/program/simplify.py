@@ -35,7 +35,8 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
         one, other = sorted(map(str, features))[:2]
         raise ShapeError(
             detail=f'{name} combines a vector over "{one}" with a vector over "{other}"',
-            fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter",
+            fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter"
+            + (", or multiply the products: w * (x @ y)" if "*" in one + other else ""),
         )
     primitive = PRIMITIVES[name]
     attrs = tuple(attributes.get(key, default) for key, default in primitive.attributes.items())

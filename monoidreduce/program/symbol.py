@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ImpureError, TraceError, shown
-from . import constructors
+from ..errors import ImpureError, ShapeError, TraceError, shown
+from . import constructors, several
 from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, refuse, refuse_numpy
 from .expression import Expr, const, size, topological
 from .philox import DRAWS
@@ -56,7 +56,8 @@ class Symbol:
     def __repr__(self) -> str:
         where = {(0, 0): "number", (1, 0): "per row", (0, 1): "per column", (1, 1): "per pair"}
         e = self.expr
-        kind = "number" if e.feature is None else f'vector over "{e.feature}"'
+        names = " and ".join(f'"{name}"' for name in several.letters(e.feature))
+        kind = f"{'several vectors' if several.are_several(e) else 'vector'} over {names}" if names else "number"
         return f"<{kind} {where[e.rows, e.cols]}: {e!r}>" if (e.rows or e.cols) else f"<{kind}: {e!r}>"
 
     @classmethod
@@ -95,7 +96,8 @@ class Symbol:
                 detail=f"[{key!r}] was asked of {self!r}",
                 fix="Only one feature of a vector can be picked, with a plain integer such as x[0]",
             )
-        return Symbol(constructors.component(expr_of(self), key))
+        e = expr_of(self)
+        return Symbol(several.part(e, key) if several.are_several(e) else constructors.component(e, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TraceError(
@@ -224,11 +226,22 @@ for _name, _primitive in {
 
 
 def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    return Symbol(constructors.fsum(expr_of(x)))
+    return Symbol(constructors.fsum(_vector(x)))
+
+
+def _vector(x: Any) -> Expr:
+    """The expression of a value whose features are asked for together; several vectors have no such."""
+    e = expr_of(x)
+    if several.are_several(e):
+        raise ShapeError(
+            detail=f"the features of {x!r} were asked for together, and they are several vectors",
+            fix="Pick one of them, as in x[0], or multiply them first: x @ y has one number for each",
+        )
+    return e
 
 
 def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
-    e = expr_of(x)
+    e = _vector(x)
     return Symbol(constructors.apply("div", constructors.fsum(e), size(str(e.feature))))
 
 
@@ -238,44 +251,42 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any =
         raise TraceError(
             detail="norm was given two values", fix="The distance of a pair is torch.sqrt(mr.sqdist(x, y))"
         )
-    return Symbol(constructors.vector_norm(expr_of(x), p))
+    return Symbol(constructors.vector_norm(_vector(x), p))
 
 
 def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return Symbol(constructors.normalize_vector(expr_of(x), p, eps))
+    return Symbol(constructors.normalize_vector(_vector(x), p, eps))
 
 
 def _feature_extreme(largest: bool) -> Callable:
     def f(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        return Symbol(constructors.feature_extreme(expr_of(x), largest))
+        return Symbol(constructors.feature_extreme(_vector(x), largest))
 
     return f
 
 
-def _is_one_sided(x: Any) -> bool:
-    """Whether a value is a row's or a column's vector."""
-    e = expr_of(x)
-    return e.feature is not None and not e.is_pair
+def _has_features(x: Any) -> bool:
+    return expr_of(x).feature is not None
 
 
 def _over_features(name: str) -> Callable:
-    """softmax, log_softmax or logsumexp over the features of a row's or column's vector."""
+    """softmax, log_softmax or logsumexp over the features of a vector."""
 
     def f(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, _stacklevel: int = 3) -> Any:
-        if isinstance(dim, Symbol) or not _is_one_sided(x):
+        if isinstance(dim, Symbol) or not _has_features(x):
             refuse(name, is_known, functions())
-        return Symbol(constructors.apply_over_features(name, expr_of(x)))
+        return Symbol(constructors.apply_over_features(name, _vector(x)))
 
     return f
 
 
 def _extreme(name: str) -> Callable:
-    """max and min of a row's or column's vector; of two values they are the larger and the smaller."""
+    """max and min of a vector; of two values they are the larger and the smaller."""
 
     def f(x: Any, other: Any = None, *, dim: Any = None, keepdim: bool = False) -> Any:
         if isinstance(other, Symbol):
             return call(f"{name}imum", (x, other), {})
-        if dim is not None or other is not None or not _is_one_sided(x):
+        if dim is not None or other is not None or not _has_features(x):
             refuse(name, is_known, functions())
         return _feature_extreme(name == "max")(x)
 
@@ -283,7 +294,9 @@ def _extreme(name: str) -> Callable:
 
 
 def _dot(x: Any, y: Any) -> Symbol:
-    return Symbol(constructors.dot(expr_of(x), expr_of(y)))
+    a, b = expr_of(x), expr_of(y)
+    both = several.are_several(a) and several.are_several(b)
+    return Symbol(several.product(a, b) if both else constructors.dot(a, b))
 
 
 def _cast_to(kind: str) -> Callable:

@@ -23,6 +23,7 @@ from .closure import Watched
 from .declarations import Parameter
 from .domain import restrict
 from .expression import Expr, const, topological
+from .several import are_several
 from .symbol import NeedValue, Symbol, Trace, current_trace, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -117,6 +118,11 @@ def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
             raise UnreducedError(
                 detail=f"{function.__name__} returns {Symbol(e)!r}, a value for every pair",
                 fix="Fold it over columns or rows first, for example with mr.sum(...)",
+            )
+        if are_several(e):
+            raise TraceError(
+                detail=f"{function.__name__} returns {Symbol(e)!r}",
+                fix='Return one vector: declare what is folded with one letter, as in Col["d"], and view the result',
             )
 
 

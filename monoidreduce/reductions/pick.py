@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..program import intervals as iv
-from ..program.constructors import ONE
+from ..program.constructors import ONE, fsum
 from ..program.expression import Expr, index
+from ..program.several import inner as inner_product
+from ..program.several import is_product
 from ..program.symbol import Symbol
 from .accumulator import Accumulator, Offset
 from .base import Exchange, Outputs, Reads, Reduction, State
@@ -63,7 +65,7 @@ class PickLines(Lines):
         hit = f"folded_at[None, :] == {self.v.own_place(target)}"
         if self.v.masked:  # what lies beyond the axis is no match, whatever the index
             hit = f"({hit}) & folded_in[None, :]"
-        self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
+        self.total.add_block(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
 
     def finish(self) -> list[tuple[list[str], Any]]:
         if not self.direct:
@@ -131,7 +133,7 @@ class Pick(Gather):
         hit = Symbol(index(params[0])) == target
         if vector.expr.feature is None:
             return [None, torch.where(hit, g[0] * vector, 0.0), torch.where(hit, g[0] * value, 0.0)]
-        inner = g[0] @ vector
+        inner = g[0] @ vector if not is_product(vector.expr) else Symbol(fsum(inner_product(vector.expr, g[0].expr)))
         weight = torch.where(hit, value, 0.0)
         if value.expr.feature is not None:  # one match per feature of the target (a top-k), all with the same vector
             weight = weight.sum()

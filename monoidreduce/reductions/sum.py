@@ -40,7 +40,8 @@ class SumLines(Lines):
     def prepare(self) -> None:
         x, lanes = self.reduction.args[0], self.v.spec.lanes
         dtype = "int" if x.dtype == "bool" else x.dtype
-        self.total = self.tools.running_sum(self.name, x.feature, dtype, self.v, lanes)
+        stored = self.tools.stored_sum(self.name, self.reduction, self.v)
+        self.total = stored or self.tools.running_sum(self.name, x.feature, dtype, self.v, lanes)
 
     @property
     def totals(self) -> list[Any]:
@@ -76,6 +77,8 @@ class SumLines(Lines):
             elif self.total.tiny:
                 factor = f"tl.reshape({factor}, [KEPT])"
             texts = [f"{t} * {factor}" for t in texts]
+            if not texts:
+                self.v.inside += self.total.scale(factor)
         return [(texts, self.total.feature)]
 
 

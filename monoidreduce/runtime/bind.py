@@ -15,6 +15,7 @@ from ..engines.common.evaluate import Sizes
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
+from ..program.several import letters
 from ..program.symbol import Symbol
 from ..reductions import kind_of
 
@@ -70,9 +71,11 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - len(p.tail)
-    as_given = p.axis in ("pairs", "list", "lists", "edges")
+    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored
     if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and not as_given:
         value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
+    if len(letters(p.feature)) == 2:
+        value = value.flatten(-2)
     return value[(None,) * (rank - own)] if rank > own else value
 
 
@@ -101,7 +104,7 @@ def sizes_of(
         if p.axis == "number":
             continue
         lists = p.axis in ("list", "lists", "edges")
-        if value.dtype.is_floating_point:
+        if value.dtype.is_floating_point and not p.stored:
             floats[name] = value.dtype
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
@@ -139,6 +142,9 @@ def sizes_of(
             fix="Divide the rows alone: mr.shard(rows=...)",
         )
     sizes = {k: s for k, (_, s) in found.items() if k != _ALL}
+    for p in parameters.values():
+        if len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
+            sizes[str(p.feature)] = sizes[names[0]] * sizes[names[1]]
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
 
 
@@ -159,13 +165,19 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
 def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
     """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
     for e in topological(outputs):
-        letters = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
-        if len(letters) > 1 and e.op != "reduce" and len({sizes.of(str(letter)) for letter in letters}) > 1:
-            (one, other), (m, n) = list(letters)[:2], [sizes.of(str(letter)) for letter in letters][:2]
-            names = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
+        names = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
+        alike = e.op not in ("reduce", "einsum")
+        if len(names) > 1 and alike and len({sizes.of(str(letter)) for letter in names}) > 1:
+            (one, other), (m, n) = list(names)[:2], [sizes.of(str(letter)) for letter in names][:2]
+            shown_as = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
             raise ShapeError(
-                detail=f"{e.op} combines {names[0]}, which has {m} features, with {names[1]}, which has {n}",
+                detail=f"{e.op} combines {shown_as[0]}, which has {m} features, with {shown_as[1]}, which has {n}",
                 fix="A top-k's values are combined with vectors of k features",
+            )
+        if e.op == "part" and not -(count := sizes.of(letters(e.args[0].feature)[0])) <= e.attrs[0] < count:
+            raise ShapeError(
+                detail=f"vector [{e.attrs[0]}] was asked of {count} vectors",
+                fix=f"They are numbered from 0 to {count - 1}",
             )
         if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
             raise ShapeError(

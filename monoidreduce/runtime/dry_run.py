@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..program.several import letters
 from ..reductions import KINDS
 from . import registry, torch_operator
 from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
@@ -170,12 +172,16 @@ class Scale:
     """
 
     def __init__(self, sizes: Sizes, most: int = 0, tiles: Sequence[int] = ()):
-        lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
+        products = {letter: n for letter, n in sizes.letters.items() if len(letters(letter)) > 1}
+        own = (n for letter, n in sizes.letters.items() if letter not in products)
+        lengths = {*sizes.batch, sizes.rows, sizes.cols, *own, *tiles}
         primes = iter(p for p in _PRIMES if p > most)
         self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
         if not tiles and sizes.rows > matmul._SMALL_ROWS:  # a product of more rows takes another path in matmul.py
             self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
+        for letter, n in products.items():
+            self.small[n] = math.prod(self.down(sizes.of(one)) for one in letters(letter))
 
     def down(self, length: int) -> int:
         """The small length of an axis."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engines.common.evaluate import Sizes
-from ..engines.listed.list_cache import find_lists
+from ..engines.listed.lists import find_lists
 from ..program import constructors
 from ..program.constructors import LISTED
 from ..program.declarations import Parameter

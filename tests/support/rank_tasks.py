@@ -13,6 +13,7 @@ from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, 
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
 from tests.support import label_arithmetic_cases, large_topk_cases, listed_cases, logmeanexp, own_monoids
+from tests.support import several_vectors as several_vectors_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
@@ -721,6 +722,15 @@ def refused_gradient(group: Any, args: list[Tensor]) -> str:
         except mr.NoGradientError as error:
             return str(error)
     return ""
+
+
+def several_vectors(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor], axes: str) -> list[Tensor]:
+    """A body with several vectors a row or column, on this rank's part: its values and gradients."""
+    cut = lambda t, axis: _split(t, 1, group.rank(), group.size()) if axis in divided else t
+    given = [cut(t, axis).clone().requires_grad_() for t, axis in zip(args, axes.split(), strict=True)]
+    with mr.shard(**{axis: group for axis in divided}):
+        value = several_vectors_cases.CASES[name].op(*given)
+        return [value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), given)]
 
 
 def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:

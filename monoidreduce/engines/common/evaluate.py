@@ -18,6 +18,7 @@ from torch import Tensor
 from ...program.constructors import LISTED
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
+from ...program.several import letters
 from ...reductions import KINDS, kind_of, outputs_of
 from . import listed_pairs
 from .shard import Shard
@@ -266,6 +267,24 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
     return x.unsqueeze(-1).expand(*x.shape, count)
 
 
+def einsum(e: Expr, sizes: Sizes, x: Value, y: Value) -> Tensor:
+    """A product of several vectors (``program/several.py``), on tensors that broadcast but for their features."""
+    tensors = [_unflatten(v, a, sizes) for v, a in zip((x, y), e.args, strict=True)]
+    terms, out = e.attrs[0].split("->")
+    found = torch.einsum(f"...{terms.replace(',', ',...')}->...{out}", *tensors)
+    return found.flatten(-2) if len(out) == 2 else found
+
+
+def part(e: Expr, sizes: Sizes, x: Tensor) -> Tensor:
+    """One of several vectors."""
+    return _unflatten(x, e.args[0], sizes).select(-2, e.attrs[0])
+
+
+def _unflatten(x: Tensor, e: Expr, sizes: Sizes) -> Tensor:
+    names = letters(e.feature)
+    return x.unflatten(-1, [sizes.of(name) for name in names]) if len(names) == 2 else x
+
+
 _FEATURES: dict[str, Any] = {
     "fsum": lambda e, sizes, x: x.sum(-1),
     "famax": lambda e, sizes, x: x.amax(-1),
@@ -274,4 +293,6 @@ _FEATURES: dict[str, Any] = {
     "sqdist": _sqdist,
     "component": _component,
     "spread": _spread,
+    "einsum": einsum,
+    "part": part,
 }

@@ -60,8 +60,12 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
                 evaluator.memo[e] = gather_leaf(e, leaves, by_rows, part, safe, sizes)
         weight = evaluator.to_compute(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
-        found = evaluator.to_compute(evaluator(vector), vector)
         gathers = (over == "cols") == by_rows
+        if gathers and vector.op == "einsum" and vector.attrs[0] == "a,b->ab":  # without the products at each match
+            numbers, vectors = (evaluator.to_compute(evaluator(a), a) for a in vector.args)
+            out[:, part] += ((weight.unsqueeze(-1) * numbers).mT @ vectors).flatten(2)
+            continue
+        found = evaluator.to_compute(evaluator(vector), vector)
         if gathers and vector.feature is not None and 1 < found.shape[2] == weight.shape[2]:
             out[:, part] += (weight.unsqueeze(2) @ found).squeeze(2)  # Σ over matches, without their products
             continue

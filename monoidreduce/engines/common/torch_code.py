@@ -22,7 +22,7 @@ from ...program.expression import Expr, topological
 from ...program.lower import Fold, Lowered
 from ...program.primitives import PRIMITIVES
 from ...reductions import KINDS
-from .evaluate import Sizes, cast, from_layout, to_layout
+from .evaluate import Sizes, cast, einsum, from_layout, part, to_layout
 from .generated_code import FunctionWriter, function_text, run_text
 from .one_sided import Side, find_sides
 
@@ -188,7 +188,7 @@ class Writer(FunctionWriter):
             found = self._line(f"{self.hold(_index(e))}(S)")
             self._step(e, (), [found], len(self.lines) - 1)
             return found
-        args = [self._raised(a) for a in e.args]
+        args = [self._fitted(a, e) if e.op == "einsum" else self._raised(a) for a in e.args]
         if name in _TEXTS and e.args[0] not in self.plain:
             return self._line(_TEXTS[name].format(*args, *e.attrs))
         return self._line(f"{self.hold(_OTHERS[name](e))}({', '.join(['S', *args])})")
@@ -361,4 +361,6 @@ _OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
     "reduce": _reduce,
     "result": lambda e: lambda sizes, found: from_layout(found[e.attrs[0]], e),
     "spread": _spread,
+    "einsum": lambda e: functools.partial(einsum, e),
+    "part": lambda e: functools.partial(part, e),
 }

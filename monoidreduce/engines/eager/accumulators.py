@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...program.contract import Contraction
 from ...program.expression import Expr
+from ...program.several import MIX, folds, is_product, letters
 from ...reductions import kind_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, skip_small_tiles
@@ -36,7 +37,9 @@ class TileArithmetic:
 
     def contract(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight × vector over the folded axis."""
-        if c.walk:
+        if c.walk and is_product(c.weight) and folds(c.weight.args[1], self.over):
+            self._contract_products(total, weight, c.weight, tile)
+        elif c.walk:
             for f in range(tile.width(c.weight)):
                 part = tile.component(c.weight, f)
                 total[..., f] += (part if weight is None else weight * part).expand(tile.tile).sum(self.dim)
@@ -48,6 +51,17 @@ class TileArithmetic:
             vector = tile.get(c.vector)
             weight = tile.multiplied(weight, vector.dtype)
             self.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
+
+    def _contract_products(self, total: Tensor, weight: Tensor | None, e: Expr, tile: TileRun) -> None:
+        """total += Σ weight × numbers × vectors (``program/several.py``): one matrix product for each number."""
+        numbers, vectors = e.args[0], tile.pieces(e.args[1])
+        mixed = e.attrs[0] == MIX
+        count, width = (tile.count(name) for name in letters((e.args[1] if mixed else e).feature))
+        totals = [total] * count if mixed else total.unflatten(-1, (count, width)).unbind(-2)
+        for a in range(count):
+            part = tile.component(numbers, a).expand(tile.tile)
+            part = tile.multiplied(part if weight is None else weight * part, vectors[0].dtype)
+            self.accumulate(totals[a], part if self.over == "cols" else part.mT, vectors[a % len(vectors)])
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""

@@ -22,6 +22,8 @@ from ..common.evaluate import Sizes
 
 FEW_FEATURES = 16  # up to this many, differences are computed directly: three passes per feature, no cancellation
 
+WALKED = ("fsum", "famax", "famin")  # numbers made of a vector, one feature at a time
+
 
 @dataclass(frozen=True)
 class Reducer:
@@ -132,7 +134,7 @@ def _numbers_read_by_node(e: Expr) -> tuple[Expr, ...]:
     hot = match_label_scatter(e)
     if hot is not None:
         return (hot.dense,)
-    if e.op == "fsum":
+    if e.op in WALKED:
         return tuple(_pair_numbers(Contraction(e.args[0], None, walk=True)))
     return () if e.op in ("dot", "sqdist") else e.args
 
@@ -272,7 +274,7 @@ def _temporary_bytes(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int])
         return 0
     if e.op == "sqdist":
         return 2 * item["float"]  # two differences
-    if e.op == "fsum":
+    if e.op in WALKED:
         return _feature_walk_bytes(e.args[0], item)
     return item[e.dtype] if e.op in _OUT_OF_PLACE and e.is_pair else 0
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...program.expression import Expr, topological
+from ...program.expression import Expr, size, topological
 from ...program.primitives import PRIMITIVES
+from ...program.several import DOTS, MIX, are_several, letters
 from ..common import matmul
 from ..common.evaluate import cast
-from .tile_code import FEW_FEATURES, LabelScatter, Reducer, Step, TileCode, match_label_scatter
+from .tile_code import FEW_FEATURES, WALKED, LabelScatter, Reducer, Step, TileCode, match_label_scatter
 
 TileShape = tuple[int, int, int]
 
@@ -80,11 +81,8 @@ class TileRun:
             self.values[e] = self._scatter(out, hot)
         elif e.op == "sqdist":
             self.values[e] = _sqdist_into(out, *(self.get(a) for a in e.args))
-        elif e.op == "fsum":
-            total = out.zero_() if out is not None else 0
-            for f in range(self.width(e.args[0])):
-                total += self.component(e.args[0], f)
-            self.values[e] = total
+        elif e.op in WALKED:
+            self.values[e] = self._one_sided(e) if out is None else self._over_features(e, out)
         else:
             self.values[e] = _apply_primitive(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
 
@@ -139,7 +137,7 @@ class TileRun:
         Row numbers are [b, m, 1], column numbers [b, 1, n]; vectors are [b, l, features].
         """
         args = [self.get(a) for a in e.args]
-        if e.op in ("fsum", "famax", "famin"):
+        if e.op in WALKED:
             x = args[0].sum(-1) if e.op == "fsum" else args[0].amax(-1) if e.op == "famax" else args[0].amin(-1)
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
         if e.op == "component":
@@ -166,18 +164,59 @@ class TileRun:
 
     def width(self, e: Expr) -> int:
         """The number of features of a vector expression."""
-        leaf = next(n for n in topological([e]) if n.feature == e.feature and n in self.values)
-        return self.values[leaf].shape[-1]
+        return self.count(str(e.feature))
+
+    def count(self, letter: str) -> int:
+        """The number of features of a letter."""
+        own = letter.lstrip("#")
+        return int(own) if own.isdigit() else self.buffers.numbers[size(letter)]
+
+    def pieces(self, e: Expr) -> list[Tensor]:
+        """The vectors of several, [b, l, f] each; of one vector, itself."""
+        if not are_several(e):
+            return [self.get(e)]
+        return list(self.get(e).unflatten(-1, [self.count(name) for name in letters(e.feature)]).unbind(-2))
+
+    def _over_features(self, e: Expr, out: Tensor) -> Tensor:
+        """The sum, or the extreme, of a vector per pair."""
+        (x,) = e.args
+        if e.op == "fsum":
+            out.zero_()
+        for f in range(self.width(x)):
+            one = self.component(x, f).expand(self.tile)
+            if e.op == "fsum":
+                out += one
+            elif f == 0:
+                out.copy_(one)
+            else:
+                (torch.maximum if e.op == "famax" else torch.minimum)(out, one, out=out)
+        return out
+
+    def _product(self, e: Expr, f: int) -> Tensor:
+        """Number ``f`` of a product of several vectors."""
+        x, y = e.args
+        if e.attrs[0] in DOTS:
+            one, other = (self.pieces(a)[f] if are_several(a) else self.get(a) for a in (e.args if x.rows else (y, x)))
+            if matmul.is_16bit(one, other):
+                return matmul.multiply_16bit(one, other, 1).to(self.buffers.kinds["float"])
+            return matmul.dot_into(torch.empty(self.tile, dtype=one.dtype, device=one.device), one, other, 1)
+        own, width = y.feature != e.feature, self.count(letters(y.feature)[-1])
+        if e.attrs[0] == MIX:
+            count = range(self.count(letters(y.feature)[0]))
+            return sum(self.component(x, a) * self.component(y, a * width + f) for a in count)
+        return self.component(x, f // width) * self.component(y, f % width if own else f)
 
     def component(self, e: Expr, f: int) -> Tensor:
         """Feature ``f`` of a vector per pair, as a number per pair: never all features at once."""
         memo: dict[Expr, Any] = {}
-        for n in topological([e], stop=lambda n: n.feature is None or n in self.values):
+        for n in topological([e], stop=lambda n: n.feature is None or n in self.values or n.op == "einsum"):
             if n.feature is None:
                 memo[n] = self.get(n)
             elif n in self.values:  # a row or column vector [b, l, f]
                 column = self.values[n][..., f]
                 memo[n] = column.unsqueeze(-2) if n.cols else column.unsqueeze(-1)
+            elif n.op == "einsum":
+                memo[n] = self._product(n, f)
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
 from .gather import FlatLeaf, Layout, Piece
-from .list_cache import find_column_lists, find_lists
-from .lists import Lists, check_numbers
+from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
 from .pieces import combine_parts
 
@@ -28,23 +27,12 @@ _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
 
 
-Kernels = Callable[[Fold, list[Any], Sizes, Callable[[str], Any]], list[Tensor] | None]
-
-
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine, kernels: Kernels | None = None) -> list[Tensor]:
-    """Run a fold over the pairs that its domain lists; the contract of every engine.
-
-    ``kernels``: what walks lists by itself, if it can; it is given them by direction, in the form of
-    ``domains.ColumnLists``."""
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
+    """Run a fold over the pairs that its domain lists; the contract of every engine."""
     assert fold.domain is not None
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
-    both_ways = form[0] != "pages" or all(r.attrs[1] == "cols" for r in fold.reductions)
-    if kernels is not None and both_ways:
-        walked = kernels(fold, leaves, sizes, lambda over: find_column_lists(form, tensors, sizes, over))
-        if walked is not None:
-            return walked
     results: list[Any] = [None] * len(fold.reductions)
     for over, places in _groups(fold, leaves, sizes):
         chosen = [fold.reductions[k] for k in places]

@@ -162,6 +162,8 @@ def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
 
 
 def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
+    if fold.domain is not None:
+        raise Unsupported("lists of columns have kernels of their own")
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
     key += (
         matmul.float32_precision(),

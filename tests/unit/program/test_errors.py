@@ -303,8 +303,8 @@ def sum_of_a_number(x: Row["f"], y: Col["f"]):
     return mr.sum((x @ y).sum())  # here
 
 
-def largest_feature_of_a_pair(x: Row["f"], y: Col["f"]):
-    return mr.sum((x - y).amax())  # here
+def largest_feature_of_a_number(x: Row["f"], y: Col["f"]):
+    return mr.sum((x @ y).amax())  # here
 
 
 def no_reduction(x: Row["f"], y: Col["f"]):
@@ -472,7 +472,7 @@ BODIES = [
     (two_letters_elementwise, mr.ShapeError, ('"f"', '"d"', "equal letters")),
     (dot_of_numbers, mr.ShapeError, ("one number", "use *")),
     (sum_of_a_number, mr.UnreducedError, ("one number", "mr.sum")),
-    (largest_feature_of_a_pair, mr.UnreducedError, ("vector per pair", ".sum()")),
+    (largest_feature_of_a_number, mr.UnreducedError, ("one number", "mr.max(...)")),
     (no_reduction, mr.NotReducedError, ("no_reduction", "no reduction", "mr.sum")),
     (pair_returned, mr.UnreducedError, ("every pair", "mr.sum")),
     (nothing_returned, mr.TraceError, ("None", "Return a reduction")),

@@ -6,7 +6,9 @@ from typing import Any
 
 from ....program.constructors import apply
 from ....program.contract import Contraction
-from ....program.expression import Expr, topological
+from ....program.expression import Expr
+from ....program.several import MIX, is_product
+from . import stored_sums
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Slices
 
@@ -77,14 +79,16 @@ class Accumulator:
     def add(self, c: Contraction, weight: str | None) -> None:
         """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
         v = self.v
-        if c.walk:
+        if c.walk and weight is None and is_product(c.weight) and c.weight.attrs[0] == MIX:
+            stored_sums.add_mixed(self, c.weight)
+        elif c.walk:
             self._add_walk(lambda f: v.component(c.weight, f), c.weight, weight)
         elif c.minus is not None:
             assert c.vector is not None and weight is not None
             self._add_gap(c.vector, c.minus, weight)
         elif c.vector is None:
             assert weight is not None
-            self._sum(self.name, weight)
+            self.add_block(self.name, weight)
         elif c.vector.op != "leaf" or self.tiny:
             vector = c.vector
             self._add_walk(lambda f: v.component(vector, f), vector, weight)
@@ -92,7 +96,8 @@ class Accumulator:
             assert weight is not None
             self._product(weight, c.vector)
 
-    def _sum(self, name: str, block: str) -> None:
+    def add_block(self, name: str, block: str) -> None:
+        """Add a block's sum over the folded axis to a running number."""
         self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
 
     def _product(self, weight: str, vector: Expr, block: str = "") -> None:
@@ -111,13 +116,11 @@ class Accumulator:
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
         v = self.v
         zeros, nothing = f"tl.zeros([KEPT, FOLDED], {self.kind})", "0.0" if vector.dtype == "float" else "0"
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                v.number(n)
+        v.prepare_walk(vector)
         if self.tiny:
             for k, name in enumerate(self.names):
                 part = component(str(k))
-                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
+                self.add_block(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
             return
         lane, _ = v.lane(self.feature)
         with v.walk(self.width) as f:

@@ -15,6 +15,7 @@ import textwrap
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
+from ....program.several import are_several, letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, listed, tile_ranges
@@ -36,6 +37,7 @@ from .kernel_text import (
     write_tile_range,
 )
 from .reductions import known
+from .stored_sums import is_stored
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     spec = writer.spec
     kept = [e for e in writer.blocks if not spec.folds(e)]
     folded = [e for e in writer.blocks if spec.folds(e)]
-    held = lambda e: sum(size for _, size in spec.slices(e.feature))
+    held = lambda e: sum(size for _, size in spec.slices(letters(e.feature)[-1]))
     width = lambda chosen: sum(map(held, chosen)) * max(spec.pieces, 1)
     data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
     return Kernel(
@@ -167,6 +169,8 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
             near=bool(spec.near),
+            several=any(map(are_several, writer.blocks)),
+            stored=any(map(is_stored, spec.fold.reductions)),
         ),
     )
 

@@ -8,6 +8,7 @@ axis is bound once, before the loop.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import device_functions, k_loop, random_functions, special_functions
+from ....program.several import are_several
+from . import device_functions, k_loop, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -140,7 +142,7 @@ class ExpressionWriter:
         if e.op in ("row_index", "col_index"):
             kept = "kept_row[:, None]" if self.spec.grouped else "kept_at[:, None]"
             return "folded_at[None, :]" if self.spec.folds(e) else kept
-        if e.op in ("dot", "sqdist", "fsum"):
+        if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
             return self.exp(e.args[0])
@@ -229,15 +231,16 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
 
-    def _leaf_component(self, e: Expr, f: str) -> str:
+    def leaf_component(self, e: Expr, f: str) -> str:
+        """Feature ``f`` of a leaf, loaded."""
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
-            mask = ", mask=folded_in, other=0" if self.masked else ""
+            mask = f", mask=folded_in, other={self.spec.zero(e)}" if self.masked else ""
         elif self.spec.keeps(e):
             at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
-            mask = ", mask=kept_in, other=0"
+            mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
         return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
@@ -245,7 +248,7 @@ class ExpressionWriter:
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
-            return text if kind == self.spec.compute else f"{text}.to({self.float})"
+            return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
     # Elementwise arithmetic
@@ -445,7 +448,9 @@ class ExpressionWriter:
         if e.op == "spread":
             return self.number(e.args[0])
         if e.op == "leaf":
-            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+            return self.bind(key, self.leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        if e.op == "einsum":
+            return self.bind(key, several.write_product(self, e, f), True)
         if e.depth > _LAYER and f not in self.layered:
             with self._binding_layers(f):
                 for n in _read_across_layers(
@@ -468,10 +473,10 @@ class ExpressionWriter:
     def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
         """The sum of ``part(f)`` over the features of a vector: unrolled where they are few, else by a loop."""
         width = self.spec.width(vector.feature)
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                self.number(n)
+        self.prepare_walk(vector)
         kind = self.float if e.dtype == "float" else "tl.int64"
+        if e.op in ("famax", "famin"):
+            return self._extreme(e, kind, width)
         if not width:  # a sum of no features
             return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
@@ -481,9 +486,37 @@ class ExpressionWriter:
             self.inside.append(f"{total} += {part(f)}")
         return total
 
+    def prepare_walk(self, vector: Expr) -> None:
+        """Bind what a vector per pair is made of and what is the same for all its features, before a loop over them."""
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                self.number(n)
+            elif n.op == "einsum":
+                for a in n.args:
+                    if a.op == "leaf" and not are_several(a) and self.spec.width(a.feature) <= WIDEST:
+                        self.block(a)
+
+    def _extreme(self, e: Expr, kind: str, width: int) -> str:
+        """The largest or the smallest feature of a vector per pair; NaN where one is."""
+        (vector,) = e.args
+        if e.dtype == "bool":
+            raise Unsupported("extremes of truth values")
+        join = PRIMITIVES["maximum" if e.op == "famax" else "minimum"].triton
+        if width <= TINY:
+            text = self.component(vector, "0")
+            for f in range(1, width):
+                text = join.format(text, self.component(vector, str(f)))
+            return text
+        sign = -1 if e.op == "famax" else 1
+        first = literal(sign * math.inf) if e.dtype == "float" else str(sign * (2**63 - 1))
+        best = self.bind((e, "best"), f"tl.full([KEPT, FOLDED], {first}, {kind})", True)
+        with self.walk(width) as f:
+            self.inside.append(f"{best} = {join.format(best, self.component(vector, f))}")
+        return best
+
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""
-        if e.op == "fsum":
+        if e.op in ("fsum", "famax", "famin"):
             return self._walked(e.args[0], lambda f: self.component(e.args[0], f), e)
         x, y = e.args
         leaves = x.op == y.op == "leaf"
@@ -600,13 +633,13 @@ class ExpressionWriter:
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
-        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:

@@ -63,6 +63,8 @@ class Traits:
     sums_other_block: bool = False  # a block is summed that is in no other product
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
     near: bool = False  # squared distances of close points are recomputed
+    several: bool = False  # a loop over several vectors is inside that over tiles
+    stored: bool = False  # sums of vectors are kept in memory
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,8 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
         for texts, feature in r.finish():
             out = f"out{at}"
             at += 1
+            if not texts:  # it is there (``stored_sums.py``)
+                continue
             if feature is None:
                 lines.append(f"tl.store({out} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
                 continue

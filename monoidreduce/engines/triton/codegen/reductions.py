@@ -12,10 +12,12 @@ from .exponents import literal
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Unsupported, padded
 from .label_gather import LabelColumnWriter, can_read_one_column
+from .stored_sums import StoredSum, is_stored
 
 TOOLS = Tools(
     writer=ExpressionWriter,
     running_sum=Accumulator,
+    stored_sum=lambda name, r, v: StoredSum(name, r, v) if is_stored(r) else None,
     factored=move_factors_to_weight,
     reads_one_pair=can_read_one_column,
     one_pair=LabelColumnWriter,

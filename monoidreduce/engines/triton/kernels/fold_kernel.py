@@ -27,6 +27,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
+from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import few_rows, hopper, spec_from_tensors
@@ -438,7 +439,7 @@ class FoldLaunch:
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
         vector = len(shape) > len(self.sizes.batch) + 1
-        narrow = self.spec.narrow and vector and kind_of(r).sums_vectors and not self.fold.raised
+        narrow = self.spec.narrow and vector and kind_of(r).sums_vectors and not (self.fold.raised or is_stored(r))
         return getattr(torch, str(self.spec.narrow)) if narrow else dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:

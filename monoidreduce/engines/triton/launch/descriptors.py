@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
+from ....program.several import are_several
 from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, padded
 from . import jit_module
 from .encoded_descriptors import replace_base as replace_base
@@ -41,6 +42,7 @@ def are_supported(device: torch.device) -> bool:
 def find_copied_leaves(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
     """Per leaf of the fold: the batch dimensions of its descriptor, None where it has none."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
+    vectors = tuple(e for e in vectors if not are_several(e))
     fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
     return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 

@@ -16,6 +16,7 @@ from ....program.constructors import apply, rebuild, substitute
 from ....program.contract import Contraction, contractions
 from ....program.expression import Expr, index, node, reduce_node, size, topological
 from ....program.primitives import PRIMITIVES
+from ....program.several import OF_VECTORS
 from ....reductions import outputs_of
 from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
 from ..codegen.kernel_spec import Unsupported
@@ -70,7 +71,7 @@ def split_stage(stage: Stage) -> StageSplit:
             places[over].append(place)
     weights = [c.weight for one in sums for c in one.products] + [e for _, e in topk]
     used = [n for over in folds.values() for r in over for n in r.args] + weights
-    if any(e.op in ("dot", "sqdist", "fsum", "component") and e.is_pair for e in topological(used)):
+    if any(e.op in (*OF_VECTORS, "component") and e.is_pair for e in topological(used)):
         raise Unsupported("vectors per pair")
     return StageSplit(
         {over: tuple(rs) for over, rs in folds.items()},

@@ -160,6 +160,8 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
 def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     if kernel.traits.pieces:
         return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
+    if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.traits.stored):
+        return KernelPlan(*family.tile("several vectors, 16 bits"), boxes=int(boxes))
     copied = COPIED.get(_copied_kind(kernel)) if boxes and item == 2 else None
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
 

@@ -53,6 +53,8 @@ def describe_fold(
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
+    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
+        narrow = torch.bfloat16  # which holds all numbers of 8 bits
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     types, rooms, casts = [], [], []
@@ -188,7 +190,7 @@ def _multiplied(fold: Fold) -> frozenset[Expr]:
             for e in topological([x for x in roots if x.feature is None or c.walk]):
                 if e.op == "dot":
                     multiplied |= set(e.args)
-                elif e.op in ("fsum", "sqdist"):
+                elif e.op in ("fsum", "sqdist", "famax", "famin"):
                     walked |= set(topological(e.args, stop=lambda x: x.feature is None))
             walked |= {x for x in (c.minus, c.vector) if x is not None and c.minus is not None}
     return frozenset(multiplied - walked)

@@ -13,6 +13,7 @@ import torch
 
 from .....plan.default_tiles import Tile
 from .....program.expression import Expr, topological
+from .....program.several import OF_VECTORS
 from .....reductions.kernel_lines import Lines
 from .....reductions.pick import PickLines
 from ...codegen import compiler, k_loop, kernel_text, tile_ranges
@@ -55,7 +56,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra folded indices."""
-    products = [e for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist", "fsum")]
+    products = [e for e in topological(spec.fold.reductions) if e.op in OF_VECTORS]
     if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args

@@ -23,6 +23,7 @@ import torch
 from .....plan.default_tiles import Tile
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
+from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
 from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.accumulators import move_factors_to_weight
@@ -135,7 +136,7 @@ def find_operands(spec: Spec) -> Operands | None:
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
         return None
     sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
-    dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
+    dots = [e for e in topological(r.args) if e.op in OF_VECTORS]
     if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
     queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
@@ -258,8 +259,8 @@ class _Text:
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
-        self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
-        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped else 0)
+        self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
+        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]

@@ -24,6 +24,7 @@ from .....program.constructors import ONE, ZERO, apply, substitute
 from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
 from .....program.primitives import PRIMITIVES
+from .....program.several import OF_VECTORS
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
@@ -91,7 +92,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     if spec.bounds and (condition_leaves(spec.fold) or len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
-    dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
+    dots = tuple(e for e in under if e.op in OF_VECTORS)
     numbers, sums = folded_numbers(spec), len(spec.fold.reductions)
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
     ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)

@@ -1,0 +1,45 @@
+"""Products of several vectors in a kernel (``program/several.py``): one matrix product for each of them.
+
+The loop over the vectors is inside the loop over tiles: a block of one of them is loaded for each product, which the
+compiler does ahead of it, and the block that they are multiplied with stays for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....program.expression import Expr
+from ....program.several import DOTS, are_several, letters
+from .kernel_spec import WIDEST, Unsupported, padded
+
+if TYPE_CHECKING:
+    from .expressions import ExpressionWriter
+
+
+def write_product(v: ExpressionWriter, e: Expr, f: str) -> str:
+    """Number ``f`` of the products of several vectors with one, or with as many, for all pairs of a tile."""
+    if e.attrs[0] not in DOTS or any(a.op != "leaf" for a in e.args):
+        raise Unsupported("products of several vectors that are computed in the tile")
+    if v.spec.listed:
+        raise Unsupported("products of several vectors over lists of columns")
+    kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
+    return f"tl.dot({block_of(v, kept, f)}, tl.trans({block_of(v, folded, f)}){v.options()})"
+
+
+def block_of(v: ExpressionWriter, e: Expr, f: str) -> str:
+    """Vector ``f`` of several, as a block ``[axis, features]``; of one vector, its block."""
+    if not are_several(e):
+        return v.block(e)
+    width, name, folded = v.spec.width(letters(e.feature)[1]), str(e.attrs[0]), v.spec.folds(e)
+    if width > WIDEST:
+        raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
+    v.blocks[e] = None
+    lane, exists = v.slice_lane(padded(width), width)
+    side = "folded" if folded else "kept"
+    masks = [f"{side}_in[:, None]"] if not folded or v.masked else []
+    masks += [f"{exists}[None, :]"] if exists else []
+    mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+    rows = f"folded_lane[:, None] * {v.stride(e, 's')}" if folded else v.kept_offset(e, "[:, None]")
+    text = f"tl.load({v.pointer(e)} + {f} * {width} * {name}_f + {rows} + {lane}[None, :] * {name}_f{mask})"
+    text = text if v.spec.type_of[e] == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"
+    return v.bind((e, "one of", f), text, True)
