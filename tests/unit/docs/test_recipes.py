@@ -44,6 +44,8 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "ranking": lambda d: (d.rows(), d.integers(d.M, high=5), d.cols(), d.integers(d.N, high=5)),
     "indexer": lambda d: (d.normal(d.M, 3, 5), d.uniform(d.M, 3), d.cols(5)),
     "any_query": lambda d: (d.normal(d.M, 3, 5), d.cols(5), d.cols(2)),
+    "nearest_say": lambda d: (d.rows(3), d.cols(3), d.cols()),
+    "attention_to_best": lambda d: (*d.qkv(), 9),
     "cox": lambda d: (d.rows(), d.uniform(d.M), d.integers(d.M).bool(), d.cols(), d.uniform(d.N)),
 }
 
