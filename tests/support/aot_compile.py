@@ -29,7 +29,7 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.plan import default_tiles
-from tests.support import internals, user_kernel_cases
+from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -52,6 +52,16 @@ def capped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 @mr.op
 def dropped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
     return mr.softmax_mean(q @ k * 0.125, mr.dropout(v, 0.1, 3))
+
+
+@mr.op
+def relative_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(q @ k * 0.125 + mr.lookup(bias, mr.row_index - mr.col_index + mr.num_cols - 1), v)
+
+
+@mr.op
+def block_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(q @ k * 0.125 + mr.lookup(bias, mr.row_index // 64 * 4 + mr.col_index // 64), v)
 
 
 @mr.op
@@ -216,6 +226,8 @@ CASES = [
     *(Case(f"grouped heads {d}", grouped_heads, _projected(d)) for d in (64, 128)),
     Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
     Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
+    Case("relative attention 128", relative_attention, lambda t: (*_qkv(128, 4)(t), torch.zeros(4, 511)), hopper=True),
+    Case("block attention 128", block_attention, lambda t: (*_qkv(128, 4)(t), torch.zeros(4, 16)), hopper=True),
     Case("capped attention 128", forward(capped_attention), _qkv(128, 4), hopper=True),
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
@@ -276,6 +288,12 @@ CASES = [
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
+    # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
+    *(
+        Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
+        for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32))
+    ),
+    Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),

@@ -24,7 +24,7 @@ from ..common.evaluate import Sizes
 from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
-from .kernels import elementwise, fold_kernel, topk
+from .kernels import elementwise, fold_kernel, panel_topk, topk
 from .kernels.listed_fold import run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
@@ -98,7 +98,8 @@ def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    pairs = zip(fold.leaves, leaves, strict=True)
+    vectors = [(e, v) for e, v in pairs if e.feature is not None and e not in fold.tables]
     narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
     return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
 
@@ -117,12 +118,17 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
     return prepare(fold, leaves, sizes) if alone else None
 
 
+def _has_tile(launch: Any) -> bool:
+    return not launch.spec.deep and not launch.combines
+
+
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    ready = prepare(fold, leaves, sizes)
-    if ready is None:
+    folds = panel_topk.list_panel_folds(fold) if panel_topk.selects_from_panels(fold) else [fold]
+    every = [prepare(one, leaves, sizes) for one in folds]
+    found = {one.over: one.plan for ready in every if ready for one in ready.launches if _has_tile(one)}
+    if None in every:
         return {}
-    found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
     return {
         o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
     }
@@ -147,6 +153,8 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    if panel_topk.selects_from_panels(fold):
+        return panel_topk.run(fold, leaves, sizes, _run)
     return _prepare(fold, leaves, sizes)(leaves)
 
 

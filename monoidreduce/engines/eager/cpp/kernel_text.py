@@ -23,7 +23,7 @@ from ....reductions import outputs_of
 from ..tile_code import Reducer
 from . import special_functions, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
-from .tile_text import PAD, TileText
+from .tile_text import MOST_SORTED, PAD, TileText
 
 HEAD = 13  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
@@ -120,6 +120,7 @@ class KernelText:
             *([special_functions.FUNCTIONS] if special_functions.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
+            *([_SETS] if self.mixed else []),
             *(text for name, text in support.REDUCTIONS.items() if name in used),
         ]
 
@@ -286,13 +287,16 @@ extern "C" int run_fold(const I* a) {
 """
 )
 
-_RUN_MIXED = (
-    _TASKS
-    + """
+_SETS = """
 static int set_of(I block, int sets) {
   const int x = (int)(block % (2 * sets));
   return x < sets ? x : 2 * sets - 1 - x;
 }
+"""
+
+_RUN_MIXED = (
+    _TASKS
+    + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
   const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
@@ -368,6 +372,9 @@ def _finish_lines(k: KernelText, r: Expr) -> list[str]:
         worst = "(-INF)" if params[1] else "INF"
         change = f"if ({k.output(r, 0, 'i0 + i')}[s] == {worst}) {k.output(r, 1, 'i0 + i')}[s] = -1;"
         lines = [f"for (int s = 0; s < {params[0]}; s++) {change}"]
+        if params[0] > MOST_SORTED:
+            heap = f"sort_heap<{params[0]}, {'true' if params[1] else 'false'}>"
+            lines.insert(0, f"{heap}({k.output(r, 0, 'i0 + i')}, {k.output(r, 1, 'i0 + i')});")
     else:
         return []
     return ["for (int i = 0; i < m; i++) {", *lines, "}"]

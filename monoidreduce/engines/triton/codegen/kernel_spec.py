@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
+from ....reductions import kind_of
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
 NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
@@ -104,6 +105,11 @@ class Spec:
         text = str(feature).lstrip("#")
         return int(text) if text.isdigit() else self._sizes[str(feature)]
 
+    def width_text(self, feature: str) -> str:
+        """How many features there are, in the text: that of a table is given at the call, as lengths are."""
+        table = next((e for e in self.fold.tables if str(e.feature) == feature), None)
+        return repr(self.width(feature)) if table is None else f"{table.attrs[0]}_n"
+
     def slices(self, feature: str | int | None) -> Slices:
         """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
         several blocks where one of a power of two would be mostly padding (``slice_width``)."""
@@ -176,6 +182,14 @@ def _read_otherwise(r: Expr) -> list[Expr]:
         if e.op in ("sqdist", "fsum", "famax", "famin") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):
             found += [n for n in topological(e.args) if n.feature is not None]
     return found
+
+
+def pair_vector_leaves(r: Expr) -> list[Expr]:
+    """The vector leaves of which a kernel makes vectors per pair, number by number: not operands of matrix products."""
+    if kind_of(r).vector_lines is None:
+        return []
+    vectors = topological([a for a in r.args if a.feature is not None], stop=lambda e: e.feature is None)
+    return [e for e in vectors if e.op == "leaf" and e.feature is not None]
 
 
 @cache

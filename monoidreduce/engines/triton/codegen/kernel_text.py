@@ -65,6 +65,7 @@ class Traits:
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
     stored: bool = False  # sums of vectors are kept in memory
+    pair_features: int = 0  # features of the vectors that are held for every pair of a tile
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         pair = e.is_pair and spec.listed is None
         names += [f"{x}_r", f"{x}_c"] if pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
+        if e in spec.fold.tables:
+            names.append(f"{x}_n")
+            numbers.append(f"{x}_n")
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["period"] if spec.grouped else []
     sizes += ["group"] if spec.group is not None and not spec.group_size else []

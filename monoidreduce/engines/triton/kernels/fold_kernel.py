@@ -21,6 +21,7 @@ from ....plan.default_tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
+from ....reductions.best import worst
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
@@ -122,6 +123,7 @@ class FoldLaunch:
     dominates.
     """
 
+    combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
 
     def __init__(
@@ -138,6 +140,7 @@ class FoldLaunch:
         # the leaves that masks depend on, and their places
         self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
+        self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self._describe(values)
         self.prepare(values)
@@ -215,7 +218,8 @@ class FoldLaunch:
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
-        turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
+        by_turns = many and not self.fold.tables  # templates do not look up
+        turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
@@ -234,7 +238,7 @@ class FoldLaunch:
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
         takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
+        by_turns = not self.fold.tables and any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
         strided = tuple(
@@ -302,6 +306,7 @@ class FoldLaunch:
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
                 wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
                 self.template += strides
+                self.template += [v.shape[-1]] if e in self.fold.tables else []
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
@@ -342,9 +347,12 @@ class FoldLaunch:
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
         outputs = [room() for room in self.rooms]
+        if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
+            r = self.fold.reductions[0]
+            outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launched(outputs, leaves, merged):
             return self(leaves, merged)
-        return self._whole(outputs) if self.spec.split or self.lists else outputs
+        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
@@ -428,7 +436,8 @@ class FoldLaunch:
         shape, dtype = result_form(r, k, self.sizes)
         layout = self._layout((r, k))
         shape = shape if layout is None else layout.shape
-        return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
+        stacked = self.spec.split and not self.keeps_pairs
+        return ((self.parts, *shape), dtype) if stacked else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""

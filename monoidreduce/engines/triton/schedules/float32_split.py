@@ -34,7 +34,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Near, padded
+from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
 from ..launch.launch_cache import Kernels
 
 _TEXT = '''"""Vectors in pieces, and their norms."""
@@ -140,7 +140,8 @@ def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: in
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
     precision = matmul.float32_precision()
-    wide = frozenset(e for e in fold.leaves if e.feature is not None and sizes.of(str(e.feature)) > TINY)
+    vectors = [e for e in fold.leaves if e.feature is not None and e not in fold.tables]
+    wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
     pays = pairs >= MANY and budget.requested() is None and is_supported(sizes.device)
@@ -190,7 +191,7 @@ def _find_uses(fold: Fold) -> tuple[set[Expr], set[tuple[Expr, Expr]], set[tuple
     products: set[Expr] = set()
     distances: set[tuple[Expr, Expr]] = set()
     gaps: set[tuple[Expr, Expr]] = set()
-    others: set[Expr] = set()
+    others = {e for r in fold.reductions for e in pair_vector_leaves(r)}
     for c in (move_factors_to_weight(c) for r in fold.reductions for a in r.args for c in contractions(a, r.attrs[1])):
         roots = [c.weight]
         if c.minus is not None and c.vector is not None:
