@@ -23,6 +23,9 @@ SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in lit
 SPILLS |= {"wide cross-entropy, stowed": 8}  # nor here
 SPILLS |= {"dropped attention 128": 444}  # its forward; with Triton 3.6 that spills 36
 SPILLS |= {"wide cross-entropy, 256 rows": 8}
+SPILLS |= {
+    "attention over blocks 128": 416
+}  # as where the end of the columns is ragged: of the first tile, and a retry
 STAGED = {  # whose forward is hand-scheduled
     "wide contractions",
     "wide contrastive",
@@ -36,6 +39,7 @@ STAGED = {  # whose forward is hand-scheduled
     "causal attention 128",
     "attention 128",
     "attention 128, float16",
+    "attention over blocks 128",
 }
 
 
@@ -55,6 +59,7 @@ QUICK = {
         "wide cross-entropy, in little memory",
         "wide contrastive",
         "attention 64, float16",
+        "attention over blocks 128",
         "handmade loss 64",
         "stored attention 128, float8_e4m3fn",
     ],
