@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
@@ -684,11 +683,6 @@ class ExpressionWriter:
         """Further arguments of ``tl.dot``: precision or type of the accumulator."""
         kind = self.operand_type()
         return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
-
-
-def is_one(e: Expr) -> bool:
-    """Whether a weight is the constant 1."""
-    return e is ONE
 
 
 def _read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:
