@@ -29,7 +29,7 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.plan import default_tiles
-from tests.support import internals, user_kernel_cases
+from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -276,6 +276,12 @@ CASES = [
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
+    # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
+    *(
+        Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
+        for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32))
+    ),
+    Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),
