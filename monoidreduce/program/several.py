@@ -131,7 +131,7 @@ def split_factor(e: Expr) -> tuple[Expr, Expr] | None:
         return e.args[0], node("spread", (ONE,), e.attrs, rows=False, cols=False, feature=e.feature, dtype="float")
     if is_product(e):
         found = split_factor(e.args[0])
-        return None if found is None else (found[0], _inside(e, lambda _: found[1]))
+        return None if found is None else (found[0], einsum(e.attrs[0], found[1], e.args[1], e.feature))
     if e.op == "mul":
         for one, other in (e.args, e.args[::-1]):
             if one.is_pair and one.feature is None:

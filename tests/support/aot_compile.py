@@ -151,6 +151,15 @@ def grouped_heads(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return mr.ops.attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(x.shape)
 
 
+@mr.op
+def indexer(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
+    return mr.logsumexp((w * torch.relu(q @ k)).sum())
+
+
+def _several(d: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(s, dtype=dtype) for s in ((256, 16, d), (256, 16), (256, d)))
+
+
 def _projected(d: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(2, 256, heads * d, dtype=dtype) for heads in (8, 2, 2))
 
@@ -243,6 +252,7 @@ CASES = [
         lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
         hopper=True,
     ),
+    Case("indexer 64", indexer, _several(64)),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),

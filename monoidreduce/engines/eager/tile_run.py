@@ -203,7 +203,8 @@ class TileRun:
         own, width = y.feature != e.feature, self.count(letters(y.feature)[-1])
         if e.attrs[0] == MIX:
             count = range(self.count(letters(y.feature)[0]))
-            return sum(self.component(x, a) * self.component(y, a * width + f) for a in count)
+            total = torch.zeros((), dtype=self.buffers.kinds["float"], device=self.buffers.device)
+            return sum((self.component(x, a) * self.component(y, a * width + f) for a in count), total)
         return self.component(x, f // width) * self.component(y, f % width if own else f)
 
     def component(self, e: Expr, f: int) -> Tensor:
