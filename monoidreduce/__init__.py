@@ -29,7 +29,11 @@ try:
         from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
         from .autotune import Tuning, tune
         from .blockwise import MonoidReduce, mk_GeMMMapReduce
-        from .domains import Pages, blocks, edges, jagged, pages
+        from .domains import Blocks as blocks
+        from .domains import Edges as edges
+        from .domains import Jagged as jagged
+        from .domains import Pages
+        from .domains import Pages as pages
         from .engines.common.skip_small_tiles import skip_below
         from .engines.common.tile_counter import Tally, tally
         from .engines.ranks.agreement import shard
@@ -52,6 +56,7 @@ try:
             mean,
             num_cols,
             num_rows,
+            popcount,
             reduce,
             row_index,
             sample,
@@ -66,6 +71,7 @@ try:
         from .program.vocabulary import sum as sum
         from .runtime.registry import use
         from .sources import chunks
+        from .stored_vectors import Scaled, scaled
         from .stream import Stream
 finally:
     if _collects:
@@ -91,6 +97,7 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Scaled",
     "Stream",
     "Tally",
     "Tuning",
@@ -123,9 +130,11 @@ __all__ = [
     "op",
     "ops",
     "pages",
+    "popcount",
     "reduce",
     "row_index",
     "sample",
+    "scaled",
     "shard",
     "skip_below",
     "softmax_mean",

@@ -256,17 +256,17 @@ class NoGradientError(MonoidReduceError, RuntimeError):
     """A gradient was asked of something that has none.
 
     >>> import torch, monoidreduce as mr
-    >>> class Largest(mr.Monoid):
-    ...     v: mr.Scalar = -torch.inf
+    >>> class Steps(mr.Monoid):
+    ...     v: mr.Scalar = 0.0
     ...     def combine(a, b):
-    ...         return Largest(v=torch.maximum(a.v, b.v))
+    ...         return Steps(v=torch.floor(a.v) + torch.floor(b.v))
     >>> @mr.op
-    ... def best(x: mr.Row["d"], y: mr.Col["d"]):
-    ...     return mr.reduce(Largest, v=x @ y).v
-    >>> best(torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3)).sum().backward()
+    ... def steps(x: mr.Row["d"], y: mr.Col["d"]):
+    ...     return mr.reduce(Steps, v=x @ y).v
+    >>> steps(torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3)).sum().backward()
     Traceback (most recent call last):
     ...
-    monoidreduce.errors.NoGradientError: a gradient was asked of Largest...
+    monoidreduce.errors.NoGradientError: a gradient was asked of Steps, whose combine has no derivative...
     """
 
 

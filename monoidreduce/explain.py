@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .engines import eager, triton
 from .engines.common.evaluate import Sizes
+from .engines.common.others import describe_blocks
 from .plan import budget
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
@@ -23,11 +24,15 @@ from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Lowered
 from .program.trace import Traced
 from .reductions import kind_of
+from .reductions.derived_gradient import gradient_road
 from .runtime import call_cost, registry
 from .runtime.dry_run import LiveMemory
+from .runtime.listed_cost import ListedPairs
 from .runtime.registry import stepper
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
+
+_LISTED = ("flash", "shard rows")  # the schedules of listed pairs
 
 
 class Explanation(str):
@@ -57,6 +62,7 @@ class Subject:
     inputs: Mapping[str, Any]
     sizes: Sizes
     backward: bool
+    listed: ListedPairs | None = None  # of a call over listed pairs; the program is then that of a call of their number
 
     @property
     def program(self) -> Lowered:
@@ -69,6 +75,8 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     place = torch.device(device) if device is not None else sizes.device
     sizes = replace(sizes, device=torch.device("cpu") if place.type == "meta" else place)
     found = call_cost.estimate_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
+    if subject.listed is not None:
+        return replace(found, schedules=tuple(s for s in found.schedules if s.schedule in _LISTED), own="flash")
     if not subject.backward:
         return found
     inputs = call_cost.require_gradients(subject.inputs)
@@ -111,7 +119,8 @@ def _make_data(
     return {
         "op": subject.name,
         "rows": sizes.rows,
-        "cols": sizes.cols,
+        "cols": sizes.cols if subject.listed is None else subject.listed.cols,
+        "listed": None if subject.listed is None else asdict(subject.listed),
         "batch": list(sizes.batch),
         "arithmetic": str(sizes.compute)[6:],
         "device": str(sizes.device),
@@ -192,8 +201,11 @@ def _make_lines(
     sizes, program = subject.sizes, subject.program
     batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
     yield (
-        f"{subject.name}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
+        f"{subject.name}: {sizes.rows} rows × {data['cols']} columns{batch}, {sizes.compute} arithmetic, "
+        f"engine {engine}"
     )
+    if subject.listed is not None:
+        yield str(subject.listed)
     walks = [any(not kind_of(r).gathers for r in p.fold.reductions) for p in program.passes]
     number = sum(walks)
     yield f"{number} pass{'es' if number != 1 else ''} over the pairs" + ("" if number else ": everything is one-sided")
@@ -205,6 +217,8 @@ def _make_lines(
         return
     for part, fold in zip(runs.parts, data["folds"], strict=True):
         yield _fold_line(part, fold, _describe_tiles(part, sizes))
+    if subject.backward and runs.schedule != "dense":
+        yield from _derived_lines(program, sizes)
     if runs.schedule == "dense":
         yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
@@ -213,6 +227,21 @@ def _make_lines(
         yield f"measured: {_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
     for path in data["sources"]:
         yield f"generated: {path}"
+
+
+def _derived_lines(program: Lowered, sizes: Sizes) -> Iterator[str]:
+    """Where the gradients of monoids come from that bring none."""
+    for p in program.passes:
+        for r in p.fold.reductions:
+            road = gradient_road(r.attrs[2][0]) if r.attrs[0] == "user" else ""
+            if road == "trace":
+                yield f"  backward: {r.attrs[2][0].__name__}'s pullback is derived from the trace of its combine"
+            elif road == "others":
+                kept, folded, held = describe_blocks(r, sizes)
+                yield (
+                    f"  backward: {r.attrs[2][0].__name__} by combine with all other pairs, in torch: every pair is "
+                    f"computed twice more, in blocks of {kept} × {folded}, with about {_size(held)} held"
+                )
 
 
 def _stage_lines(stages: Sequence[Stage]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,27 +21,29 @@ from torch import Tensor
 from . import arrays
 from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
+from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import ChunkedProgram
-from .errors import ArgumentError, MonoidReduceError, shown
+from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
-from .program import declarations
+from .program import constructors, declarations
 from .program.compile import compile_program
 from .program.domain import inputs_of as domain_inputs
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, domain_call, dynamo, layer_replay, logit_rounding, registry
+from .runtime import call_context, domain_call, dynamo, layer_replay, listed_cost, logit_rounding, registry
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
 from .runtime.result_form import output_form
+from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
@@ -61,16 +64,22 @@ class Op(dynamo.Compiled, Generic[Result]):
     tensor([1, 0])
     """
 
-    def __init__(self, function: Callable, domain: tuple | None = None):
+    def __init__(
+        self,
+        function: Callable,
+        domain: tuple | None = None,
+        parameters: Mapping[str, declarations.Parameter] | None = None,
+    ):
         functools.update_wrapper(self, function)
         self.function = function
-        self.parameters = declarations.parameters(function)
+        self.parameters = declarations.parameters(function) if parameters is None else dict(parameters)
         self.signature = inspect.signature(function)
         self.domain = domain  # the form of the pairs that exist (``runtime/domain_call.py``); None: all
         if domain is not None:
             self.parameters = domain_call.parameters_over(domain, self.parameters)
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
+        self._sides = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
         self._over: dict[tuple, Op] = {}  # the same op over the pairs of a domain, by its form
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters, domain)
@@ -81,15 +90,20 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
-            return call.finish(op(**call.values))
         if torch.compiler.is_dynamo_compiling():
+            if _any_scaled(args, kwargs):
+                stored, given = self._stored(args, kwargs)
+                return stored(**given)
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(self._divided_call)(*args, **kwargs)
+            if nested.any_nested([*args, *kwargs.values()]):
+                return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
             return self._compiled(args, kwargs)
+        if declarations.RESERVED in kwargs and not _any_scaled(args, kwargs):
+            op, call = self._restrict(args, kwargs)
+            return call.finish(op(**call.values))
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
@@ -108,6 +122,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
+        if key is None and _any_scaled(args, kwargs):
+            stored, given = self._stored(args, kwargs)
+            return stored(**given)
+        if key is None and nested.any_nested((*args, *kwargs.values())):
+            return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
@@ -137,8 +156,14 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.total(**named)
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs, total=True)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.total(**call.values)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -181,6 +206,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> all(fold.seconds <= fold.safe_seconds for fold in attention.tune(*torch.randn(3, 300, 8)).folds)
         True
         """
+        if declarations.RESERVED in kwargs:
+            raise ArgumentError(
+                detail="tune was given cols",
+                fix="Call the op: listed pairs have one schedule",
+            )
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
     def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> Plan | None:
@@ -196,6 +226,12 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.program(**named)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.program(**call.values)
         return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
@@ -221,6 +257,12 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.cost(**named, backward=backward, device=device, ranks=ranks)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
     def explain(
@@ -242,6 +284,12 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
+        if _any_scaled(args, kwargs):
+            stored, named = self._stored(args, kwargs)
+            return stored.explain(**named, backward=backward, measure=measure, passes=passes)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -253,13 +301,26 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        return Subject(self.function.__name__, traced, inputs, sizes, backward)
+        listed, found = constructors.find_listed(traced.outputs), None
+        if listed is not None:
+            found = listed_cost.count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+            average = max(1, round(found.average))
+            outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
+            traced = replace(traced, outputs=outputs)
+        return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
 
     # Over ranks, and over columns that come in chunks
 
     def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The call on this rank's part, where rows or columns are divided over ranks; in a stream, what it asks for."""
         streamed = agreement.streamed_call()
+        if self.domain is not None and streamed is not None:
+            raise StreamError(detail="a layer with cols= cannot be streamed", fix="Give all rows and columns at once")
+        if self.domain is not None and dtensors.any_dtensor(kwargs.values()):
+            raise ShardError(
+                detail="DTensors were given with cols=, whose lists are not divided",
+                fix="Give local tensors inside mr.shard(rows=group), and each rank the lists of its own rows",
+            )
         if streamed is not None:
             return streamed.call(self, self._bind(args, kwargs))
         if dtensors.any_dtensor((*args, *kwargs.values())):
@@ -280,6 +341,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
+        if declarations.RESERVED in kwargs:
+            raise StreamError(
+                detail="stream was given cols, whose lists name columns that are not there yet",
+                fix="Give all columns at once, or hide pairs with a condition in the body",
+            )
         columns = {n: p for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
         self._check_keywords(kwargs, self.parameters)
@@ -289,6 +355,11 @@ class Op(dynamo.Compiled, Generic[Result]):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if _any_scaled(args, kwargs):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}.stream was given mr.scaled(...)",
+                fix="A stream takes plain tensors: dequantize() the rows, and each chunk of columns as it comes",
+            )
         rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
         cut = {n: _argument(p, "cols") for n, p in columns.items()}
         return Stream(self._streamed, cut, given, rows)
@@ -336,7 +407,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
             op = self._over.get(domain.form)
             if op is None:
-                op = self._over[domain.form] = Op(self.function, domain.form)
+                op = self._over[domain.form] = Op(self.function, domain.form, self.parameters)
             return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
@@ -362,6 +433,27 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def __reduce__(self) -> str:
         return self.function.__qualname__
+
+    # Arguments that are stored as small numbers (``stored_vectors.py``)
+
+    def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+        """The same layer for arguments of which some are stored, and the arguments as it takes them, by name."""
+        if len(args) > len(self.parameters):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
+            )
+        self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
+        forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+        return getattr(self, self._name_stored(*forms)), given
+
+    @dynamo.constant
+    def _name_stored(self, *forms: tuple[str, str]) -> str:
+        """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
+        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        if not hasattr(self, name):
+            body, parameters = make_body(self.function, self.parameters, dict(forms))
+            setattr(self, name, Op(body, parameters=parameters))
+        return name
 
     # Binding and checking
 
@@ -416,6 +508,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
             f"{n}={shown(v)}" for n, v in given
         )
+
+
+def _any_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return True in [isinstance(v, Scaled) for v in (*args, *kwargs.values())]
 
 
 def _argument(p: declarations.Parameter, axis: str) -> Argument:

@@ -44,9 +44,10 @@ class Monoid(metaclass=MonoidType):
     """A set with an associative ``combine`` and an identity; its instances are immutable records of the fields.
 
     ``a ⊙ (b ⊙ c) = (a ⊙ b) ⊙ c`` and ``identity ⊙ a = a = a ⊙ identity``; also ``a ⊙ b = b ⊙ a`` unless the class says
-    ``commutative = False``. For gradients a monoid brings either ``pullback(c, a, g)``, the derivative
+    ``commutative = False``. For fast gradients a monoid brings either ``pullback(c, a, g)``, the derivative
     ``D(c, a)`` of ``c = a ⊙ b`` by ``a`` applied to the cotangent ``g`` (Theorem 2.1), or ``remove(c, a)``, the rest of
-    the fold without ``a``, from which it is derived.
+    the fold without ``a``, from which it is derived. Without either (``has_gradient`` is False) ``mr.reduce`` derives
+    gradients from ``combine`` alone, and ``mr.fold`` is differentiated by autograd.
 
     >>> class Total(Monoid):
     ...     v: Scalar = 0.0

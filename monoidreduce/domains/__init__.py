@@ -13,8 +13,6 @@ from .edges import Edges
 from .jagged import Jagged
 from .pages import Pages
 
-blocks, pages, jagged, edges = Blocks, Pages, Jagged, Edges  # mr.blocks(...), as a user writes it
-
 KINDS: dict[str, type[Domain]] = {kind.kind: kind for kind in (Blocks, Pages, Jagged, Edges)}
 
 
@@ -23,4 +21,4 @@ def restore(form: tuple, tensors: tuple) -> Domain:
     return KINDS[form[0]]._restore(form, tensors)
 
 
-__all__ = ["ColumnLists", "Domain", "Edges", "Jagged", "Pages", "blocks", "edges", "jagged", "pages", "restore"]
+__all__ = ["Blocks", "ColumnLists", "Domain", "Edges", "Jagged", "Pages", "restore"]

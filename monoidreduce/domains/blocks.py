@@ -99,6 +99,7 @@ class Blocks(base.Domain):
         return cls(chosen, count, int(size[0]), int(size[1]))
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``index``, and ``count`` if there is one."""
         return (self.index,) if self.count is None else (self.index, self.count)
 
     @property
@@ -137,7 +138,7 @@ class Blocks(base.Domain):
         base.within("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used)
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
-        index = self.index.reshape(-1, self.index.shape[-1])
+        index = self.index.flatten(0, -2)
         if self.count is not None:
             offsets, items = pack(index, self.count.reshape(-1))
         else:

@@ -113,6 +113,7 @@ class Edges(base.Domain):
         return cls(rowptr.to(target.dtype), source[order]), order
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``rowptr`` and ``index``."""
         return (self.rowptr, self.index)
 
     @property
@@ -151,7 +152,7 @@ class Edges(base.Domain):
             return ColumnLists(self.rowptr, self.index, 1, 1)
         edges, count = self.index.shape[-1], torch.Size(self.batch).numel()
         first = torch.arange(count, device=self.rowptr.device).unsqueeze(1) * edges
-        starts = (self.rowptr[..., :-1].reshape(count, -1) + first).reshape(-1)
+        starts = (self.rowptr[..., :-1].flatten(0, -2) + first).reshape(-1)
         offsets = torch.cat([starts, starts.new_full((1,), count * edges)])
         return ColumnLists(offsets, self.index.reshape(-1), 1, 1, self.batch)
 

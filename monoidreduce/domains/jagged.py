@@ -54,6 +54,7 @@ class Jagged(base.Domain):
         return self.col_offsets is self.row_offsets
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``row_offsets``, and ``col_offsets`` if they differ."""
         return (self.row_offsets,) if self.is_square else (self.row_offsets, self.col_offsets)
 
     @property
@@ -86,6 +87,7 @@ class Jagged(base.Domain):
         return _positions(self.col_offsets, cols)
 
     def mask(self, rows: int, cols: int) -> Tensor:
+        """1 for pairs of one sequence, dense [rows, cols]: for tests and small sizes."""
         return (self.row_sequences(rows).unsqueeze(1) == self.col_sequences(cols)).long()
 
     def _sizes(self) -> str:

@@ -1,5 +1,5 @@
-"""The border of a call for jagged nested tensors (``torch.nested``): they go in as packed values with ``mr.jagged``, and
-results that have an entry for each row come out nested as the rows were."""
+"""The border of a call for jagged nested tensors (``torch.nested``): they go in as packed values with ``mr.jagged``,
+and results that have an entry for each row come out nested as the rows were."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def call_with_values(
     """Call with packed values in place of nested tensors. ``sides`` says which arguments are an entry a row (``rows``)
     or a column (``cols``), ``names`` the positional arguments; ``takes_cols``: whether the call knows ``cols=``."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found: dict[str, tuple[str, Tensor]] = {}  # the first nested argument of each side
-    for name, value in list(given.items()):
-        if not isinstance(value, Tensor) or not value.is_nested:
+    found: dict[str, tuple[str, Any]] = {}  # the first nested argument of each side
+    for name in list(given):
+        value: Any = given[name]  # torch does not declare the methods of nested tensors
+        if not any_nested([value]):
             continue
         side = sides.get(name)
         _check(name, value, side)
@@ -39,7 +40,7 @@ def call_with_values(
         if like.offsets() is not value.offsets():
             raise ShapeError(
                 detail=f"{first} and {name} are nested tensors of different lengths",
-                fix="Make both with the same offsets, as in torch.nested.nested_tensor_from_jagged(values, x.offsets())",
+                fix="Make both with the same offsets: torch.nested.nested_tensor_from_jagged(values, x.offsets())",
             )
         given[name] = value.values()
     if "rows" not in found:
@@ -53,7 +54,7 @@ def call_with_values(
             detail = f"{found['cols'][0]} is nested" + (" beside cols=" if takes_cols else "")
             raise ArgumentError(detail=detail, fix="Give one of the two" if takes_cols else "Give dense columns")
         cols = found["cols"][1].offsets()
-        given["cols"] = Jagged(rows.offsets(), None if cols is rows.offsets() else cols)
+        given["cols"] = Jagged(rows.offsets(), cols)
     else:
         for name, value in given.items():
             if sides.get(name) == "cols" and isinstance(value, Tensor) and value.dim() > 2:
@@ -65,12 +66,12 @@ def call_with_values(
     return _nest(call(**given), _axis(rows), list(ends.values()))
 
 
-def _axis(nested: Tensor) -> int:
+def _axis(nested: Any) -> int:
     """Which dimension of the values is the packed one."""
-    return nested._ragged_idx - 1  # type: ignore[attr-defined,no-any-return]
+    return int(nested._ragged_idx) - 1
 
 
-def _check(name: str, value: Tensor, side: str | None) -> None:
+def _check(name: str, value: Any, side: str | None) -> None:
     if side is None:
         raise ArgumentError(detail=f"{name} is a nested tensor", fix="Only rows and columns may be nested")
     if value.layout is not torch.jagged or value.lengths() is not None:
@@ -84,7 +85,7 @@ def _check(name: str, value: Tensor, side: str | None) -> None:
         )
 
 
-def _nest(result: Any, axis: int, ends: Sequence[tuple[int, Tensor]]) -> Any:
+def _nest(result: Any, axis: int, ends: Sequence[tuple[int, Any]]) -> Any:
     """A result, nested where its dimension ``axis`` is the packed one of the rows, else of the columns."""
     if isinstance(result, Tensor):
         for size, like in ends:

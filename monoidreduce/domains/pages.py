@@ -50,6 +50,7 @@ class Pages(base.Domain):
             )
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """``table`` and ``lengths``."""
         return (self.table, self.lengths)
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from ..domains import Jagged
 from ..errors import ArgumentError
 from ..ops import attention, checks
 from ..ops.attention import attention_in_blocks
@@ -108,10 +109,7 @@ def attention_forward(
         causal = bool(asked) and (form == MaskForm.FLASH or (form > MaskForm.EAGER and query.shape[2] == key.shape[2]))
         windowed = causal and form == MaskForm.FLASH
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-            options["documents"] = (
-                _documents("cu_seq_lens_q", cu_seq_lens_q, query),
-                _documents("cu_seq_lens_k", cu_seq_lens_k, key),
-            )
+            options |= _packed(cu_seq_lens_q, cu_seq_lens_k, query, key)
     elif attention_mask.dim() == 2:
         causal = windowed = True
         options["attn_mask"] = attention_mask[:, None, None, :]
@@ -143,8 +141,18 @@ def attention_forward(
     return found.transpose(1, 2).contiguous(), None
 
 
-def _documents(name: str, offsets: Tensor, tokens: Tensor) -> Tensor:
-    """The document of each token [B, L] from where documents begin and end in the flattened batch, as collators say."""
+def _packed(rows: Tensor, cols: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """Packed documents, from where they begin and end in the flattened batch. One row of tokens is jagged, and its
+    documents' queries are the last of their keys; otherwise queries and keys are the same tokens, with numbers."""
+    _check_offsets("cu_seq_lens_q", rows, query)
+    _check_offsets("cu_seq_lens_k", cols, key)
+    if query.shape[0] == 1 and (rows is cols or query.shape[2] != key.shape[2]):
+        return {"cols": Jagged(rows, cols)}
+    return {"documents": (_documents(rows, query), _documents(cols, key))}
+
+
+def _check_offsets(name: str, offsets: Tensor, tokens: Tensor) -> None:
+    """Raise unless offsets end with the number of tokens."""
     batch, length = tokens.shape[0], tokens.shape[2]
     if checks.can_inspect(offsets) and (offsets.numel() == 0 or int(offsets[-1]) != batch * length):
         raise ArgumentError(
@@ -152,6 +160,11 @@ def _documents(name: str, offsets: Tensor, tokens: Tensor) -> Tensor:
             f"{batch * length} tokens",
             fix="Give where each document begins and the number of tokens, as DataCollatorWithFlattening does",
         )
+
+
+def _documents(offsets: Tensor, tokens: Tensor) -> Tensor:
+    """The document of each token [B, L]."""
+    batch, length = tokens.shape[0], tokens.shape[2]
     places = torch.arange(batch * length, device=offsets.device, dtype=offsets.dtype)
     return torch.bucketize(places, offsets[1:].contiguous(), right=True).view(batch, length)
 

@@ -65,8 +65,8 @@ class PagedCache(nn.Module):
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: Sequence[int] | None = None) -> None:
         """Write the new tokens k, v [S, heads, T, f] of these sequences (the first ``counts`` of each, if given).
 
-        Raises :class:`ArgumentError` where too few pages are free or a sequence is named twice; nothing is then
-        written.
+        Raises :class:`ArgumentError` where too few pages are free or a sequence is named twice, and as
+        ``mr.Pages.append`` does; nothing is then written or taken.
         """
         each = [k.shape[2]] * len(sequences) if counts is None else list(counts)
         if len(set(sequences)) < len(sequences):
@@ -78,10 +78,15 @@ class PagedCache(nn.Module):
             raise ArgumentError(
                 detail=f"{short} more pages are needed than are free", fix="Free a sequence, or make a larger cache"
             )
+        before = {s: list(owned) for s, owned in self._owned.items()}, list(self._left)
         for s, n in wanted.items():
             self._owned.setdefault(s, []).extend(self._left.pop() for _ in range(n))
         ragged = None if counts is None else torch.tensor(each, dtype=torch.int32).to(self.keys.device)
-        self.pages(sequences).append((self.keys, self.values), (k, v), ragged)
+        try:
+            self.pages(sequences).append((self.keys, self.values), (k, v), ragged)
+        except Exception:
+            self._owned, self._left = before
+            raise
         self.lengths.update(longer)
 
     def attend(self, sequences: Sequence[int], q: Tensor, **options: Any) -> Tensor | AttentionOutput:

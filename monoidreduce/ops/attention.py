@@ -378,7 +378,7 @@ def attention_decode(
     True
     """
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.tensor(name, t, "[B, heads, length, features]", 4, 4)
+        checks.vectors(name, t, "[B, heads, length, features]", 4, 4)
     checks.tensor("lengths", lengths, "[B]", 1, 1)
     return attention(
         q,

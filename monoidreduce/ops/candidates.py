@@ -84,6 +84,7 @@ def sampled_cross_entropy(
     """
     checks.reduction(reduction)
     options = heads.check(x, weight, bias, softcap, temperature)
+    checks.tensor("weight", weight, "[V, D]", 2, 2)
     checks.classes(x, weight, target)
     _check_samples(x, target, samples)
     wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
@@ -164,8 +165,9 @@ def rerank(x: Tensor, y: Tensor, candidates: Tensor | Edges, k: int, *, metric: 
     """The k best of each row's candidates, best first: the second stage of a search.
 
     The same as ``(x.unsqueeze(-2) * y[candidates]).sum(-1).topk(k)`` with the columns' own numbers as indices, without
-    ever allocating the gathered vectors. The values have gradients, indices have none. Where a row has fewer than k
-    candidates, the rest of its values is minus infinity (infinity for distances) and of its indices -1.
+    ever allocating the gathered vectors or their products. The values have gradients, indices have none. Where a row
+    has fewer than k candidates, the rest of its values is minus infinity (infinity for distances) and of its indices
+    -1.
 
     Shapes: ``x`` [M, D], ``y`` [N, D] and ``candidates`` [M, K], columns of each row, or ``mr.edges`` for lists of
     unequal lengths, give values and indices [M, k]. A candidate that is listed twice may be found twice. ``metric`` as

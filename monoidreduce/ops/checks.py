@@ -6,6 +6,7 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..domains import Domain
+from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
+from ..stored_vectors import Scaled
 from ..stream import Stream
 from . import dtensor_layers
 from .streaming import LayerStreams
@@ -137,9 +139,12 @@ def _check_key(given: tuple) -> tuple | None:
 # Tensors
 
 
-def tensor(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
-    """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message."""
-    if not isinstance(value, Tensor):
+def tensor(
+    name: str, value: Any, shape: str, least: int, most: int | None = None, kinds: tuple[type, ...] = (Tensor,)
+) -> None:
+    """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message.
+    ``kinds``: what it may be."""
+    if not isinstance(value, kinds):
         raise ArgumentError(
             detail=f"{name} was given {shown(value)}",
             fix=f"Give a tensor, a numpy array or an array with DLPack, of shape {shape}",
@@ -148,6 +153,11 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )
+
+
+def vectors(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
+    """The same of vectors, which may be stored as small numbers (``mr.scaled``)."""
+    tensor(name, value, shape, least, most, (Tensor, Scaled))
 
 
 def domain(name: str, value: Any, *kinds: str) -> None:
@@ -171,7 +181,7 @@ def listed(cols: Any) -> dict[str, Any]:
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     """The arguments of a linear head, whose logits are ``x @ weight.T + bias``; ``prefix`` of their names."""
     tensor(f"{prefix}x", x, "[..., D]", 1)
-    tensor(f"{prefix}weight", weight, "[V, D]", 2, 2)
+    vectors(f"{prefix}weight", weight, "[V, D]", 2, 2)
     if not x.is_floating_point():
         raise DTypeError(detail=f"{prefix}x is {str(x.dtype)[6:]}, but a head multiplies floating numbers")
     alike(**{f"{prefix}x": x, f"{prefix}weight": weight})
@@ -217,7 +227,8 @@ def truths(name: str, value: Any, x: Tensor) -> None:
 
 def alike(**tensors: Tensor) -> None:
     """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
-    first, *rest = tensors.values()
+    plain = {name: t for name, t in tensors.items() if not isinstance(t, Scaled)}
+    first, *rest = plain.values()
     if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
@@ -327,7 +338,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 
 def flatten_rows(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
-    shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
+    shared = all(isinstance(c, Tensor | Scaled) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
@@ -393,8 +404,16 @@ def public_layer(
 
 
 def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
+    sides = dict.fromkeys(rows, "rows") | dict.fromkeys(cols, "cols")
+    names = list(inspect.signature(layer).parameters)
+
+    def of_nested(*args: Any, **kwargs: Any) -> Any:
+        return nested.call_with_values(layer, sides, names, args, kwargs, takes_cols="cols" in names)
+
     def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
+        if nested.any_nested(given):
+            return of_nested(*args, **kwargs)
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return dtensor_layers.run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
 
@@ -407,6 +426,8 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
                 return arrays.call_traced(layer, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(of_any_tensors)(*args, **kwargs)
+            if nested.any_nested([*args, *kwargs.values()]):
+                return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)

@@ -43,8 +43,9 @@ def graph_attention(
     """Each node's mean of its neighbours' values, weighted by softmax_j(leaky_relu(target_i + source_j)).
 
     The message passing of a graph attention network (GAT), as a fold over edges: the same as gathering a score and a
-    value for each edge, a softmax over the edges of each target and a scatter of the products, of which nothing is ever
-    allocated. Gradients of the sources fold the same edges the other way, in a fixed order, without atomics.
+    value for each edge, a softmax over the edges of each target and a scatter of the products, without ever allocating
+    a value for each edge. Gradients of the sources fold the same edges the other way, in a fixed order, without
+    atomics.
 
     Shapes: ``target`` [..., M] and ``source`` [..., N] are a score for each node, ``values`` [..., N, d]; leading
     dimensions are heads. ``cols`` is ``mr.edges``: row i folds its neighbours (``mr.edges.from_edge_index`` converts a

@@ -27,7 +27,7 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) ->
     checks.tensor(name, value, shape, tail)
     checks.integers(name, value)
     for t in tensors:
-        checks.tensor("q, k and the like", t, "[..., length, features]", 2)
+        checks.vectors("q, k and the like", t, "[..., length, features]", 2)
     lead = max(t.dim() for t in tensors) - 2
     missing = lead - (value.dim() - tail)
     if missing < 0:
@@ -65,7 +65,7 @@ class Groups:
     def of(q: Any, k: Any, v: Any) -> Groups | None:
         """The groups of these heads; None where every query's head has its own."""
         for name, t in (("q", q), ("k", k), ("v", v)):
-            checks.tensor(name, t, "[..., heads, length, features]", 3)
+            checks.vectors(name, t, "[..., heads, length, features]", 3)
         counts = {name: t.shape[-3] for name, t in (("q", q), ("k", k), ("v", v))}
         many, few = counts["q"], counts["k"]
         if counts["v"] != few or not few or many % few:

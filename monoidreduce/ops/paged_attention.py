@@ -65,10 +65,11 @@ def attention_paged(
 ) -> Any:
     """Attention of each sequence's newest tokens to its keys, which lie in the pages that ``mr.pages`` names.
 
-    The same as :func:`attention_decode` on the sequences' keys and values gathered into one padded tensor, which is
-    never made. The M queries are the last M positions of their sequence (the new tokens are counted in its length), so
-    one call decodes (M = 1) and another folds a chunk of a prompt (M = its size). With ``causal`` a query sees the
-    positions up to its own. Attention to one sequence in several stores is merged by ``return_lse``.
+    The same as :func:`attention_decode` on the sequences' keys and values gathered into one padded tensor, without ever
+    allocating that tensor or the scores. The M queries are the last M positions of their sequence (the new tokens are
+    counted in its length), so one call decodes (M = 1) and another folds a chunk of a prompt (M = its size). With
+    ``causal`` a query sees the positions up to its own. Attention to one sequence in several stores is merged by
+    ``return_lse``.
 
     Shapes: ``q`` [S, H, M, f], ``k_pages`` [pages, page, Hkv, f] and ``v_pages`` [pages, page, Hkv, d], with Hkv
     dividing H, give [S, H, M, d]. The other options are those of :func:`attention`. What pages hold beyond a sequence's

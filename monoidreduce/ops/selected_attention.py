@@ -39,7 +39,8 @@ def select_blocks(
 
     A block's score is the product of the mean of its queries with the mean of its keys. With ``causal``, blocks that
     lie after a query block are not chosen, and the blocks in which its own positions lie always are. The first
-    ``sinks`` blocks are always chosen too. All of these count towards ``count``. The choice has no gradient.
+    ``sinks`` blocks are always chosen too. All of these count towards ``count``. The choice has no gradient. It is made
+    without ever allocating the scores of all blocks.
 
     Shapes: ``q`` [..., M, f] and ``k`` [..., N, f] give lists [..., row blocks, count]; with ``enable_gqa`` one list
     for each head of the keys, by the mean of the queries that share it. ``rows`` is the size of a block of queries
@@ -119,8 +120,8 @@ def selected_attention(
 
     Compress, choose, fold: the selected branch of native sparse attention, and block-sparse attention whose blocks the
     data choose. The same as :func:`attention` with ``cols=select_blocks(q, k, count, ...)``, with gradients of q, k and
-    v through the chosen blocks; the choice has none. Nothing of M × N is allocated, and what is not chosen is not
-    computed. ``blocks``: lists that were chosen otherwise.
+    v through the chosen blocks; the choice has none. What is not chosen is not computed, and all is done without ever
+    allocating the M × N scores. ``blocks``: lists that were chosen otherwise.
 
     Shapes: ``q`` [..., M, f], ``k`` [..., N, f] and ``v`` [..., N, d] give [..., M, d]. ``block``, ``rows``, ``sinks``
     and ``enable_gqa`` as in :func:`select_blocks`; ``causal``, ``scale``, ``softcap`` and ``return_lse`` as in

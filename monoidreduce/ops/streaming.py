@@ -68,6 +68,11 @@ class LayerStreams:
             raise StreamError(
                 detail=f"{name} does not fold rows over columns that could come in chunks", fix="Call it as it is"
             )
+        if kwargs.get("cols") is not None:
+            raise StreamError(
+                detail=f"{name}.stream was given lists of columns (cols), but its columns come in chunks",
+                fix="Give all columns at once, to the layer itself",
+            )
         known = self.signature.parameters
         names = [n for n in known if n not in self.cols]
         for n in kwargs:

@@ -28,10 +28,14 @@ class Tiles:
     cols: int
 
 
-def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = None) -> Tiles:
+def choose(
+    batch: int, rows: int, cols: int, width: int = 1, room: int | None = None, copied: tuple[int, int] = (0, 0)
+) -> Tiles:
     """The tile for ``batch`` folds of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
 
-    ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that is too little.
+    ``copied``: bytes of a row's and of a column's vectors that are copied for a tile, as they are multiplied in another
+    type than they are stored in. ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that
+    is too little.
     """
     asked = settings.now()
     elements, room = ELEMENTS // max(1, width) // asked.shrink, room or asked.budget
@@ -43,5 +47,7 @@ def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = 
     r = min(max(1, rows), max(1, min(ROWS, elements)))
     c = min(max(1, cols), max(1, elements // r))
     r = min(max(1, rows), max(r, elements // c))  # few columns: take more rows
+    if room is not None:  # a quarter for the copies of either side
+        r, c = (min(n, max(16, room // 4 // held)) if held else n for n, held in zip((r, c), copied, strict=True))
     b = min(max(1, batch), max(1, elements // (r * c)))
     return Tiles(b, r, c)

@@ -75,8 +75,39 @@ INSTEAD: dict[str, str] = {
     "mse_loss": "Write (a - b).square(), and fold it with mr.mean",
     "l1_loss": "Write (a - b).abs(), and fold it with mr.mean",
     "cosine_similarity": "Write F.normalize(x, dim=-1) @ F.normalize(y, dim=-1)",
-    "hypot": "Write torch.sqrt(a * a + b * b)",
-    "fmod": "Write a - b * torch.trunc(a / b); a % b has the sign of b",
+    **dict.fromkeys(
+        ("bitwise_count", "bit_count", "popcount"), "Write mr.popcount(x, bits=32), with the width of the numbers"
+    ),
+    "hamming_distance": "Write mr.popcount(x ^ y, bits=32).sum(), with the width of the packed words",
+    "log_ndtr": "Write torch.log(torch.special.ndtr(x))",
+    "ndtri": "Write math.sqrt(2) * torch.erfinv(2 * p - 1)",
+    "erfcx": "Write torch.exp(x * x) * torch.erfc(x)",
+    "multigammaln": "Write the sum of torch.lgamma(x - 0.5 * k) over k < p, plus p * (p - 1) / 4 * math.log(math.pi)",
+    "mvlgamma": "Write the sum of torch.lgamma(x - 0.5 * k) over k < p, plus p * (p - 1) / 4 * math.log(math.pi)",
+    "ldexp": "Write x * torch.exp2(n)",
+    "softshrink": "Write torch.where(x.abs() > c, x - c * torch.sign(x), 0.0)",
+    "hardshrink": "Write torch.where(x.abs() > c, x, 0.0)",
+    **dict.fromkeys(("threshold", "_threshold"), "Write torch.where(x > threshold, x, value)"),
+    "rrelu": "Write F.leaky_relu(x, slope)",
+    "signbit": "Write x < 0",
+    **dict.fromkeys(("isposinf", "isneginf"), "Write x == torch.inf, or x == -torch.inf"),
+    "isreal": "All numbers of a body are real: leave it out",
+    **dict.fromkeys(("gcd", "lcm"), "It takes a loop, which a body does not have: tabulate it before the call"),
+    **dict.fromkeys(
+        ("i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0",
+         "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "spherical_bessel_j0", "airy_ai", "zeta",
+         "gammainc", "gammaincc", "igamma", "igammac"),
+        "It has no closed form in the functions of a body: of one side's numbers, apply it before the call; of a "
+        "pair's, write the polynomial that is exact enough",
+    ),
+    **dict.fromkeys(
+        ("nextafter", "frexp"), "The bits of floating-point numbers are no part of a body",
+    ),
+    **dict.fromkeys(
+        ("real", "imag", "angle", "conj", "polar", "view_as_real"),
+        "Numbers of a body are real: take both parts as arguments; the angle is torch.atan2(y, x), the modulus "
+        "torch.hypot(x, y)",
+    ),
     "clamp_": "Nothing is changed in place in a body: use clamp",
     "nansum": "Write mr.sum(torch.where(torch.isnan(s), 0.0, s))",
     "nanmean": "Write mr.weighted_mean(~torch.isnan(s), torch.nan_to_num(s))",
@@ -98,7 +129,8 @@ _OF_TWO = {
 # NumPy's names of what torch calls otherwise
 _NUMPY = {
     "power": "pow", "true_divide": "div", "mod": "remainder", "fabs": "abs", "rint": "round", "conjugate": "positive",
-    "arcsin": "asin", "arccos": "acos", "arctanh": "atanh", "cbrt": "pow", "invert": "logical_not",
+    "cbrt": "pow", "invert": "bitwise_not", "left_shift": "bitwise_left_shift", "right_shift": "bitwise_right_shift",
+    "bitwise_invert": "bitwise_not", "degrees": "rad2deg", "radians": "deg2rad",
 }  # fmt: skip
 
 # What NumPy calls when one of its numbers stands left of an operator
@@ -106,7 +138,8 @@ NUMPY_OPERATORS = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "power": "pow",
     "floor_divide": "floor_divide", "remainder": "remainder", "equal": "eq", "not_equal": "ne", "less": "lt",
     "less_equal": "le", "greater": "gt", "greater_equal": "ge", "bitwise_and": "bitwise_and",
-    "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "matmul": "matmul",
+    "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "left_shift": "bitwise_left_shift",
+    "right_shift": "bitwise_right_shift", "matmul": "matmul",
 }  # fmt: skip
 
 REFUSED_ATTRIBUTES = dict.fromkeys(
@@ -155,12 +188,18 @@ def refuse_numpy(name: str, is_known: Callable[[str], bool]) -> NoReturn:
     raise TraceError(detail=f"NumPy's {name} was called in a body", fix=fix.replace("{name}", name))
 
 
+_NOT_OF_TRUTHS = (
+    "abs", "floor", "ceil", "round", "trunc", "floor_divide", "remainder", "fmod", "bitwise_left_shift",
+    "bitwise_right_shift",
+)  # fmt: skip
+
+
 def check_truth_values(name: str, truths: Sequence[bool]) -> None:
     """Refuse the arithmetic on truth values that torch refuses; ``truths``: which of the arguments are such."""
     if name in ("sub", "neg") and any(truths):
         fix = "Negate a truth value with ~, compare two with ^, or take it as a number with .int() or .float()"
         raise TraceError(detail=f"{name} was asked of a truth value, which torch does not do either", fix=fix)
-    if name in ("abs", "floor", "ceil", "round", "trunc", "floor_divide", "remainder") and all(truths):
+    if name in _NOT_OF_TRUTHS and all(truths):
         raise TraceError(detail=f"{name} was asked of truth values alone", fix="Take them as numbers with .int()")
 
 

@@ -70,7 +70,8 @@ def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
     if x.feature is None:
         return [(x, None, None)]
     if not x.is_pair:
-        return [(ONE, None, x)] if x.cols else [(ONE, x, None)]
+        scale, x = split_scale(x)
+        return [(scale, None, x)] if x.cols else [(scale, x, None)]
     if x.op == "spread":
         return [(x.args[0], None, None)]
     if x.op not in _LINEAR:
@@ -208,6 +209,17 @@ def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     return (a, b) if a.rows and b.cols else (b, a) if a.cols and b.rows else None
 
 
+def split_scale(x: Expr) -> tuple[Expr, Expr]:
+    """A vector as (number, vector): the scale of a stored one and what is stored; (1, itself) of any other."""
+    if x.op == "mul":
+        for number, vector in (x.args, x.args[::-1]):
+            if vector.feature is not None and number.feature is None:
+                scale, inner = split_scale(vector)
+                if inner.is_stored:
+                    return apply("mul", scale, number), inner
+    return ONE, x
+
+
 def dot(a: Expr, b: Expr) -> Expr:
     """⟨a, b⟩ over their common features."""
     for side in (a, b):
@@ -225,7 +237,9 @@ def dot(a: Expr, b: Expr) -> Expr:
         )
     sides = _row_and_col(a, b)
     if sides is not None:
-        return node("dot", sides, (), rows=True, cols=True, feature=None, dtype=widest(sides))
+        (s, x), (t, y) = map(split_scale, sides)
+        product = node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest(sides))
+        return apply("mul", product, apply("mul", s, t))
     return fsum(apply("mul", a, b))
 
 

@@ -140,6 +140,9 @@ class Pair(_Declared):
     feature: Feature = None
 
 
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
+
+
 AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
     "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
     "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
@@ -160,12 +163,13 @@ class Parameter:
     optional: bool
     default: Any
     python: type | None = None  # float, int or bool for numbers
+    stored: str = ""  # "vectors" of small numbers, or their "scale" (``stored_vectors.py``)
 
     def expr(self, dtype: str) -> Expr:
         return node(
             "input",
             (),
-            (self.name,),
+            (self.name, "stored") if self.stored == "vectors" else (self.name,),
             rows=self.axis in ("rows", "pairs", "edges"),
             cols=self.axis in ("cols", "pairs", "edges"),
             feature=self.feature,

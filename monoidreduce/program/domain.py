@@ -19,6 +19,7 @@ from .constructors import apply, listed_node
 from .expression import Expr, index, node, reduce_node, size, topological
 from .philox import DRAWS
 
+HIDDEN = "_cols_"  # the inputs that a domain adds to a program are called so, and something more
 Form = tuple  # the static part of a domain: its kind first (``domains.base.Domain.form``)
 
 NAMES = {  # the inputs that a domain adds to a program, and what each is: "list" and "lists" have axes of their own

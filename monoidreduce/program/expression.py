@@ -37,6 +37,11 @@ class Expr:
         return self.rows and self.cols
 
     @property
+    def is_stored(self) -> bool:
+        """Whether it is a vector stored as small numbers, which engines widen tile by tile (``stored_vectors.py``)."""
+        return self.op in ("input", "leaf") and len(self.attrs) > 1
+
+    @property
     def axes(self) -> tuple[bool, bool, Feature]:
         return self.rows, self.cols, self.feature
 

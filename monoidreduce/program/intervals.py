@@ -204,10 +204,58 @@ def logical_xor(x: Interval, y: Interval) -> Interval:
     return EITHER if EITHER in (x, y) else _truth(x != y, x == y)
 
 
+def inside(low: float, high: float, rule: Callable[[Interval], Interval]) -> Callable[[Interval], Interval]:
+    """The rule of a function that is NaN outside of [low, high]."""
+    return lambda x: rule(x) if low <= x[0] and x[1] <= high else NAN
+
+
+def hypot(x: Interval, y: Interval) -> Interval:
+    (a, b), (c, d) = absolute(x), absolute(y)
+    return known(math.hypot(a, c), math.hypot(b, d))
+
+
+def copysign(x: Interval, sign: Interval) -> Interval:
+    low, high = absolute(x)
+    return known(low, high) if sign[0] > 0 else known(-high, -low) if sign[1] < 0 else known(-high, high)
+
+
+# Whole numbers, as int64 holds them. What an end does not bound is unknown.
+
+
+def bitwise_and(x: Interval, y: Interval) -> Interval:
+    ends = [a[1] for a in (x, y) if a[0] >= 0]
+    return (0, min(ends)) if ends else UNKNOWN
+
+
+def bitwise_or(x: Interval, y: Interval) -> Interval:
+    """Of | and ^: two numbers from 0 give none with more bits."""
+    most = max(x[1], y[1])
+    return (0, (1 << int(most).bit_length()) - 1) if min(x[0], y[0]) >= 0 and most < INF else UNKNOWN
+
+
+def shift_left(x: Interval, count: Interval) -> Interval:
+    if count[0] != count[1] or not 0 <= count[0] < 64:
+        return UNKNOWN
+    return mul(x, (1 << int(count[0]),) * 2)
+
+
+def shift_right(x: Interval, count: Interval) -> Interval:
+    if count[0] != count[1] or not 0 <= count[0] < 64 or UNKNOWN[0] in x or UNKNOWN[1] in x:
+        return UNKNOWN
+    return int(x[0]) >> int(count[0]), int(x[1]) >> int(count[0])
+
+
 def remainder(x: Interval, y: Interval) -> Interval:
     if _exactly_infinite(x) or y[0] <= 0 <= y[1]:
         return NAN
     return (0.0, y[1]) if y[0] > 0 else UNKNOWN
+
+
+def fmod(x: Interval, y: Interval) -> Interval:
+    if _exactly_infinite(x) or y[0] <= 0 <= y[1]:
+        return NAN
+    most = min(absolute(x)[1], absolute(y)[1])
+    return (0 if x[0] >= 0 else -most), (0 if x[1] <= 0 else most)
 
 
 def to_bool(x: Interval) -> Interval:

@@ -3,10 +3,10 @@
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
 ``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
-is fed: a vector that is fed anyway times a number, so that no second vector is read; ``decay``, which a kernel joins
-with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what
-an engine runs: reductions over numbered leaves, independent of the layer it came from, and equal folds are the same
-object.
+is fed: a vector that is fed anyway, or is stored in a small type, times a number, so that no second vector is read;
+``decay``, which a kernel joins with an exponential; and arithmetic on indices, of which engines know the range on every
+tile. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the layer it came from,
+and equal folds are the same object.
 """
 
 from __future__ import annotations
@@ -98,6 +98,11 @@ class Lowered:
     def exact(self) -> bool:
         """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
+
+    @functools.cached_property
+    def is_listed(self) -> bool:
+        """True where some pass folds listed pairs."""
+        return any(p.fold.domain is not None for p in self.passes)
 
     def having(self, exact: bool) -> Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
@@ -232,7 +237,15 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     feeds, derived = _find_feeds(fields)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
-        e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
+        e: node(
+            "leaf",
+            (),
+            (f"x{k}", *(e.attrs[1:] if e.is_stored else ())),
+            rows=e.rows,
+            cols=e.cols,
+            feature=e.feature,
+            dtype=e.dtype,
+        )
         for k, e in enumerate(feeds)
     }
     scaled = tuple(leaves.get(f, f) for f in factors)
@@ -268,7 +281,8 @@ def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     while stack:
         e = stack.pop()
         again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
-        if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or e in indices:
+        stored = constructors.split_scale(e)[1].is_stored and not e.is_stored
+        if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or stored or e in indices:
             derived.add(e)
             stack += e.args[::-1]
         elif e.op not in _BUILTIN:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import derivatives as d
 from . import intervals as iv
 from . import philox
 
 aten = torch.ops.aten
-_LN2 = math.log(2.0)
+_LN2, _LN10 = math.log(2.0), math.log(10.0)
+_SELU = 1.6732632423543772, 1.0507009873554805  # alpha and scale
 
 
 @dataclass(frozen=True)
@@ -64,56 +66,13 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
-# Derivatives that take more than a line, in the language itself. They follow torch's formulas on special values too.
-# Where torch gives no gradient a ``where`` leaves the cotangent out: zero times an infinite cotangent would be NaN.
-
-
-def _normal_density(x: Any) -> Any:
-    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-
-
-def _gelu_slope(x: Any, approximate: str) -> Any:
-    if approximate == "none":
-        return x.normal_gate() + x * _normal_density(x)
-    k = math.sqrt(8 / math.pi)
-    square = x * x
-    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
-    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
-
-
-def _silu_derivative(g: Any, y: Any, x: Any) -> tuple:
-    s = x.gate()
-    return (g * (s + y * (1 - s)),)
-
-
-def _power_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple:
-    """Of x ** n: 0 for the base where n is 0; for the exponent 0 where 0 is raised to n >= 0, NaN where x < 0."""
-    nothing = (x == 0) & (n >= 0)
-    return (
-        torch.where(n == 0, 0.0, g * (n * torch.pow(x, n - 1))),
-        torch.where(nothing, 0.0, g * (y * torch.log(torch.where(nothing, 1.0, x)))),
-    )
-
-
-def _xlogy_derivative(g: Any, y: Any, x: Any, z: Any) -> tuple:
-    """Of x log z: no gradient for x where 0 meets a z that has no logarithm."""
-    return torch.where((x == 0) & (z <= 0), 0.0, g * torch.log(z)), g * x / z
-
-
-def _logit_derivative(g: Any, y: Any, x: Any) -> tuple:
-    """Outside of [0, 1] there is no logit: NaN."""
-    return (torch.where((x < 0) | (x > 1), math.nan, g / (x * (1 - x))),)
-
-
-def _chosen_cotangent(g: Any, a: Any, b: Any, loses: Any) -> Any:
-    """The cotangent of one of two between which a minimum chooses: a tie gives half to each, NaN all to both."""
-    return torch.where(torch.logical_not(loses), torch.where(a == b, 0.5 * g, g), 0.0)
-
-
-def _logaddexp_share(a: Any, b: Any, y: Any) -> Any:
-    """exp(a) / (exp(a) + exp(b)) for y = logaddexp(a, b); 0, and not torch's NaN, where both are minus infinity: a sum
-    of nothing has no gradient."""
-    return torch.where(y == -math.inf, 0.0, torch.sigmoid(a - b))
+def _popcount(x: Any, bits: int = 64, out: Any = None) -> Any:
+    """How many of the lowest ``bits`` bits are 1: sums of 1, 2 and 4 bits side by side, then of all bytes."""
+    x = x & ((1 << bits) - 1) if bits < 64 else x
+    x = x - ((x >> 1) & 0x5555555555555555)  # of a negative number's shift, the copies of its sign are masked out
+    x = (x & 0x3333333333333333).add_((x >> 2).bitwise_and_(0x3333333333333333))
+    x = x.add_(x >> 4).bitwise_and_(0x0F0F0F0F0F0F0F0F).mul_(0x0101010101010101).bitwise_right_shift_(56)
+    return _into(x, out)
 
 
 _P = Primitive
@@ -133,12 +92,20 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, _power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0, fast=2.0),
+    _P("pow", torch.pow, d.power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0, fast=2.0),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
     ),
-    _P("sign", torch.sign, _no_gradient(1), _monotone(lambda x: float((x > 0) - (x < 0))), "same", triton="sign({0})"),
+    _P(
+        "sign",
+        torch.sign,
+        _no_gradient(1),
+        _monotone(lambda x: float((x > 0) - (x < 0))),
+        "same",
+        ("sgn",),
+        triton="sign({0})",
+    ),
     _P("square", torch.square, lambda g, y, x: (g * (2 * x),), iv.square, "same", triton="{0} * {0}"),
     _P(
         "sqrt",
@@ -200,6 +167,15 @@ _ROWS = [
         fast=1.5,
     ),
     _P(
+        "log10",
+        torch.log10,
+        lambda g, y, x: (g / (x * _LN10),),
+        _monotone(math.log10, domain=0.0),
+        triton="log10({0})",
+        cost=1.0,
+        fast=1.5,
+    ),
+    _P(
         "log1p",
         torch.log1p,
         lambda g, y, x: (g / (1 + x),),
@@ -228,16 +204,117 @@ _ROWS = [
         cost=2.0,
         fast=2.0,
     ),
+    _P("sinc", torch.sinc, d.sinc_derivative, iv.wave, triton="sinc({0})", cost=2.0, fast=2.0),
+    _P(
+        "asin",
+        torch.asin,
+        lambda g, y, x: (g * torch.rsqrt((1 - x) * (1 + x)),),
+        iv.inside(-1.0, 1.0, _monotone(math.asin)),
+        names=("arcsin",),
+        triton="arcsin({0})",
+        cost=2.5,
+        fast=3.0,
+    ),
+    _P(
+        "acos",
+        torch.acos,
+        lambda g, y, x: (-(g * torch.rsqrt((1 - x) * (1 + x))),),
+        iv.inside(-1.0, 1.0, lambda x: iv.neg(_monotone(lambda v: -math.acos(v))(x))),
+        names=("arccos",),
+        triton="arccos({0})",
+        cost=2.5,
+        fast=2.0,
+    ),
+    _P(
+        "atan2",
+        torch.atan2,
+        d.atan2_derivative,
+        lambda a, b: (-3.1416, 3.1416),
+        names=("arctan2",),
+        triton="arctan2({0}, {1})",
+        cost=3.0,
+        fast=3.5,
+    ),
+    _P("hypot", torch.hypot, lambda g, y, a, b: (g * (a / y), g * (b / y)), iv.hypot, triton="hypot({0}, {1})"),
+    _P(
+        "asinh",
+        torch.asinh,
+        lambda g, y, x: (g * torch.rsqrt(x * x + 1),),
+        _monotone(math.asinh),
+        names=("arcsinh",),
+        triton="arcsinh({0})",
+        cost=3.0,
+        fast=2.5,
+    ),
+    _P(
+        "acosh",
+        torch.acosh,
+        lambda g, y, x: (g * torch.rsqrt(x * x - 1),),
+        _monotone(math.acosh, 0.0, domain=1.0),
+        names=("arccosh",),
+        triton="arccosh({0})",
+        cost=3.0,
+        fast=2.5,
+    ),
+    _P(
+        "atanh",
+        torch.atanh,
+        lambda g, y, x: (g / (1 - x * x),),
+        iv.inside(-1.0, 1.0, _monotone(math.atanh)),
+        names=("arctanh",),
+        triton="arctanh({0})",
+        cost=2.0,
+        fast=2.5,
+    ),
+    _P(
+        "erfinv",
+        torch.erfinv,
+        lambda g, y, x: (g * torch.exp(y * y) * (0.5 * math.sqrt(math.pi)),),
+        iv.inside(-1.0, 1.0, iv.unknown),
+        triton="erfinv({0})",
+        cost=3.0,
+        fast=3.0,
+    ),
+    _P(
+        "lgamma",
+        torch.lgamma,
+        lambda g, y, x: (g * torch.digamma(x),),
+        iv.anything,
+        names=("gammaln",),
+        triton="lgamma({0})",
+        cost=6.0,
+        fast=5.0,
+    ),
+    _P(
+        "digamma",
+        torch.digamma,
+        lambda g, y, x: (g * torch.polygamma(1, x),),
+        iv.anything,
+        names=("psi",),
+        triton="digamma({0})",
+        cost=6.0,
+        fast=5.0,
+    ),
+    _P(  # of order n, from 1; kernels have orders 1 and 2
+        "polygamma",
+        lambda x, n=1, out=None: torch.polygamma(n, x, out=out),
+        lambda g, y, x, n: (g * torch.polygamma(n + 1, x),),
+        iv.anything,
+        attributes={"n": 1},
+        triton="polygamma_{n}({0})",
+        cost=8.0,
+        fast=6.0,
+    ),
     _P(
         "xlogy",
         torch.xlogy,
-        _xlogy_derivative,
+        d.xlogy_derivative,
         iv.anything,
         triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
         cost=1.0,
         fast=2.0,
     ),
-    _P("logit", torch.logit, _logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})", cost=2.5, fast=3.0),
+    _P("logit", torch.logit, d.logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})", cost=2.5, fast=3.0),
     _P(
         "erfc",
         torch.erfc,
@@ -291,7 +368,7 @@ _ROWS = [
     _P(
         "normal_gate",
         torch.special.ndtr,
-        lambda g, y, x: (g * _normal_density(x),),
+        lambda g, y, x: (g * d.normal_density(x),),
         triton="normal_gate({0})",
         cost=1.0,
         fast=1.5,
@@ -305,7 +382,7 @@ _ROWS = [
         cost=4.0,
         fast=2.0,
     ),
-    _P("silu", aten.silu, _silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
+    _P("silu", aten.silu, d.silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
     _P(
         "relu",
         aten.relu,
@@ -325,7 +402,7 @@ _ROWS = [
     _P(
         "gelu",
         aten.gelu,
-        lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
+        lambda g, y, x, approximate: (g * d.gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
         cost=2.0,
@@ -353,7 +430,7 @@ _ROWS = [
     _P(
         "minimum",
         torch.minimum,
-        lambda g, y, a, b: (_chosen_cotangent(g, a, b, a > b), _chosen_cotangent(g, a, b, a < b)),
+        lambda g, y, a, b: (d.chosen_cotangent(g, a, b, a > b), d.chosen_cotangent(g, a, b, a < b)),
         iv.minimum,
         "same",
         (),
@@ -362,7 +439,7 @@ _ROWS = [
     _P(
         "maximum",
         torch.maximum,
-        lambda g, y, a, b: (_chosen_cotangent(g, a, b, a < b), _chosen_cotangent(g, a, b, a > b)),
+        lambda g, y, a, b: (d.chosen_cotangent(g, a, b, a < b), d.chosen_cotangent(g, a, b, a > b)),
         iv.maximum,
         "same",
         (),
@@ -379,7 +456,7 @@ _ROWS = [
     _P(
         "logaddexp",
         torch.logaddexp,
-        lambda g, y, a, b: (g * _logaddexp_share(a, b, y), g * _logaddexp_share(b, a, y)),
+        lambda g, y, a, b: (g * d.logaddexp_share(a, b, y), g * d.logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
         cost=2.5,
         fast=2.0,
@@ -426,6 +503,38 @@ _ROWS = [
         iv.remainder,
         "same",
         triton="remainder({0}, {1})",
+    ),
+    _P("fmod", torch.fmod, d.fmod_derivative, iv.fmod, "same", triton="fmod({0}, {1})"),
+    _P("copysign", torch.copysign, d.copysign_derivative, iv.copysign, triton="copysign({0}, {1})"),
+    # bits of whole numbers; of truth values these are the logical operations
+    _P("bitwise_and", torch.bitwise_and, _no_gradient(2), iv.bitwise_and, "same", triton="{0} & {1}"),
+    _P("bitwise_or", torch.bitwise_or, _no_gradient(2), iv.bitwise_or, "same", triton="{0} | {1}"),
+    _P("bitwise_xor", torch.bitwise_xor, _no_gradient(2), iv.bitwise_or, "same", triton="{0} ^ {1}"),
+    _P("bitwise_not", torch.bitwise_not, _no_gradient(1), lambda x: (-1 - x[1], -1 - x[0]), "same", triton="~{0}"),
+    _P(
+        "bitwise_left_shift",
+        torch.bitwise_left_shift,
+        _no_gradient(2),
+        iv.shift_left,
+        "same",
+        triton="shift_left({0}, {1})",
+    ),
+    _P(
+        "bitwise_right_shift",
+        torch.bitwise_right_shift,
+        _no_gradient(2),
+        iv.shift_right,
+        "same",
+        triton="shift_right({0}, {1})",
+    ),
+    _P(
+        "popcount",
+        _popcount,
+        _no_gradient(1),
+        lambda x: (0, 64),
+        "int",
+        attributes={"bits": 64},
+        triton="popcount({0}, {bits})",
     ),
     # truth
     _P("eq", torch.eq, None, iv.equal, "bool", triton="{0} == {1}"),
@@ -500,6 +609,12 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
     "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),
+    "celu": lambda x, alpha=1.0, inplace=False: torch.where(
+        x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x) / alpha)
+    ),
+    "selu": lambda x, inplace=False: torch.where(
+        x > 0, x * _SELU[1], _SELU[0] * _SELU[1] * torch.expm1(torch.where(x > 0, 0.0, x))
+    ),
     "tanhshrink": lambda x: x - torch.tanh(x),
     "tan": lambda x: torch.sin(x) / torch.cos(x),
     "rsub": lambda x, y, alpha=1: y - alpha * x,
@@ -510,6 +625,13 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "isfinite": lambda x: torch.logical_not(torch.logical_or(torch.isnan(x), torch.isinf(x))),
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
+    "logaddexp2": lambda a, b: torch.logaddexp(a * _LN2, b * _LN2) / _LN2,
+    "xlog1py": lambda a, b: torch.xlogy(a, 1 + b),
+    "entr": lambda x: torch.where(x < 0, -math.inf, -torch.xlogy(x, x)),
+    "ndtr": lambda x: 0.5 * torch.erfc(x * -math.sqrt(0.5)),
+    "addcmul": lambda x, a, b, value=1: x + value * a * b,
+    "addcdiv": lambda x, a, b, value=1: x + value * a / b,
+    "rad2deg": lambda x: x * (180 / math.pi),
     "deg2rad": lambda x: x * (math.pi / 180),
     "positive": lambda x: x,
     "contiguous": lambda x: x,
@@ -532,3 +654,4 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 # every torch name -> the primitive it means
 NAMES: dict[str, str] = {alias: p.name for p in _ROWS for alias in (p.name, *p.names)}
+del NAMES["popcount"]  # torch has no such function: it is ``mr.popcount``, which asks for the width

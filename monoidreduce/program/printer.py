@@ -17,11 +17,12 @@ _WIDEST = 80  # characters of an expression, from which on it gets a line of its
 _ATOM = 9  # the precedence of names, numbers and calls, which need no parentheses
 _INFIX = {  # sign and precedence, as in Python
     "eq": ("==", 1), "ne": ("!=", 1), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1),
-    "logical_or": ("|", 2), "logical_xor": ("^", 3), "logical_and": ("&", 4), "add": ("+", 5), "sub": ("-", 5),
+    "logical_or": ("|", 2), "logical_xor": ("^", 3), "logical_and": ("&", 4), "bitwise_or": ("|", 2),
+    "bitwise_xor": ("^", 3), "bitwise_and": ("&", 4), "add": ("+", 5), "sub": ("-", 5),
     "mul": ("*", 6), "div": ("/", 6), "dot": ("@", 6), "floor_divide": ("//", 6), "remainder": ("%", 6),
     "pow": ("**", 8),
 }  # fmt: skip
-_PREFIX = {"neg": ("-", 7), "logical_not": ("~", 7)}
+_PREFIX = {"neg": ("-", 7), "logical_not": ("~", 7), "bitwise_not": ("~", 7)}
 
 
 def format_outputs(outputs: Iterable[Expr | None], known: Mapping[Expr, str] | None = None) -> str:

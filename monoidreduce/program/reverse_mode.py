@@ -7,7 +7,8 @@ columns are summed when a leaf is reached (``gradient.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import NoGradientError
 from . import constructors, several
@@ -15,9 +16,15 @@ from .expression import Expr, topological
 from .primitives import PRIMITIVES
 from .symbol import Symbol
 
+Derivatives = Mapping[str, Callable[..., Sequence[Any]]]  # by primitive, as in the table
 
-def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
-    """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``."""
+
+def pull(
+    seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr], instead: Derivatives | None = None
+) -> list[Expr | None]:
+    """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``.
+
+    ``instead``: derivatives that are written otherwise than in the table of primitives."""
     cotangent: dict[Expr, Expr] = {}
     targets = set(wrt)
 
@@ -34,7 +41,7 @@ def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr |
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
         if e in targets or e not in cotangent or not e.args:
             continue
-        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e]), strict=True):
+        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e], instead or {}), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -52,7 +59,7 @@ def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
+def _pull_node(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args
@@ -71,10 +78,11 @@ def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
         extreme = constructors.apply("cast", constructors.apply("eq", e.args[0], e), to="float")
         return [constructors.apply("mul", extreme, constructors.apply("div", g, constructors.fsum(extreme)))]
     primitive = PRIMITIVES.get(e.op)
-    if primitive is None or primitive.derivative is None:
+    derivative = instead.get(e.op) or (None if primitive is None else primitive.derivative)
+    if primitive is None or derivative is None:
         raise NoGradientError(
             detail=f"{e.op} has no derivative inside a pair expression", fix="Take it out of the pair expression"
         )
     attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-    pulled = primitive.derivative(Symbol(g), Symbol(e), *map(Symbol, e.args), **attributes)
+    pulled = derivative(Symbol(g), Symbol(e), *map(Symbol, e.args), **attributes)
     return [p.expr if isinstance(p, Symbol) else p if p is None else constructors.lift(p) for p in pulled]

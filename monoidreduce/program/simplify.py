@@ -238,5 +238,6 @@ _RULES = {
     "logical_and": _logical(True),
     "logical_or": _logical(False),
     "logical_not": lambda args, attrs: args[0].args[0] if args[0].op == "logical_not" else None,
+    **{f"bitwise_{name}": _truths_as(f"logical_{name}") for name in ("and", "or", "xor", "not")},
     "cast": lambda args, attrs: args[0] if args[0].dtype == attrs[0] else None,
 }

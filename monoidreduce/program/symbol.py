@@ -210,6 +210,7 @@ def _operator(name: str, reflected: bool = False) -> Callable:
 for _name, _primitive in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "floordiv": "floor_divide",
     "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
 }.items():  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_primitive))
     setattr(Symbol, f"__r{_name}__", _operator(_primitive, reflected=True))
@@ -332,21 +333,35 @@ def _truncated(a: Any, b: Any) -> Symbol:
     )
 
 
-def _truth(name: str) -> Callable:
-    """&, |, ^ and ~ are the logical operations; torch's bitwise ones on whole numbers are not in the language."""
+def _bits(name: str) -> Callable:
+    """An operation on bits, as torch has it: the logical one of truth values, bitwise of whole numbers."""
 
     def f(*args: Any) -> Symbol:
         exprs = [expr_of(a) for a in args]
-        if any(e.dtype != "bool" for e in exprs):
+        if any(e.dtype == "float" for e in exprs):
             raise TraceError(
-                detail=f"{name} was asked of numbers",
-                fix="Combine truth values with &, |, ^, ~; use %, // and * for bits",
+                detail=f"{name} was asked of floating-point numbers",
+                fix="Combine truth values (s > 0) or whole numbers; .int() makes a whole number",
             )
-        return Symbol(constructors.apply(name.replace("bitwise", "logical"), *exprs))
+        check_truth_values(name, [e.dtype == "bool" for e in exprs])
+        return Symbol(constructors.apply(name, *exprs))
 
     return f
 
 
+def _polygamma(n: Any, x: Any) -> Any:
+    """torch.polygamma(n, x) and x.polygamma(n)."""
+    n, x = (x, n) if isinstance(n, Symbol) else (n, x)
+    if not isinstance(n, int) or n < 0:
+        raise TraceError(detail=f"polygamma of order {shown(n)}", fix="The order is a whole number from 0")
+    return Symbol(constructors.apply("polygamma", expr_of(x), n=n) if n else constructors.apply("digamma", expr_of(x)))
+
+
+def _logit(x: Any, eps: float | None = None) -> Any:
+    return Symbol(constructors.apply("logit", expr_of(x if eps is None else torch.clamp(x, eps, 1 - eps))))
+
+
+BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
 SPECIAL: dict[str, Callable] = {
     "sum": _feature_sum, "mean": _feature_mean, "norm": _norm, "vector_norm": _norm, "normalize": _normalize,
     "softmax": _over_features("softmax"), "log_softmax": _over_features("log_softmax"),
@@ -355,8 +370,7 @@ SPECIAL: dict[str, Callable] = {
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
     "div": _divide, "divide": _divide, "true_divide": _divide,
     "float_power": lambda x, exponent: torch.pow(x * 1.0, exponent),  # integers are raised as floats
-    "bitwise_and": _truth("bitwise_and"), "bitwise_or": _truth("bitwise_or"), "bitwise_xor": _truth("bitwise_xor"),
-    "bitwise_not": _truth("bitwise_not"),
+    **{name: _bits(name) for name in BITS}, "polygamma": _polygamma, "logit": _logit,
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
     "int": _cast_to("int"), "long": _cast_to("int"), "bool": _cast_to("bool"), "to": _to, "type": _to,
 }  # fmt: skip
@@ -437,5 +451,6 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
     ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder", "xlogy",
-     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
+     "atan2", "hypot", "fmod", "copysign", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift",
+     "bitwise_right_shift", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
 ) | {"where": 3} | DRAWS  # fmt: skip

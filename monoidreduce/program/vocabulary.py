@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..algebra import Monoid, Scalar
+from ..algebra import Monoid, Scalar, Vector
 from ..algebra.probe import probe
-from ..errors import ArgumentError, TraceError, UnreducedError
+from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError
 from ..reductions import make
 from . import constructors
 from .advice import check_call
@@ -87,6 +87,33 @@ def sqdist(x: Any, y: Any) -> torch.Tensor:
     return cast(torch.Tensor, Symbol(constructors.sqdist(expr_of(x), expr_of(y))))
 
 
+@check_call
+def popcount(x: Any, bits: int) -> torch.Tensor:
+    """How many of the lowest ``bits`` bits of a whole number are 1; its population count.
+
+    Whole numbers have 64 bits in a body. Give the width of the numbers as they are stored, 8, 16, 32 or 64: a
+    negative number of 32 bits would have 32 more of them.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def hamming(x: mr.Row["words"], y: mr.Col["words"]):
+    ...     return mr.min(mr.popcount(x ^ y, bits=8).sum())
+    >>> hamming(torch.tensor([[0b1111, 0b1]]), torch.tensor([[0b1010, 0b0], [0b1110, 0b11]]))
+    tensor([2])
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 64:
+        raise ArgumentError(detail=f"mr.popcount was given bits={bits!r}", fix="Give the width, from 1 to 64")
+    e = expr_of(x)
+    if e.dtype == "float":
+        raise TraceError(
+            detail=f"mr.popcount was asked of {x!r}, a floating-point number",
+            fix="Pass the codes as whole numbers (torch.uint8 to torch.int64)",
+        )
+    return cast(
+        torch.Tensor, Symbol(constructors.apply("popcount", constructors.apply("cast", e, to="int"), bits=bits))
+    )
+
+
 def _is_bool(x: Any) -> bool:
     return expr_of(x).dtype == "bool"
 
@@ -107,7 +134,7 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
             fix="Decorate the function that calls it with @mr.op",
         )
     fields = tuple(expr_of(v) for v in values)
-    number_fields = fields[:1] if vectors and kind != "sum" else () if vectors else fields
+    number_fields = fields[:1] if vectors and kind not in ("sum", "user") else () if vectors else fields
     for f in number_fields:
         if f.feature is not None:
             raise UnreducedError(
@@ -364,7 +391,8 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 
     A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is
-    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more.
+    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more. Gradients
+    are those of its ``pullback`` or ``remove``; without either they are derived from ``combine`` (docs/monoids.md).
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -395,6 +423,11 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
             raise UnreducedError(
                 detail=f'field {name} of {monoid.__name__} is a Scalar, but was given a vector over "{e.feature}"',
                 fix="Declare it mr.Vector, or reduce it over its features first",
+            )
+        if marker is Vector and e.feature is None:
+            raise ShapeError(
+                detail=f"field {name} of {monoid.__name__} is a Vector, but was given one number per pair",
+                fix="Give it a vector (a Row or Col with a letter, or a number times one), or declare it mr.Scalar",
             )
         exprs.append(constructors.apply("cast", e, to="float"))
     results = (

@@ -12,19 +12,24 @@ from torch import Tensor
 
 from ..algebra import fold as fold_monoid
 from ..errors import NoGradientError
-from ..program import constructors
-from ..program.expression import Expr, node
-from ..program.reverse_mode import pull
-from ..program.symbol import Symbol, expr_of
+from ..program.expression import Expr
 from .base import Outputs, Reads, Reduction
+from .derived_gradient import gradient_road, local_pullback
 
 
-def no_gradient(monoid: type) -> NoGradientError:
-    """What to say of a monoid whose gradient was asked for and that has none."""
-    return NoGradientError(
-        detail=f"a gradient was asked of {monoid.__name__}, which has no local gradient",
-        fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
-    )
+def check_gradient(monoid: type) -> None:
+    """Raise NoGradientError for a monoid that has no gradient, or none that is a formula of one pair."""
+    road = gradient_road(monoid)
+    if road == "none":
+        raise NoGradientError(
+            detail=f"a gradient was asked of {monoid.__name__}, whose combine has no derivative",
+            fix="Detach what depends on it, or add pullback(c, a, g), the gradient that it should have",
+        )
+    if road == "others":
+        raise NoGradientError(
+            detail=f"the gradient of {monoid.__name__} is taken from combine with all other pairs, not from a formula",
+            fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
+        )
 
 
 class User(Reduction):
@@ -40,14 +45,11 @@ class User(Reduction):
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         (monoid,) = params
         names = list(monoid.fields())
-        if not monoid.has_gradient:
-            raise no_gradient(monoid)
-        whole, part = (monoid(**dict(zip(names, values, strict=True))) for values in (results, fields))
-        cotangents = monoid(**{n: 0.0 if v is None else v for n, v in zip(names, g, strict=True)})
-        if monoid.gradient_road == "pullback":
-            pulled = monoid.pullback(whole, part, cotangents)
-            return [getattr(pulled, n) for n in names]
-        return _pullback_from_remove(monoid, names, whole, part, cotangents)
+        check_gradient(monoid)
+        whole, part = (dict(zip(names, values, strict=True)) for values in (results, fields))
+        cotangents = {n: 0.0 if v is None else v for n, v in zip(names, g, strict=True)}
+        pulled = local_pullback(monoid, whole, part, cotangents)
+        return [pulled[n] for n in names]
 
     def identity(self, params: tuple) -> tuple[float, ...]:
         return tuple(float(field.identity) for field in params[0].fields().values())
@@ -73,10 +75,9 @@ class User(Reduction):
     def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:
         (monoid,) = params
         results = super().dense(fields, vectors, over, params, size)
-        if not monoid.has_gradient:  # autograd could go through combine, but no other engine could follow
-            for r in results:
-                if r.requires_grad:
-                    r.register_hook(lambda g: _raise_no_gradient(monoid))
+        for r in results:
+            if r.requires_grad and gradient_road(monoid) == "none":  # autograd would give zeros
+                r.register_hook(lambda g: check_gradient(monoid))
         return results
 
     def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
@@ -88,21 +89,3 @@ class User(Reduction):
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return 0, sum(map(width, r.args)) * item
-
-
-def _pullback_from_remove(monoid: Any, names: list[str], whole: Any, part: Any, g: Any) -> list:
-    """D(c, a) g as the derivative of ``combine(a, rest)`` by a, then with ``rest = remove(c, a)`` put in its place."""
-    rest = {n: expr_of(getattr(monoid.remove(whole, part), n)) for n in names}
-    held = {
-        n: node("leaf", (), (f"rest/{n}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
-        for n, e in rest.items()
-    }
-    combined = monoid.combine(part, monoid(**{n: Symbol(e) for n, e in held.items()}))
-    seeds = [(expr_of(getattr(combined, n)), expr_of(getattr(g, n))) for n in names]
-    pulled = pull(seeds, [expr_of(getattr(part, n)) for n in names])
-    back = {held[n]: e for n, e in rest.items()}
-    return [None if e is None else Symbol(constructors.substitute((e,), back)[0]) for e in pulled]
-
-
-def _raise_no_gradient(monoid: type) -> None:
-    raise no_gradient(monoid)

@@ -32,6 +32,7 @@ from ..engines.common.gradient_program import (
     zero_gradient,
 )
 from ..engines.common.one_sided import Side
+from ..engines.common.others import other_gradients, split_cotangents
 from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
@@ -54,6 +55,7 @@ Runner = Callable[..., Sequence[Any]]  # (sizes, *inputs) -> outputs
 def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
     """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
     calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
+    alike = alike and not program.is_listed  # lists are as long as their numbers say
     walk = make_walk(engine, program, numbers, alike)
     return with_replay(make_steps(engine, program, numbers), walk) if alike else walk
 
@@ -529,6 +531,13 @@ def _pass_gradients(
     form: SavingFold | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
+    local, others = split_cotangents(context.fold, cotangents)
+    if any(g is not None for g in others):
+        grads = other_gradients(context.fold, leaves, context.sizes, wanted, others)
+        if any(g is not None for g in local):
+            more = _pass_gradients(context, leaves, results, wanted, local, form)
+            grads = [g if m is None else m if g is None else g + m for g, m in zip(grads, more, strict=True)]
+        return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
     key = (form, wanted, tuple([g is not None for g in cotangents]), numbers)

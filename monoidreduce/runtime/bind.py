@@ -36,6 +36,10 @@ def check_kind(p: Parameter, value: Any) -> None:
             )
         if not isinstance(value, Tensor):
             raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix=GIVE)
+        if value.is_nested:
+            raise ArgumentError(
+                detail=f"{p.name} is a nested tensor", fix="Give its values(), or give rows and columns without cols="
+            )
         if value.dim() < len(p.tail):
             raise ShapeError(
                 detail=f"{p.name} is declared {p}, so its shape is {p.shape}, but it is {tuple(value.shape)}",
@@ -67,7 +71,7 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - len(p.tail)
-    as_given = p.axis in ("pairs", "list", "lists", "edges")
+    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored
     if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and not as_given:
         value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
     if len(letters(p.feature)) == 2:
@@ -100,7 +104,7 @@ def sizes_of(
         if p.axis == "number":
             continue
         lists = p.axis in ("list", "lists", "edges")
-        if value.dtype.is_floating_point:
+        if value.dtype.is_floating_point and not p.stored:
             floats[name] = value.dtype
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):

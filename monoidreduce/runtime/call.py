@@ -182,14 +182,13 @@ def _walk(
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = compile_program(traced.outputs)
-    listed = any(p.fold.domain is not None for p in program.passes)
-    names, frozen = inputs(program), alike and can_record(engine, sizes) and not listed
+    names, frozen = inputs(program), alike and can_record(engine, sizes) and not program.is_listed
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asking = logit_rounding.asking(values)
     program = logit_rounding.marked(program, asking, sizes)
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
-    choose = engine == "auto" and not listed
+    choose = engine == "auto" and not program.is_listed
     rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if choose else passes
     steps, own = make_steps(engine, program, numbers), () if total else forms
     run = _with_replay(steps, rows, sizes, own) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
@@ -197,7 +196,7 @@ def _walk(
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
-    given = all(n in names for n in known.inputs_of(traced.outputs)) and not listed
+    given = all(n in names for n in known.inputs_of(traced.outputs)) and not program.is_listed
     if not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
     make = registry.stepper(engine, sizes.device)

@@ -125,7 +125,7 @@ class Programs:
             if p.axis == "static" or value is None:
                 plain[name] = value
             elif isinstance(value, Tensor):
-                dtypes[name] = number_class(value.dtype)
+                dtypes[name] = "float" if p.stored else number_class(value.dtype)
             elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
                 dtypes[name] = "float" if p.python is float else "int"
             else:

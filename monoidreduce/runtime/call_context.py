@@ -120,6 +120,6 @@ def call_in_autocast(
 
 def _cast(value: Any, p: Parameter | None, dtype: torch.dtype) -> Any:
     """A number (a temperature) keeps its digits, and float64 its precision, as in torch."""
-    if not isinstance(value, Tensor) or p is None or p.axis == "number":
+    if not isinstance(value, Tensor) or p is None or p.axis == "number" or p.stored:
         return value
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value

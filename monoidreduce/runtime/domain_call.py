@@ -135,7 +135,7 @@ def _bind_pages(
             at = value.dim() - tail - 1
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
-    tensors = domain.table.view(sequences, *ones, -1), domain.lengths.view(sequences, *ones)
+    tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), domain.lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]
     return DomainCall(domain.form, {**moved, **dict(zip(names, tensors, strict=True))}, grouped)
 

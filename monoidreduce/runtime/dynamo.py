@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import Monoid
+from ..domains import restore
 from ..errors import TraceError
-from ..program.declarations import Parameter
+from ..program.declarations import RESERVED, Parameter
 from . import call_context, registry
 
 Choices = tuple[tuple[str, Any], ...]
@@ -143,6 +144,11 @@ class Compiled:
                 values[at] = None
             elif chosen is not None and chosen in named:
                 choices += (chosen, named.pop(chosen))
+        if RESERVED in named:  # a domain is a fixed choice and some tensors
+            domain = named.pop(RESERVED)
+            choices += (RESERVED, domain.form)
+            for at, tensor in enumerate(domain.tensors()):
+                named[f"_{RESERVED}_{at}"] = tensor
         call = self._call_name(total, *choices)
         results = in_graph(call, *values, **named)
         return filled(getattr(self, self._form_name()), results)
@@ -164,6 +170,9 @@ class Compiled:
         self, choices: Choices, *args: Any, total: bool = False, **kwargs: Any
     ) -> tuple[list[Tensor], Any]:
         chosen = dict(choices)
+        form = chosen.pop(RESERVED, None)
+        if form is not None:
+            return self._run_over_in_graph(form, chosen, args, kwargs, total)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
         device = call_context.autocast_device((*given, *named.values()))
@@ -177,6 +186,19 @@ class Compiled:
             plan, bound = self._planned(*closed(given, named), registry.engine(), total=total)
         results = plan.sums(bound) if total else plan.results(bound)
         return results, plan.traced.pack(list(range(len(results))))
+
+    def _run_over_in_graph(
+        self, form: tuple, chosen: dict[str, Any], args: tuple, kwargs: dict[str, Any], total: bool
+    ) -> tuple[list[Tensor], Any]:
+        """The same over the pairs of a domain."""
+        tensors = [kwargs.pop(n) for n in sorted(n for n in kwargs if n.startswith(f"_{RESERVED}_"))]
+        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
+        op, call = self._restrict(tuple(values), {**kwargs, **chosen, RESERVED: restore(form, tuple(tensors))})
+        results, packed = op._run_in_graph((), total=total, **call.values)
+        return results if total else call.finish(results), packed
+
+    def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Compiled, Any]:
+        raise NotImplementedError
 
     def _fix_widths(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Guard the widths of features that the compiler left open: kernels are made for a width, as are a layer's

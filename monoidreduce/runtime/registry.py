@@ -53,11 +53,15 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-def _over_lists(run: Callable, inner: Callable) -> Callable:
-    """An engine that also folds listed pairs, with ``inner`` for the batches of pieces."""
+def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
+    """An engine that also folds listed pairs, with ``inner`` for the batches of pieces; ``kernels``: by kernels that
+    walk the lists, where there are any."""
 
     def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
-        return run(fold, leaves, sizes) if fold.domain is None else listed.run(fold, leaves, sizes, inner)
+        if fold.domain is None:
+            return run(fold, leaves, sizes)
+        walked = triton.run_listed(fold, leaves, sizes) if kernels and triton.runs_on(sizes.device) else None
+        return listed.run(fold, leaves, sizes, inner) if walked is None else walked
 
     return engine
 
@@ -70,8 +74,8 @@ def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
 ENGINES: dict[str, Callable] = {
     "eager": _over_lists(eager.run, eager.run),
     "panel": _over_lists(_panels, eager.run),
-    "triton": _over_lists(_kernels, _pieces),
-    "auto": _over_lists(tuner.run, _pieces),
+    "triton": _over_lists(_kernels, _pieces, kernels=True),
+    "auto": _over_lists(tuner.run, _pieces, kernels=True),
 }
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 

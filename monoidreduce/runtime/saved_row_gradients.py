@@ -41,7 +41,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Saving
     real = matmul.dry_run_sizes.get()
     sizes = sizes if real is None else real
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
-    if not kernels or not many(sizes):
+    if not kernels or not many(sizes) or fold.domain is not None:
         return None
     if budget.requested() is not None or not triton.runs_on(sizes.device):
         return None

@@ -46,7 +46,7 @@ class TracedProgram:
 
     def _has_operators(self, values: Sequence[Any]) -> bool:
         steps, sizes = self.steps, self.sizes
-        if len(steps.program.passes) != 1 or not can_record(steps.engine, sizes):
+        if len(steps.program.passes) != 1 or steps.program.is_listed or not can_record(steps.engine, sizes):
             return False
         if not torch.is_grad_enabled() or not need_gradient(values):
             return True

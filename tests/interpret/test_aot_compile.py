@@ -57,6 +57,7 @@ QUICK = {
         "wide contrastive",
         "attention 64, float16",
         "handmade loss 64",
+        "stored attention 128, float8_e4m3fn",
     ],
 }
 

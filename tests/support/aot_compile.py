@@ -193,6 +193,14 @@ def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
 
+def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
+    def make(dtype: torch.dtype) -> tuple:
+        columns = (mr.scaled(torch.zeros(4, 256, 128, dtype=torch.int8).to(kind), torch.ones(4, 256)) for _ in range(2))
+        return (torch.zeros(4, 256, 128, dtype=dtype), *columns)
+
+    return make
+
+
 def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(256, d, dtype=dtype) for _ in range(sides))
 
@@ -253,6 +261,11 @@ CASES = [
         hopper=True,
     ),
     Case("indexer 64", indexer, _several(64)),
+    # keys and values stored in 8 bits
+    *(
+        Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
+        for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    ),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),
@@ -367,6 +380,9 @@ _TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.bool: "i1",
 }
 

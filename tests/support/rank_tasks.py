@@ -12,7 +12,7 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases, logmeanexp
+from tests.support import label_arithmetic_cases, listed_cases, logmeanexp, own_monoids
 from tests.support import several_vectors as several_vectors_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
@@ -658,6 +658,59 @@ def new_kind(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) 
         lengths = {"rows": len(args[0]), "cols": len(args[1])}
         cotangents = [cut(logmeanexp.cotangent(lengths[axis]), axis) for axis in logmeanexp.AXES[op]]
         return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
+
+
+def listed_rows(group: Any, args: list[Tensor], degrees: Tensor, index: Tensor, numbers: Tensor) -> list[Tensor]:
+    """An op over edges on this rank's rows with their lists: values, gradients of rows, numbers and columns."""
+    rows = listed_cases.cut(len(degrees), group.rank(), group.size())
+    first, last = int(degrees[: rows.start].sum()), int(degrees[: rows.stop].sum())
+    edges = mr.edges(listed_cases.offsets(degrees[rows]), index[first:last])
+    given = [args[0][rows], args[1], args[2], numbers[first:last]]
+    given = [t.clone().requires_grad_() for t in given]
+    with mr.shard(rows=group):
+        by_row, by_col = listed_cases.both_ways(*given, cols=edges)
+        grads = torch.autograd.grad(
+            [by_row, by_col], given, [listed_cases.cotangent(by_row), listed_cases.ones(by_col)]
+        )
+    return [by_row.detach(), by_col.detach(), *grads]
+
+
+def listed_cols(group: Any) -> str:
+    """What a call over lists says whose columns are divided."""
+    with mr.shard(cols=group):
+        try:
+            edges = mr.edges(torch.tensor([0, 1, 2]), torch.tensor([0, 0]))
+            listed_cases.both_ways(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2), torch.ones(2), cols=edges)
+        except mr.ShardError as error:
+            return str(error)
+    return ""
+
+
+def derived_gradients(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+    """Monoids that bring no gradient, on this rank's part: values, gradients and second gradients."""
+    cut = lambda t, axis: t.chunk(group.size())[group.rank()] if axis in divided else t
+    given = [cut(t, a).clone().requires_grad_() for t, a in zip(args, ("rows", "cols", "cols"), strict=True)]
+    with mr.shard(**{axis: group for axis in divided}):
+        values = list(getattr(own_monoids, op)(*given))
+        shapes = [own_monoids.cotangent(v) for v in own_monoids.plain(op, *args)]
+        cotangents = [cut(g, axis) for g, axis in zip(shapes, own_monoids.axes(op), strict=True)]
+        grads = torch.autograd.grad(values, given, cotangents, create_graph=True, materialize_grads=True)
+        moving = [k for k, g in enumerate(grads) if g.requires_grad]
+        seeds = [cut(own_monoids.cotangent(args[k]), ("rows", "cols", "cols")[k]) for k in moving]
+        again = torch.autograd.grad([grads[k] for k in moving], given, seeds, materialize_grads=True)
+        return [t.detach() for t in (*values, *grads, *again)]
+
+
+def refused_gradient(group: Any, args: list[Tensor]) -> str:
+    """What is said of a gradient that a ring cannot have."""
+    given = [t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in args]
+    with mr.shard(rows=group, cols=group):
+        total = sum(t.sum() for t in own_monoids.variance(*given))
+        try:
+            torch.autograd.grad(total, given)
+        except mr.NoGradientError as error:
+            return str(error)
+    return ""
 
 
 def several_vectors(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor], axes: str) -> list[Tensor]:

@@ -187,6 +187,10 @@ class Evaluator:
     def to_compute(self, value: Value, e: Expr) -> Value:
         return to_compute_dtype(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
 
+    def tensor(self, e: Expr) -> Tensor:
+        """The value of ``e`` as a tensor in the compute type, also if it is a Python number."""
+        return self._tensor(self.to_compute(self(e), e), e)
+
     def _tensor(self, value: Value, e: Expr) -> Tensor:
         if isinstance(value, Tensor):
             return value

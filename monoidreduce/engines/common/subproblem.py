@@ -124,7 +124,9 @@ def _run_block(
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
     placed, fed = offset_fold(fold)
-    cut = [_slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
+    cut = list(leaves)
+    if fold.domain is None:  # else rows are divided with their lists, and there is one block
+        cut = [_slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
     cut += [_make_offset_leaf(f, given, starts, part.totals, own) for f in fed]

@@ -60,6 +60,8 @@ def compute_once(given: Sequence[Any], make: Callable[[], Any], device: torch.de
     if found is None or any(ref.expired() for ref in found[0]):
         made = _run_in_thread(make, device) if _in_own_thread.get() else make()
         found = [StorageWeakRef(p.untyped_storage()) for p in given if isinstance(p, Tensor)], made
+        for old in [k for k, (refs, _) in _cache.items() if any(ref.expired() for ref in refs)]:
+            del _cache[old]
         _cache[key] = found
         while len(_cache) > _MAX_ENTRIES:
             _cache.popitem(last=False)

@@ -53,7 +53,9 @@ def run(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
-    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes))
+    tiles = tiles or plan.choose(
+        shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes), copied=_copied_bytes(given, sizes)
+    )
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
@@ -143,6 +145,15 @@ def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: d
             if isinstance(factor, Tensor):
                 factor = factor.unsqueeze(-1) if s.rows or s.cols else factor.unsqueeze(-1).unsqueeze(-1)
             out *= factor
+
+
+def _copied_bytes(given: dict[Expr, Tensor], sizes: Sizes) -> tuple[int, int]:
+    """Bytes of a row's and of a column's vectors that are copied for a tile, as they are multiplied in another type."""
+    held = [0, 0]
+    for e, v in given.items():
+        if e.feature is not None and e.dtype == "float" and e.rows != e.cols and v.dtype != sizes.compute:
+            held[e.cols] += v.shape[-1] * sizes.compute.itemsize
+    return held[0], held[1]
 
 
 def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:

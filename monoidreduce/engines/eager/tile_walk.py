@@ -164,7 +164,7 @@ class BatchChunk:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
             elif e.rows == rows:
-                v = v[:, which]
+                v = v[:, which].to(compute) if e.is_stored else v[:, which]
                 if e.feature is not None:
                     values[e] = matmul.to_operand(v, compute, self.narrow)
                 else:

@@ -7,6 +7,7 @@ read by index, together with the row or the column, and all pieces of a batch ar
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ class FlatLeaf:
         shared = [value.shape[d] for d in layout.shared]
         self.batch, self.axes = [value.shape[d] for d in layout.own], [value.shape[d] for d in axes]
         moved = value.permute((*layout.shared, *layout.own, *axes, *tail))
-        self.flat, self.dim = moved.reshape(*shared, -1, *(value.shape[d] for d in tail)), len(shared)
+        flat = math.prod((*self.batch, *self.axes))  # not -1, which torch cannot infer of an empty batch
+        self.flat, self.dim = moved.reshape(*shared, flat, *(value.shape[d] for d in tail)), len(shared)
 
     def index(self, piece: Piece) -> Tensor | None:
         """Where the numbers of some pieces lie in the flat dimension; None: all pieces share the one that there is."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from ...domains import ColumnLists, Pages
 from ...errors import ArgumentError
+from ..common import unchanged_tensors
 from ..common.listed_pairs import restore_domain
 from .pieces import Pieces, cut
 
@@ -73,9 +74,23 @@ def flatten_index(places: Sequence[Tensor | int], sizes: Sequence[int]) -> Tenso
     return at
 
 
-def make_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, over: str, ordered: bool) -> Lists:
-    """The lists of a domain for reductions over ``over``; ``ordered``: items rise within each list, and those that are
-    listed again are marked."""
+def find_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, over: str, ordered: bool) -> Lists:
+    """The lists of a domain for reductions over ``over``, made once for the same tensors; ``ordered``: items rise
+    within each list, and those that are listed again are marked."""
+    given = ("lists", form, rows, cols, over, ordered, *tensors)
+    make = lambda: _without_memory_of(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
+    return unchanged_tensors.compute_once(given, make, tensors[0].device)
+
+
+def _without_memory_of(tensors: Sequence[Tensor], lists: Lists) -> Lists:
+    """The same lists with tensors of their own: what is cached for a tensor must not keep it alive."""
+    given = {t.untyped_storage()._cdata for t in tensors}
+    held = {f.name: getattr(lists, f.name) for f in fields(lists)}
+    mine = {n: v for n, v in held.items() if isinstance(v, Tensor) and v.untyped_storage()._cdata in given}
+    return replace(lists, **{n: v.clone() for n, v in mine.items()}) if mine else lists
+
+
+def _make_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, over: str, ordered: bool) -> Lists:
     domain = restore_domain(form, tensors)
     if isinstance(domain, Pages):
         batch = tuple(tensors[1].shape)

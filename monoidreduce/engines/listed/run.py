@@ -18,8 +18,7 @@ from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
 from .gather import FlatLeaf, Layout, Piece
-from .list_cache import find_lists
-from .lists import Lists, check_numbers
+from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
 from .pieces import combine_parts
 

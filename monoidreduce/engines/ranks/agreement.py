@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
+from ...program.constructors import find_listed
+from ...program.domain import HIDDEN
 from ...program.expression import Expr, topological
 from ..common import collectives
 from ..common.collectives import Group
@@ -167,6 +169,8 @@ def place_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any
     layout = current_layout()
     if layout is None or not (layout.groups or layout.batch):
         return sizes
+    if any(name.startswith(HIDDEN) for name in values):
+        _check_lists(layout)
     here = {"rows": sizes.rows, "cols": sizes.cols}
     given = PairShards.of(layout, here, outputs, values)
     axes = {name: Axis((((0, here[name]),),)) for name in here}
@@ -177,6 +181,15 @@ def place_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any
     shared = given.check(axes["cols"].total)
     groups = tuple((name, getattr(layout, axis)) for name, axis in shared)
     return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch, layout.slices, groups))
+
+
+def _check_lists(layout: Layout) -> None:
+    """Raise where listed pairs are divided in a way that lists are not."""
+    if layout.cols is not None or layout.batch or layout.order != "contiguous":
+        raise ShardError(
+            detail="a call with cols= is divided over columns, over a batch, or in zigzag order",
+            fix="Divide the rows alone, mr.shard(rows=group), and give each rank the lists of its own rows",
+        )
 
 
 def pairs_have_all_columns() -> bool:
@@ -200,6 +213,9 @@ class PairShards:
     @staticmethod
     def of(layout: Layout, here: Mapping[str, int], outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> PairShards:
         names = sorted(e.attrs[0] for e in topological(outputs) if e.op == "input" and e.is_pair)
+        listed = find_listed(outputs)
+        if listed is not None and listed.attrs[0][0] == "edges":  # one number an edge, of this rank's own
+            names = []
         divided = [a for a in here if getattr(layout, a) is not None and not (layout.ring and a == "cols")]
         axes = tuple((name, axis) for name in names for axis in divided)
         own = shared = 0

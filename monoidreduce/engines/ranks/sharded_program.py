@@ -17,7 +17,9 @@ from torch import Tensor
 from ...program.lower import Fold, Lowered
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, zero_gradient
+from ..common.others import split_cotangents
 from ..common.saved_tensors import detach_views, load_saved
+from .sharded_others import sharded_other_gradients
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,13 @@ class _Pass(torch.autograd.Function):
         asked = tuple(ctx.needs_input_grad[1:])
         if not context.sizes.of("rows") or not context.sizes.of("cols"):  # no pairs: all gradients are zero
             return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-        given = tuple(g is not None for g in cotangents)
+        local, others = split_cotangents(context.fold, cotangents)
+        given = tuple(g is not None for g in local)
         made = build_gradient_program(context.fold, asked, given)
-        values = execute(made.program, made.bind(leaves, results, cotangents), context.sizes, context.engine)
+        values = execute(made.program, made.bind(leaves, results, local), context.sizes, context.engine)
         values = [from_layout(v, e) for v, e in zip(values, made.program.outputs, strict=True)]
-        return None, *made.gradients(values, leaves)[0]
+        grads = made.gradients(values, leaves)[0]
+        if any(g is not None for g in others):
+            more = sharded_other_gradients(context.fold, leaves, context.sizes, asked, others)
+            grads = [g if m is None or g is None else g + m for g, m in zip(grads, more, strict=True)]
+        return None, *grads

@@ -22,10 +22,12 @@ from ..common import combine, subproblem
 from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import GradientProgram, as_gradient, build_gradient_program, zero_gradient
+from ..common.others import split_cotangents
 from ..common.saved_tensors import detach_views, load_saved
 from ..common.shard import Axis, Shard
 from ..common.subproblem import Engine, Subproblem
 from .checksum import Chunk
+from .other_chunks import OtherChunks
 
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]
@@ -204,37 +206,71 @@ class _SourceBackward:
     def __init__(
         self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]
     ):
-        self.job, self.kept, self.results, self.cotangents, self.asked = job, kept, results, cotangents, asked
+        self.job, self.kept, self.results, self.asked = job, kept, results, asked
         self.fold = job.stage.fold
+        self.cotangents, others = split_cotangents(self.fold, cotangents)
+        self.others = OtherChunks(self.fold, others)
+        self.more: dict[int, Tensor] = {}  # gradients of row feeds through these
 
     def run(self) -> list[Tensor | None]:
         states: list[State] | None = None
         program: GradientProgram | None = None
-        for chunk in self.job.read():
+        if self.others.parts:
+            self._read_others()
+        for number, chunk in enumerate(self.job.read()):
             wanted = {n: v for n, v in chunk[2].items() if isinstance(v, Tensor) and v.is_floating_point()}
             wanted = wanted if self.job.on_gradient else {n: v for n, v in wanted.items() if v.requires_grad}
             columns = {n: v.detach().requires_grad_() if n in wanted else v for n, v in chunk[2].items()}
             fed = self._feeds((*chunk[:2], columns))
             program = self._program(bool(wanted))
-            if not program.program.passes:
-                continue
-            states, grads = self._chunk(
-                program, chunk, [v.detach() if isinstance(v, Tensor) else v for v in fed], states
-            )
-            if wanted:
+            leaves = [v.detach() if isinstance(v, Tensor) else v for v in fed]
+            grads: dict[int, Tensor] = {}
+            if program.program.passes:
+                states, grads = self._chunk(program, chunk, leaves, states)
+            if self.others.parts:
+                self._add_others(number, chunk, leaves, bool(wanted), grads)
+            if wanted and (program.program.passes or self.others.parts):
                 self._deliver(chunk, wanted, columns, fed, grads)
-        return self._rows(program, states)
+        found = self._rows(program, states)
+        return [self._plus(g, self.more.get(k)) for k, g in enumerate(found)]
+
+    def _read_others(self) -> None:
+        """The first reading of gradients that come from all others."""
+        walk, total = self.job.walk, self.job.total
+        for chunk in self.job.read():
+            fed = [v.detach() if isinstance(v, Tensor) else v for v in self._feeds(chunk)]
+            self.others.read(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
+        self.others.fold(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
+
+    def _add_others(
+        self, number: int, chunk: Chunk, leaves: list[Any], columns: bool, grads: dict[int, Tensor]
+    ) -> None:
+        """The second reading: gradients of columns are added to those of the chunk, those of rows to one another."""
+        sizes = self.job.walk.chunk_sizes(chunk[0], chunk[1], self.job.total)
+        found = self.others.gradients(number, leaves, sizes, self._wanted(columns))
+        for k, g in enumerate(found):
+            if g is not None:
+                into = grads if self.fold.leaves[k].cols else self.more
+                into[k] = g if k not in into else into[k] + g
+
+    @staticmethod
+    def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return one if other is None else other if one is None else one + other
 
     def _feeds(self, chunk: Chunk) -> list[Any]:
         rows = {k: v for k, v in enumerate(self.kept) if not self.job.stage.feeds[k].cols}
         with torch.enable_grad():
             return self.job.walk.leaves(self.job.stage, rows, chunk, self.job.total)
 
-    def _program(self, columns: bool) -> GradientProgram:
-        asked = tuple(
+    def _wanted(self, columns: bool) -> tuple[bool, ...]:
+        """The feeds whose gradients are wanted; ``columns``: those of columns too."""
+        return tuple(
             columns and e.dtype == "float" if e.cols else a for e, a in zip(self.fold.leaves, self.asked, strict=True)
         )
-        return build_gradient_program(self.fold, asked, tuple(g is not None for g in self.cotangents))
+
+    def _program(self, columns: bool) -> GradientProgram:
+        given = tuple(g is not None for g in self.cotangents)
+        return build_gradient_program(self.fold, self._wanted(columns), given)
 
     def _evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
         return Evaluator(sizes, program.bind(leaves, self.results, self.cotangents))

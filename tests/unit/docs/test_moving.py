@@ -18,6 +18,8 @@ NEEDS = {  # section: what must be importable, and whether its kernels need a GP
     "Liger": ("liger_kernel", True),
     "Cut Cross-Entropy": ("cut_cross_entropy", True),
     "KeOps": ("pykeops", False),
+    "Varlen attention": ("flash_attn", True),
+    "Graphs": ("torch_geometric", False),
 }
 
 

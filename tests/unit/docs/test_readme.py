@@ -15,7 +15,7 @@ from tests.support.doc_pages import DOCS, MARK, blocks, run
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
-ELSEWHERE = {"gallery.md", "moving.md", "points.md", "recipes.md"}  # run by tests of their own
+ELSEWHERE = {"domains.md", "gallery.md", "moving.md", "points.md", "recipes.md"}  # run by tests of their own
 
 
 def test_the_readme_shows_python():

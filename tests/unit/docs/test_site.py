@@ -17,7 +17,7 @@ from matplotlib.image import imread
 import monoidreduce as mr
 from docs import search, size
 from docs.docstrings import as_markdown
-from docs.draw import architecture, curves, gallery, schedules
+from docs.draw import architecture, curves, domains, gallery, schedules
 from docs.draw.pictures import IMAGES, PICTURES
 from monoidreduce import laws
 from tests.support import ROOT
@@ -148,6 +148,12 @@ def test_loss_curves_are_drawn_from_the_newest_results_and_agree():
         assert len(base) == len(ours) == 200 and base[-1] < base[0] - 2, "the model did not learn: nothing is compared"
         apart = [max(abs(a - b) for a, b in zip(base, other, strict=True)) for other in (ours, seed)]
         assert apart[0] < apart[1] / 2, kind
+
+
+@pytest.mark.parametrize("name", domains.PICTURES)
+def test_a_picture_of_a_domain_is_what_its_script_draws(name):
+    drawn = (IMAGES / f"domain-{name}.svg").read_text(encoding="utf-8")
+    assert str(domains.PICTURES[name]()) == drawn, "run: python -m docs.draw.domains"
 
 
 @pytest.mark.parametrize("name", schedules.PICTURES)

@@ -77,14 +77,14 @@ def test_lists_are_made_once_and_anew_when_a_tensor_changes():
     assert lists_of(domain.transposed(2, 3)) == [[], [0, 1], [0]]
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("batch", [(), (2,), (0,)])
 def test_edges(batch):
     rowptr, index = torch.tensor([0, 2, 2, 5]), torch.tensor([3, 3, 0, 1, 3])
     domain = mr.edges(rowptr.expand(*batch, -1), index.expand(*batch, -1))
     one = multiplicity([(0, 3), (0, 3), (2, 0), (2, 1), (2, 3)], 3, 4)
     assert torch.equal(domain.mask(3, 4), one.expand(*batch, -1, -1))
     assert torch.equal(domain.transposed(3, 4).multiplicity(4, 3).mT, domain.mask(3, 4))
-    assert lists_of(domain.listing(3, 4)) == [[3, 3], [], [0, 1, 3]] * (2 if batch else 1)
+    assert lists_of(domain.listing(3, 4)) == [[3, 3], [], [0, 1, 3]] * torch.Size(batch).numel()
 
 
 def test_edges_may_have_room_to_spare():

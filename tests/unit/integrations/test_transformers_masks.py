@@ -198,3 +198,16 @@ def test_where_documents_begin():
     torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))
     with pytest.raises(mr.ArgumentError, match=r"cu_seq_lens_q ends at 6, but there are 9 tokens"):
         attention_forward(layer, q, q, v, None, cu_seq_lens_q=starts[:-1], cu_seq_lens_k=starts)
+
+
+def test_packed_queries_are_the_last_of_their_own_keys():
+    """Documents with more keys than queries, as with a cache: causal within each, aligned at its end."""
+    layer = MistralAttention(configuration(NAME), 0)
+    q, k, v = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 9, 8), torch.eye(9).expand(1, 4, 9, 9)
+    rows, cols = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1, 4], [0, 3, 9]))
+    found = attention_forward(layer, q, k, v, None, cu_seq_lens_q=rows, cu_seq_lens_k=cols)[0][0, :, 0]
+    expected = torch.zeros(4, 9)
+    expected[0, :3] = 1
+    for i in range(3):
+        expected[1 + i, 3 : 7 + i] = 1
+    torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))

@@ -296,3 +296,111 @@ def test_mistakes(call, words):
     with pytest.raises(mr.ArgumentError) as caught:
         call(torch.zeros(4, 4), mr.jagged(torch.tensor([0, 4])))
     assert words in str(caught.value)
+
+
+def blocks_outside(q, cols):
+    return ops.attention(q, q, q, causal=True, cols=cols)
+
+
+def selected(q):
+    return ops.selected_attention(q, q, q, 2, block=4)
+
+
+def graph_layer(x, cols):
+    return ops.graph_attention(x[:, 0], x[:, 1], x, cols)
+
+
+def sampled(x, w, target, samples):
+    return ops.sampled_cross_entropy(x, w, target, samples, remove_hits=True)
+
+
+def paged(q, k, table, lengths):
+    return ops.attention_paged(q, k, k, mr.pages(table, lengths, page=4))
+
+
+COMPILED = {
+    "blocks": (blocks_outside, lambda: (torch.randn(12, 4), mr.blocks.from_mask(torch.rand(3, 3) > 0.4, 4, 4))),
+    "selected": (selected, lambda: (torch.randn(12, 4),)),
+    "graph": (graph_layer, lambda: (torch.randn(9, 4), mr.edges.from_neighbours(torch.randint(9, (9, 3))))),
+    "sampled": (sampled, lambda: (
+        torch.randn(5, 4), torch.randn(20, 4), torch.randint(20, (5,)), torch.randint(20, (5, 6))
+    )),
+    "paged": (paged, lambda: (
+        torch.randn(2, 4, 1, 8), torch.randn(5, 4, 2, 8), torch.tensor([[3, 0], [1, 4]]), torch.tensor([3, 7])
+    )),
+}  # fmt: skip
+
+
+LONGER = ("selected", "graph")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONGER else n for n in COMPILED])
+def test_layers_compile(name):
+    function, make = COMPILED[name]
+    args = make()
+    args[0].requires_grad_()
+    ours, eager = torch.compile(function, fullgraph=True, backend="aot_eager")(*args), function(*args)
+    torch.testing.assert_close(ours, eager)
+    g = torch.randn_like(eager)
+    torch.testing.assert_close(torch.autograd.grad(ours, args[0], g), torch.autograd.grad(eager, args[0], g))
+
+
+def test_second_derivatives():
+    _, (cols, _) = graph(4, 3, 8)
+    held = mr.pages(torch.tensor([[1, 0], [2, 0]]), torch.tensor([3, 1]), page=2)
+    cases = {
+        "graph": (lambda t, s, v: ops.graph_attention(t, s, v, cols), (randn(4), randn(3), randn(3, 2))),
+        "paged": (lambda q, k: ops.attention_paged(q, k, k, held), (randn(2, 2, 1, 2), randn(3, 2, 1, 2))),
+        "sampled": (
+            lambda x, w: ops.sampled_cross_entropy(x, w, torch.tensor([1, 4]), torch.tensor([[0, 0, 1], [2, 3, 1]])),
+            (randn(2, 2), randn(5, 2)),
+        ),
+        "packed": (lambda q: ops.attention(q, q, q, cols=mr.jagged(torch.tensor([0, 1, 4]))), (randn(4, 2),)),
+    }
+    for call, inputs in cases.values():
+        assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_empty_axes_and_batches():
+    none = torch.zeros(0, dtype=torch.int64)
+    zero = mr.edges(torch.zeros(1, dtype=torch.int64), none)
+    assert ops.graph_attention(torch.zeros(0), torch.zeros(3), torch.zeros(3, 2), zero).shape == (0, 2)
+    lone = mr.edges(torch.zeros(4, dtype=torch.int64), none)
+    assert not ops.graph_attention(torch.zeros(3), torch.zeros(0), torch.zeros(0, 2), lone).any()
+    q = torch.zeros(2, 0, 4)
+    assert ops.attention(q, q, q, cols=mr.jagged(torch.tensor([0, 0]))).shape == (2, 0, 4)
+    assert ops.attention(torch.zeros(0, 8, 4), q[:0, :0], q[:0, :0], cols=mr.blocks(none.view(2, 0), rows=4)).shape == (
+        0,
+        8,
+        4,
+    )
+    held = mr.pages(torch.zeros(0, 2, dtype=torch.int64), none, page=4)
+    assert ops.attention_paged(
+        torch.zeros(0, 2, 1, 3), torch.zeros(5, 4, 1, 3), torch.zeros(5, 4, 1, 3), held
+    ).shape == (0, 2, 1, 3)
+    loss = ops.sampled_cross_entropy(
+        torch.randn(3, 2), torch.randn(5, 2), torch.tensor([0, 1, 2]), torch.zeros(3, 0, dtype=torch.int64)
+    )
+    assert float(loss) == 0.0  # no negatives
+    assert ops.sampled_cross_entropy(
+        torch.zeros(0, 2), torch.randn(5, 2), none, torch.arange(3), reduction="none"
+    ).shape == (0,)
+
+
+def test_autocast_and_16_bits():
+    q, k = torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)
+    cols = mr.blocks.from_mask(torch.rand(3, 3) > 0.3, 8, 8)
+    exact = ops.attention(q.double(), k.double(), k.double(), cols=cols)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = ops.attention(q, k, k, cols=cols)
+    half = ops.attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), cols=cols)
+    assert cast.dtype is half.dtype is torch.bfloat16
+    for y in (cast, half):
+        torch.testing.assert_close(y.double(), exact, atol=4e-2, rtol=4e-2)
+
+
+def test_nans_stay_in_their_rows():
+    x = torch.randn(6, 3)
+    x[2] = torch.nan
+    y = ops.graph_attention(x[:, 0], x[:, 1], x, mr.edges.from_neighbours(torch.tensor([[1], [2], [1], [4], [5], [0]])))
+    assert y.isnan().any(-1).tolist() == [False, True, True, False, False, False]

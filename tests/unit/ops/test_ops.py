@@ -710,7 +710,7 @@ MISTAKES = {
     "two-letters": (lambda: ops.cross_entropy_distributions(A, W, A, W[:, :2]), ShapeError, "q has 4 .*t has 2"),
     "activation-name": (lambda: ops.mlp(A, W, W, activation="gelo"), ArgumentError, "'gelo'. Did you mean 'gelu'"),
     "activation-kind": (lambda: ops.gated_mlp(A, W, W, W, activation=None), ArgumentError, "activation was given None"),
-    "activation-unknown": (lambda: ops.mlp(A, W, W, activation=torch.lgamma), UnknownFunctionError, "lgamma"),
+    "activation-unknown": (lambda: ops.mlp(A, W, W, activation=torch.i0), UnknownFunctionError, "i0"),
     "activation-inplace": (lambda: ops.mlp(A, W, W, activation=nn.ReLU(inplace=True)), TraceError, "in place"),
     "mlp-hidden": (lambda: ops.mlp(A, W, W[:2]), ShapeError, "p has 5 columns, but q has 2"),
     "gated-features": (lambda: ops.gated_mlp(A, W, W[:, :2], W), ShapeError, "x has 4 features.*up has 2"),

@@ -227,7 +227,7 @@ def assignment(x: Row["f"], y: Col["f"]):
 
 
 def unknown_function(x: Row["f"], y: Col["f"]):
-    return mr.sum(torch.asinh(x @ y))  # here
+    return mr.sum(torch.i0(x @ y))  # here
 
 
 def misspelt_method(x: Row["f"], y: Col["f"]):
@@ -397,8 +397,17 @@ class Keeps(mr.Monoid):
         return b
 
 
+class Steps(mr.Monoid):
+    """Nothing in it has a derivative."""
+
+    v: mr.Scalar = 0.0
+
+    def combine(a, b):
+        return Steps(v=torch.floor(a.v) + torch.floor(b.v))
+
+
 class Loudest(mr.Monoid):
-    """The larger in absolute value, without a gradient."""
+    """The larger in absolute value."""
 
     v: mr.Scalar = 0.0
 
@@ -408,6 +417,10 @@ class Loudest(mr.Monoid):
 
 def wrong_fields(x: Row["f"], y: Col["f"]):
     return mr.reduce(mr.monoids.LogWSum, z=x @ y).z  # here
+
+
+def number_for_a_vector(x: Row["f"], y: Col["f"]):
+    return mr.reduce(mr.monoids.LogWSum, z=x @ y, v=x @ y).z  # here
 
 
 def no_monoid(x: Row["f"], y: Col["f"]):
@@ -440,7 +453,7 @@ BODIES = [
     (in_place_flag, mr.TraceError, ("inplace=True", "drop inplace")),
     (out_argument, mr.TraceError, ("out=", "drop out")),
     (assignment, mr.TraceError, ("writes into", "torch.where")),
-    (unknown_function, mr.UnknownFunctionError, ("asinh", "Did you mean sin", "monoidreduce.functions()")),
+    (unknown_function, mr.UnknownFunctionError, ("i0", "apply it before the call")),
     (misspelt_method, mr.UnknownFunctionError, ("sigmiod", "Did you mean sigmoid")),
     (too_many_arguments, mr.TraceError, ("tanh", "3 arguments", "takes 1")),
     (captured_tensor, mr.TraceError, ("(7,)", "not one of its arguments", "Pass it as an argument")),
@@ -484,6 +497,7 @@ BODIES = [
     (no_monoid, mr.ArgumentError, ("dict", "subclass of mr.Monoid")),
     (ordered_monoid, mr.ArgumentError, ("Keeps", "not commutative", "mr.fold")),
     (vector_for_a_scalar, mr.UnreducedError, ("field v of Loudest", "Scalar", "mr.Vector")),
+    (number_for_a_vector, mr.ShapeError, ("field v of LogWSum", "Vector", "mr.Scalar")),
 ]
 
 
@@ -656,13 +670,13 @@ def test_gradient_of_a_monoid_that_has_none(engine):
     """The value is there; the gradient says what to add to the monoid."""
 
     @mr.op
-    def loudest(x: Row["f"], y: Col["f"]):
-        return mr.reduce(Loudest, v=x @ y).v
+    def steps(x: Row["f"], y: Col["f"]):
+        return mr.reduce(Steps, v=x @ y).v
 
     with mr.use(engine=engine):
-        y = loudest(X.clone().requires_grad_(), Y)
-        assert torch.equal(y, torch.full((5,), 3.0))
-        words = ("Loudest", "no local gradient", "pullback(c, a, g)", "remove(c, a)")
+        y = steps(X.clone().requires_grad_(), Y)
+        assert torch.equal(y, torch.floor(X @ Y.T).sum(1))
+        words = ("Steps", "combine has no derivative", "pullback(c, a, g)")
         raised(Mistake("gradient", lambda: y.sum().backward(), mr.NoGradientError, words))
 
 

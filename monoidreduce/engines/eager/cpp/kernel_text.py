@@ -21,7 +21,7 @@ from ....program.lower import Fold
 from ....program.primitives import PRIMITIVES
 from ....reductions import outputs_of
 from ..tile_code import Reducer
-from . import support
+from . import special_functions, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 from .tile_text import PAD, TileText
 
@@ -117,6 +117,7 @@ class KernelText:
             f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
             support.TYPES,
             support.FUNCTIONS,
+            *([special_functions.FUNCTIONS] if special_functions.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
             *(text for name, text in support.REDUCTIONS.items() if name in used),

@@ -57,6 +57,13 @@ _PLAIN = {
     "cast": "{0}",
     "detach": "{0}",
     "nan_to_num": "nan_to_num_({0}, (F){nan}, (F){posinf}, (F){neginf})",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
+    "bitwise_not": "~{0}",
+    "bitwise_left_shift": "shift_left_({0}, {1})",
+    "bitwise_right_shift": "shift_right_({0}, {1})",
+    "popcount": "popcount_({0}, {bits})",
 }
 # texts whose functions exist for float alone: torch's own are as good in double
 _SINGLE = {
@@ -79,8 +86,12 @@ _SINGLE = {
     "softplus": "softplus_({0}, {beta}, {threshold})",
     "logsigmoid": "logsigmoid_({0})",
     "logaddexp": "logaddexp_({0}, {1})",
+    **{name: f"{name}_({{0}})" for name in ("log10", "logit", "atan", "asin", "acos", "asinh", "acosh", "atanh")},
+    **{name: f"{name}_({{0}})" for name in ("erfinv", "sinc", "lgamma", "digamma")},
+    **{name: f"{name}_({{0}}, {{1}})" for name in ("atan2", "hypot", "copysign")},
+    "polygamma": "polygamma_{n}({0})",
 }
-_WHOLE = {"floor_divide": "floor_divide_({0}, {1})", "remainder": "remainder_({0}, {1})"}  # of integers
+_WHOLE = {name: f"{name}_({{0}}, {{1}})" for name in ("floor_divide", "remainder", "fmod")}  # of integers
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 NUMBER = {"float": "F", "int": "I", "bool": "bool"}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
@@ -105,7 +116,7 @@ def write_primitive(e: Expr, args: list[str], single: bool) -> str:
     whole = e.dtype == "int" or (name in _COMPARES and all(a.dtype != "float" for a in e.args))
     text = _WHOLE.get(name) if whole else None
     text = text or _PLAIN.get(name) or (_SINGLE.get(name) if single else None)
-    if text is None:
+    if text is None or (name == "polygamma" and e.attrs[0] != 1):
         raise Unsupported(f"{name} has no C++ form")
     classes = [a.dtype for a in e.args]
     widest = max(classes, key=_ORDER.__getitem__)
@@ -135,4 +146,7 @@ def _attributes(e: Expr, single: bool) -> dict[str, str]:
         if any("n" in v for v in found.values()):  # an infinity or NaN written as Python does
             raise Unsupported("nan_to_num to an infinity has no C++ form")
         return found
-    return {k: literal(v, "float") if isinstance(v, float | int) else str(v) for k, v in found.items()}
+    written = {
+        k: literal(v, "float") for k, v in found.items() if isinstance(v, float | int) and k not in ("n", "bits")
+    }
+    return {k: str(v) for k, v in found.items()} | written

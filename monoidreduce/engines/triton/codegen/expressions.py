@@ -20,16 +20,21 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, random_functions, several
+from . import device_functions, k_loop, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
-_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
+_BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
+_TYPED = (  # need typed constants
+    "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
+    "copysign", *_BITS,
+)  # fmt: skip
+_KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(device_functions), *vars(random_functions))
+_NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
@@ -232,10 +237,10 @@ class ExpressionWriter:
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
             at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
-            mask = ", mask=folded_in, other=0" if self.masked else ""
+            mask = f", mask=folded_in, other={self.spec.zero(e)}" if self.masked else ""
         elif self.spec.keeps(e):
             at, shape = f"{at} + {self.kept_offset(e)}", "[:, None]"
-            mask = ", mask=kept_in, other=0"
+            mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
         return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
@@ -243,7 +248,7 @@ class ExpressionWriter:
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
-            return text if kind == self.spec.compute else f"{text}.to({self.float})"
+            return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
     # Elementwise arithmetic
@@ -285,6 +290,8 @@ class ExpressionWriter:
             raise Unsupported(f"{e.op} has no Triton text")
         if e.op == "cast":
             return self.convert(args[0], e.args[0], e.attrs[0])
+        if e.op == "polygamma" and e.attrs[0] > 2:
+            raise Unsupported(f"a polygamma function of order {e.attrs[0]}")
         if e.op == "nan_to_num":
             most = torch.finfo(getattr(torch, self.spec.compute)).max
             fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
@@ -316,7 +323,12 @@ class ExpressionWriter:
 
     def _sums_of_int32(self, e: Expr) -> bool:
         """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
-        return e.op in ("add", "sub", "neg", "abs") and any(self.spec.type_of.get(a) == "int32" for a in e.args)
+        return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
+
+    def _is_int32_data(self, e: Expr) -> bool:
+        if e.op in _KEEPS_SIZE and e.dtype == "int":
+            return any(map(self._is_int32_data, e.args))
+        return self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
@@ -621,13 +633,13 @@ class ExpressionWriter:
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         wanted = self.operand_type() if piece is None else kind
-        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
-from .kernel_spec import WIDEST, Spec
+from .kernel_spec import WIDEST, Spec, widen
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
@@ -141,8 +141,9 @@ def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str) -> N
     whole = width // DEPTH * DEPTH
     v.inside += _loop(total, whole, [_block(v, *side, "d", "") for side in sides])
     if width > whole:
-        mask = f", mask=({lane} < {width - whole})[None, :], other=0"
-        v.inside.append(_dot(total, [_block(v, *side, str(whole), mask) for side in sides]))
+        mask = f", mask=({lane} < {width - whole})[None, :], other="
+        ends = [mask + v.spec.zero(e) for e in (kept, folded)]
+        v.inside.append(_dot(total, [_block(v, *side, str(whole), end) for side, end in zip(sides, ends, strict=True)]))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
@@ -155,4 +156,4 @@ def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, s
 
 def _block(v: ExpressionWriter, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
     text = f"tl.load({vectors} + {at} * {stride}{mask})"
-    return text if kind == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"
+    return text if kind == v.operand_type() else widen(text, kind, v.operand_type())

@@ -12,6 +12,7 @@ from ....program.lower import Fold
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
 NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")  # vectors stored with scales
 WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
@@ -34,6 +35,7 @@ class Listing:
     logical: bool = False  # the folded index counts along the list, not along the axis
     ends: bool = False  # how many folded indices each list has is given: its last block is cut
     entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
+    tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,10 @@ class Spec:
         """Whether a leaf is a Python number."""
         return self.type_of[e] in ("number", "positive")
 
+    def zero(self, e: Expr) -> str:
+        """What is read of a leaf's vectors outside of their mask."""
+        return "0.0" if self.type_of[e] in EIGHT_BITS else "0"
+
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
@@ -138,7 +144,7 @@ class Spec:
     @property
     def kept_start(self) -> str:
         """The first kept index of a tile."""
-        return "tile * KEPT" if self.listed is None else "kept_start"
+        return "tile * KEPT" if self.listed is None or self.listed.tiles else "kept_start"
 
     @property
     def group_text(self) -> str:
@@ -198,6 +204,12 @@ def box_name(x: str, k: int = 0) -> str:
     ('x1_box', 'x1_box1')
     """
     return f"{x}_box{k or ''}"
+
+
+def widen(text: str, kind: str, wanted: str) -> str:
+    """Loaded numbers of one type in another. There is no conversion from 8-bit floats to float64."""
+    middle = ".to(tl.float32)" if kind in EIGHT_BITS and wanted == "float64" else ""
+    return f"{text}{middle}.to(tl.{wanted})"
 
 
 def padded(width: int) -> int:

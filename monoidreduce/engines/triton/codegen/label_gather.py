@@ -57,7 +57,8 @@ class LabelColumnWriter(ExpressionWriter):
         lane, exists = self.host.lane(e.feature, self.spec.room_of[e])
         base = self.host.base(e)
         mask = self.inside_text + (f" & {exists}[None, :]" if exists else "")
-        text = f"tl.load({base} + {self.place} * {name}_s + {lane}[None, :] * {name}_f, mask={mask}, other=0)"
+        place = f"{base} + {self.place} * {name}_s + {lane}[None, :] * {name}_f"
+        text = f"tl.load({place}, mask={mask}, other={self.spec.zero(e)})"
         return self.bind((e, "there"), text, False)
 
     def _leaf(self, e: Expr) -> str:

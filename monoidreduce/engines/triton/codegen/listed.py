@@ -35,7 +35,11 @@ def write_kept(spec: Spec) -> list[str]:
     """Lines after the batch element: the group of this program instance, its kept indices and its list."""
     assert spec.listed is not None
     size = spec.listed.kept_block  # 0: all kept indices
-    if not size:
+    if spec.listed.tiles:
+        lines = [f"group = tile // {spec.listed.tiles}" if size else "group = 0"]
+        lines += ["kept_at = tile * KEPT + tl.arange(0, KEPT)", "kept_in = kept_at < kept_size"]
+        lines += ["kept_lane = tl.arange(0, KEPT).to(INT)"]
+    elif not size:
         lines = ["group = 0", "kept_start = tile * KEPT", "kept_at = kept_start + tl.arange(0, KEPT)"]
         lines += ["kept_in = kept_at < kept_size", "kept_lane = tl.arange(0, KEPT).to(INT)"]
         lines += ["kept_row = kept_at % period", "kept_group = kept_at // period"] if spec.grouped else []
@@ -62,7 +66,7 @@ def write_kept(spec: Spec) -> list[str]:
             "kept_lane = tl.arange(0, KEPT).to(INT)",
         ]
     number = " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
-    count = f"(tl.load(offsets + listing + 1) - list_first).to(tl.int32) * {spec.listed.folded_block}"
+    count = f"tl.cast(tl.load(offsets + listing + 1) - list_first, tl.int32) * {spec.listed.folded_block}"
     return [
         *lines,
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
@@ -70,8 +74,19 @@ def write_kept(spec: Spec) -> list[str]:
         f"listing = ({number}) * groups + group",
         "list_first = tl.load(offsets + listing)",
         f"positions = {count}",
-        *(["positions = tl.minimum(positions, tl.load(ends + listing).to(tl.int32))"] if spec.listed.ends else []),
+        *(
+            ["positions = tl.minimum(positions, tl.cast(tl.load(ends + listing), tl.int32))"]
+            if spec.listed.ends
+            else []
+        ),
     ]
+
+
+def tile_of_step(spec: Spec, step: str) -> str:
+    """The tile of the folded axis that a step along the list computes; beyond the axis where the list is empty."""
+    tiles = _tiles(spec)
+    block = f"tl.cast(tl.load(items + tl.where(positions > 0, list_first + {step} // {tiles}, 0)), tl.int32)"
+    return f"tl.where(positions > 0, {block} * {tiles} + {step} % {tiles}, tl.cdiv(folded_size, FOLDED))"
 
 
 def write_tile_range(v: ExpressionWriter) -> list[str]:
@@ -113,12 +128,12 @@ def write_place(spec: Spec) -> list[str]:
             f"folded_in = (spot < positions){cut}",
             f"folded_at = {'spot' if listed.logical else 'folded_lane.to(tl.int32)'}",
         ]
-    tiles, size = _tiles(spec), "positions" if listed.logical else "folded_size"
+    tiles, length = _tiles(spec), "positions" if listed.logical else "folded_size"
     return [
         f"start = ahead.to(tl.int32) * {listed.folded_block} + t % {tiles} * FOLDED",
         f"ahead = tl.load(items + list_first + tl.minimum(t + 1, end - 1) // {tiles})",
         f"folded_at = {'t * FOLDED' if listed.logical else 'start'} + tl.arange(0, FOLDED)",
-        f"folded_in = within(folded_at, {size}, RAGGED)",
+        f"folded_in = within(folded_at, {length}, RAGGED)",
     ]
 
 
@@ -204,7 +219,8 @@ class ListedWriter(ExpressionWriter):
         wide = self.listed.single and e.op == "sqdist" and all(a.op == "leaf" for a in e.args)
         if not wide or self.spec.width(e.args[0].feature) <= TINY:
             return super()._over_features(e)
-        return self._sum_features(*e.args, "({0} - {1}) * ({0} - {1})")
+        x, y = e.args
+        return self._sum_features(x, y, "({0} - {1}) * ({0} - {1})")
 
     def _sum_features(self, x: Expr, y: Expr, form: str) -> str:
         """Σ over the features of ``form`` of two leaves' vectors, as a block ``[1, FOLDED]``."""

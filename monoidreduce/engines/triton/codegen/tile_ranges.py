@@ -243,6 +243,12 @@ def _mul(x: Range, y: Range) -> Range:
     return Range(ends.amin(0), ends.amax(0))
 
 
+def _shift_right(x: Range, count: Range) -> Range:
+    """Monotone in each: the ends are among those of the four corners."""
+    ends = torch.stack(torch.broadcast_tensors(*(torch.bitwise_right_shift(a, b) for a in x[:2] for b in count[:2])))
+    return Range(ends.amin(0), ends.amax(0))
+
+
 def _abs(x: Range) -> Range:
     low = torch.where((x.low <= 0) & (x.high >= 0), 0, torch.minimum(x.low.abs(), x.high.abs()))
     return Range(low, torch.maximum(x.low.abs(), x.high.abs()))
@@ -294,4 +300,5 @@ _RULES: dict[str, Callable[..., Range]] = {
     "logical_or": _or,
     "logical_not": _not,
     "detach": lambda x: x,
+    "bitwise_right_shift": _shift_right,
 }

@@ -7,24 +7,26 @@ groups are few or unequal. A fold that has no such kernel is answered with None.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....domains import ColumnLists
 from ....plan import settings
 from ....program import constructors
 from ....program.constructors import ONE
 from ....program.expression import Expr, const, index, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
-from ....reductions import kind_of
-from ...common import matmul
+from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Sizes
+from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.kernel_spec import NARROW, Listing, Unsupported
 from ..launch import descriptors
@@ -32,7 +34,7 @@ from ..launch.availability import available
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
-from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .prepared_fold import list_kernels, merge_batches_and_strides
 
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -42,6 +44,25 @@ _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
 _UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
 _LEAST_SPLIT = 16  # tiles of a split, on average
+
+
+class ListForm(NamedTuple):
+    """What kernels, and the choice of their plans, depend on in lists: all but their numbers."""
+
+    kept_block: int
+    folded_block: int
+    batch: tuple[int, ...]
+    logical: bool
+    ends: bool
+    entry: bool
+    lists: int  # how many there are
+    items: int  # of all, rounded up to a power of two
+    kinds: tuple  # types and alignment
+
+    @property
+    def average(self) -> int:
+        """Folded indices of a list."""
+        return -(-self.items * self.folded_block // max(self.lists, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,27 +86,26 @@ class Lists:
         found = self.offsets, self.items, self.ends, self.entry if entries else None
         return tuple(t for t in found if t is not None)
 
-    def form(self) -> tuple:
-        """What kernels, and the choice of their plans, depend on."""
+    @property
+    def form(self) -> ListForm:
         kinds = tuple((t.dtype, t.data_ptr() & 15) for t in self.tensors(True))
-        some = (self.ends is None, self.entry is None, self.items.shape[0].bit_length(), self.offsets.shape[0])
-        return (self.kept_block, self.folded_block, self.batch, self.logical, *some, *kinds)
+        some = self.batch, self.logical, self.ends is not None, self.entry is not None
+        items = 1 << (len(self.items) - 1).bit_length()
+        return ListForm(self.kept_block, self.folded_block, *some, len(self.offsets) - 1, items, kinds)
+
+    def own(self, given: Sequence[Tensor]) -> Lists:
+        """The same lists without the memory of these tensors: what is cached for a tensor must not keep it alive."""
+        theirs = {t.untyped_storage()._cdata for t in given}
+        mine = {n: getattr(self, n) for n in ("offsets", "items", "ends", "entry")}
+        held = {n: t.clone() for n, t in mine.items() if t is not None and t.untyped_storage()._cdata in theirs}
+        return replace(self, **held) if held else self
 
 
-def read_lists(given: Any, kept: int) -> Lists:
-    """Lists as kernels read them, from ``domains.ColumnLists`` or anything with its fields."""
-    rows = given.row_block if given.row_block < kept else 0
-    get = lambda name, default: getattr(given, name, default)
-    return Lists(
-        given.offsets.contiguous(),
-        given.items.contiguous(),
-        rows,
-        given.col_block,
-        tuple(get("batch", ())),
-        bool(get("logical", False)),
-        get("ends", None),
-        get("entry", None),
-    )
+def read_lists(given: ColumnLists, kept: int) -> Lists:
+    """A domain's lists for ``kept`` indices, as kernels read them."""
+    block = given.row_block if given.row_block < kept else 0
+    items = given.items if len(given.items) else given.items.new_zeros(1)  # so that there is something to point to
+    return Lists(given.offsets.contiguous(), items.contiguous(), block, given.col_block, given.batch, entry=given.entry)
 
 
 class ListedLaunch(FoldLaunch):
@@ -100,10 +120,11 @@ class ListedLaunch(FoldLaunch):
         batch: tuple[int, ...],
         sizes: Sizes,
         layouts: Layouts,
-        lists: Lists,
+        lists: ListForm,
         steps: tuple[int, ...],
     ):
         self.lists_of, self.steps = lists, steps
+        self.given: tuple[Tensor, ...] = ()  # the tensors of the lists, during a call
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -119,7 +140,8 @@ class ListedLaunch(FoldLaunch):
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
         self.before = ((), tuple(c for c in casts if c[0] not in read))
-        guess = spec.guess and not spec.bounds  # whole tiles must be alike
+        placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
+        guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
@@ -151,34 +173,54 @@ class ListedLaunch(FoldLaunch):
         lists, device = self.lists_of, self.sizes.device
         group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
         single = group == 1
-        entries = lists.entry is not None and any(e.is_pair for e in self.spec.fold.leaves)
-        ends = lists.ends is not None
-        listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, ends, entries)
+        entries = lists.entry and any(e.is_pair for e in self.spec.fold.leaves)
+        listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
-        copied = () if ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
-        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, any(copied)))
-        if single:
-            plan = replace(plan, block_kept=1, boxes=0)
-        tile = plan.block_folded if not single else 1
+        copied = () if lists.ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        few = not any(dims is not None for dims in copied)
+        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
+        tile = 1 if single else plan.block_folded
         while lists.folded_block % tile:
             tile //= 2
-        if tile >= min(_LEAST_TILE, plan.block_folded) > 1 or (asked and tile == plan.block_folded > 1):
-            plan = replace(plan, block_folded=tile)
-            self.spec = replace(self.spec, listed=replace(listing, gathered=False))
-        else:
-            plan = replace(plan, boxes=0)
+        if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
             self.spec = replace(self.spec, guess=False)
-        self.plan = plan
+            self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
+        else:
+            joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
+            self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+            plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
+            self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+        if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
+            tiles = max(lists.kept_block // self.plan.block_kept, 1)
+            gathered = self.spec.listed.gathered if self.spec.listed else True
+            self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
         return copied
+
+    def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+        """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
+        lists = self.lists_of
+        if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
+            return None
+        boxes = descriptors.keep_vectors(self.spec.fold, copied)
+        spec = replace(self.spec, boxes=boxes)
+        tile = self._turns(spec, self.count)
+        if asked is not None:
+            tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
+        if tile is None or (lists.kept_block or tile[0]) % tile[0] or lists.folded_block % tile[1]:
+            return None
+        return KernelPlan(*tile, boxes=2)
+
+    def _pairs(self) -> int:
+        """How many pairs are listed, at most; batch elements may share lists."""
+        lists, shared = self.lists_of, math.prod(self.batch) // max(math.prod(self.lists_of.batch), 1)
+        return lists.items * lists.folded_block * (lists.kept_block or self.lengths[0]) * shared
 
     def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
         """The leaves that descriptors may copy, where pairs are many."""
-        lists = self.lists_of
-        pairs = lists.items.shape[0] * lists.folded_block * (lists.kept_block or self.lengths[0])
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        if pairs < least or self.few is not None:
+        if self._pairs() < least or self.few is not None:
             return ()
         return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
 
@@ -195,12 +237,10 @@ class ListedLaunch(FoldLaunch):
     def _plan_single(self, plainly: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
         each 4,096 of their numbers: one warp need not wait for others."""
-        lists = self.lists_of
-        average = -(-lists.items.shape[0] * lists.folded_block // max(lists.offsets.shape[0] - 1, 1))
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = 1 << (2**14 // (width * item)).bit_length() - 1
-        folded = max(16, min(1 << max(average - 1, 1).bit_length(), 128, most))
+        folded = max(16, min(1 << max(self.lists_of.average - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
@@ -211,14 +251,13 @@ class ListedLaunch(FoldLaunch):
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
-        average = lists.items.shape[0] * lists.folded_block // max(lists.offsets.shape[0] - 1, 1)
-        folded = -(-average // self.plan.block_folded)
+        folded = -(-lists.average // self.plan.block_folded)
         instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
         self.parts = count_splits(self.plan, instances, folded, processors)
         if not self.plan.parts and 0 < instances < _UNEVEN_WAVES * processors:
             even = -(-_UNEVEN_WAVES * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
+        if self.plan.boxes == 2 or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
             self.parts = 1
         self.grid = self.tiles * self.count * self.parts
 
@@ -226,16 +265,16 @@ class ListedLaunch(FoldLaunch):
         super()._lay_out_arguments(values)
         lists, listed = self.lists_of, self.spec.listed
         assert listed is not None
-        self.given = lists.tensors(listed.entries)
-        for k in range(len(self.given)):
+        for k in range(2 + listed.ends + listed.entries):
             self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
             self.template.append(None)
         self.template += [self.groups, *self.steps]
-        cut = lists.ends is not None or self.lengths[1] % lists.folded_block != 0
+        cut = lists.ends or self.lengths[1] % lists.folded_block != 0
         folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
         far = listed.gathered and any(
             v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
         )
+        cut |= self.kernel.staged  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
 
     def _cuts(self) -> list[int]:
@@ -253,7 +292,7 @@ class PreparedListedFold:
 
     def __init__(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]):
         self.fold, self.sizes = fold, sizes
-        _check(fold)
+        _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
         for over, part in list_kernels(fold, sizes)[1]:
             own = lists(over)
@@ -262,7 +301,7 @@ class PreparedListedFold:
             used = {*topological([*part.reductions, *part.scales])}
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
-            self.launches.append(ListedLaunch(small, values, batch, sizes, layouts, own, steps))
+            self.launches.append(ListedLaunch(small, values, batch, sizes, layouts, own.form, steps))
         found = [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -279,14 +318,21 @@ class PreparedListedFold:
                 if e in one.fold.leaves
             }
             found += one([given[e] for e in one.fold.leaves], merged)
+            one.given = ()  # prepared folds keep no tensors alive
         return [found[k] for k in self.order]
 
 
-def _check(fold: Fold) -> None:
+def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
+    """Raise Unsupported for what kernels over lists cannot fold."""
     for r in fold.reductions:
-        kind = kind_of(r)
-        if kind.per_pair or r.attrs[0] not in _KINDS:
-            raise Unsupported(f"{r.attrs[0]} has no kernel over lists")
+        name, over, _ = r.attrs
+        own, folded = lists(over), sizes.cols if over == "cols" else sizes.rows
+        if name not in _KINDS or (name == "moments" and (own.ends is not None or folded % own.folded_block)):
+            raise Unsupported(f"{name} has no kernel over these lists")
+        if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
+            raise Unsupported("a vector does not vary along the folded axis")
+        if math.prod(own.batch) > 1 and any(e.is_pair for e in fold.leaves):
+            raise Unsupported("numbers per edge of several lists")
 
 
 def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -297,14 +343,22 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_LOCAL: dict[int, tuple[Fold, tuple[Fold, bool] | None]] = {}
+_LOCAL: dict[int, tuple[Fold, LocalFold | None]] = {}
 _MOST = 1024
 
 
-def localize(fold: Fold) -> tuple[Fold, bool] | None:
-    """The fold as a kernel over lists runs it: every pair is listed, a position along a list is the column's index, and
-    a label counts as often as it is listed. And whether positions are read. None where entries of a list are told
-    apart."""
+class LocalFold(NamedTuple):
+    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, and whether it reads
+    positions along lists."""
+
+    fold: Fold
+    places: tuple[int, ...]
+    logical: bool
+
+
+def localize(fold: Fold) -> LocalFold | None:
+    """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
+    as they are listed. None where equal entries of a list are told apart."""
     known = _LOCAL.get(id(fold))
     if known is None:
         if len(_LOCAL) >= _MOST:
@@ -313,54 +367,85 @@ def localize(fold: Fold) -> tuple[Fold, bool] | None:
     return known[1]
 
 
-def _localize(fold: Fold) -> tuple[Fold, bool] | None:
+def _localize(fold: Fold) -> LocalFold | None:
     nodes = topological([*fold.reductions, *fold.scales])
     if any(e.op == "listed_once" for e in nodes):
         return None
-    changed = {e: const(True) for e in nodes if e.op == "listed"}
-    places = {e: index("col") for e in nodes if e.op == "listed_position"}
-    changed |= places
-    reductions = constructors.substitute(fold.reductions, changed)
-    mapped = dict(zip(fold.reductions, map(_sum_of_labels, reductions), strict=True))
+    positions = {e: index("col") for e in nodes if e.op == "listed_position"}
+    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions}
+    reductions = tuple(map(_sum_of_labels, constructors.substitute(fold.reductions, changed)))
     scales = constructors.substitute(fold.scales, changed) if fold.scales else ()
-    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped)
-    made = replace(fold, reductions=tuple(mapped.values()), scales=scales, gradients=gradients)
-    return made, bool(places)
+    mapped = dict(zip(fold.reductions, reductions, strict=True))
+    if len(set(reductions)) < len(reductions):
+        return None
+    used = {*topological([*reductions, *scales])}
+    places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
+    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
+    leaves = tuple(fold.leaves[k] for k in places)
+    made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
+    return LocalFold(made, places, bool(positions))
 
 
 def _sum_of_labels(r: Expr) -> Expr:
     """A label's number as a sum over all pairs: a listed column may be its label several times, or never."""
-    if r.attrs[0] != "pick":
+    if r.attrs[0] != "pick" or r.args[0].feature is not None:
         return r
     target, value, vector = r.args
     _, over, (axis,) = r.attrs
-    hit = constructors.apply("eq", index(axis), target)
-    number = constructors.apply("where", hit, value, const(0.0))
+    number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
     return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
-def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Any]) -> list[Tensor] | None:
-    """Run a fold in kernels that walk lists; None where it has none.
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
+    """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
-    ``leaves``: ``[*batch, M or N(, f)]``, numbers per entry ``[*batch, entries]``. ``lists``: by direction
-    (``"cols"``, ``"rows"``), the lists of each group of kept indices (``domains.ColumnLists``)."""
-    if not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
-        return None
+    ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    assert fold.domain is not None
+    (form,) = fold.domain.attrs
+    given = dict(zip(fold.leaves, leaves, strict=True))
+    tensors = [given[a] for a in fold.domain.args]
+
+    def lists(over: str) -> Lists:
+        parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
+        if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
+            return _make_lists(form, tensors, sizes, over)
+        make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
+        return unchanged_tensors.compute_once(parts, make, sizes.device)
+
+    return run_on_lists(fold, leaves, sizes, lists)
+
+
+def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
+    domain = restore_domain(form, tensors)
+    if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
+        most = domain.tensors()[0].shape[-1]
+        table, lengths = (t.contiguous() for t in domain.tensors())
+        capturing = table.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph's memory is not ours to keep
+        offsets = (_multiples.__wrapped__ if capturing else _multiples)(most, len(lengths) + 1, table.device)
+        return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
+    found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
+    return read_lists(found, sizes.rows if over == "cols" else sizes.cols)
+
+
+@functools.lru_cache(maxsize=64)
+def _multiples(step: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device) * step
+
+
+def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]) -> list[Tensor] | None:
+    """The same on the lists of each direction (``"cols"``, ``"rows"``)."""
     local = localize(fold)
-    if local is None:
+    if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, logical = local
-    read: dict[str, Lists] = {}
-    for over in dict.fromkeys(r.attrs[1] for r in own.reductions):
-        if over == "neither":
-            return None
-        read[over] = read_lists(lists(over), sizes.rows if over == "cols" else sizes.cols)
-        if read[over].logical and over == "rows":
-            return None
-    if logical and not all(one.logical for one in read.values()):
+    own, leaves = local.fold, [leaves[k] for k in local.places]
+    ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
+    if "neither" in ways:
         return None
-    key = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
-    key += (overriding_plans(), _describe(leaves), *(one.form() for one in read.values()))
+    read = {over: lists(over) for over in ways}
+    if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
+        return None
+    key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
+    key += (overriding_plans(), _describe(leaves), *(one.form for one in read.values()))
     if key not in _PREPARED:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
@@ -379,5 +464,5 @@ def _describe(leaves: Sequence[Any]) -> tuple:
         if isinstance(v, Tensor):
             found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
         else:
-            found += (type(v), v > 0, abs(v) >= 2**28)
+            found += (type(v), v > 0, abs(v) >= SMALL)
     return tuple(found)

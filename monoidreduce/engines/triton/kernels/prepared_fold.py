@@ -43,6 +43,8 @@ class PreparedFold:
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        if fold.domain is not None:
+            raise Unsupported("pairs are listed (kernels/listed_fold.py)")
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
-from ..codegen import kernel_text
+from ..codegen import kernel_text, listed
 from ..codegen.kernel_spec import Slices, Spec, box_name
 
 IMPORTS = """import triton.experimental.gluon.language as tl
@@ -339,7 +339,9 @@ class TileOrder:
 
     @property
     def opening(self) -> list[str]:
-        if not self.spec.bounds:
+        if self.spec.listed:
+            lines = ["whole_steps = positions // FOLDED", "steps = tl.maximum(whole_steps, 1)"]
+        elif not self.spec.bounds:
             lines = ["whole_steps = folded_size // FOLDED", "steps = tl.cdiv(folded_size, FOLDED)"]
         else:
             lines = [*kernel_text.write_tile_range(self.spec), "whole_steps = whole + again"]
@@ -356,12 +358,16 @@ class TileOrder:
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
+        if self.spec.listed:
+            return listed.tile_of_step(self.spec, step)
         if self.spec.group is not None:
             step = f"({step} // {self.spec.group_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
+        if self.spec.listed:
+            return listed.tile_of_step(self.spec, step)
         if not self.spec.bounds:
             return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
         at = f"({step} - whole_steps)"
@@ -370,6 +376,8 @@ class TileOrder:
 
     def any(self, step: str = "step") -> str:
         """The tile of a step, where it may be either."""
+        if self.spec.listed:
+            return listed.tile_of_step(self.spec, step)
         if not self.sloped and not self.spec.bounds and self.spec.group is None:
             return step
         if self.spec.group is not None:

@@ -53,6 +53,8 @@ def describe_fold(
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
+    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
+        narrow = torch.bfloat16  # which holds all numbers of 8 bits
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     types, rooms, casts = [], [], []

@@ -259,8 +259,8 @@ class _Text:
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
-        self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
-        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped else 0)
+        self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
+        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]

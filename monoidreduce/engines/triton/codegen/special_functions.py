@@ -1,0 +1,412 @@
+"""Inverse, gamma and error functions, and bits of whole numbers, for kernels: more of ``device_functions.py``.
+
+Nobody calls them here: their text is copied into kernels. Exact forms of the gamma functions compute in float64. Quick
+forms are exact to 2⁻¹⁴ of themselves, or of what ``tests/support/fast_functions.py`` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .device_functions import (
+    arctan,
+    erfc,
+    log,
+    log1p,
+    quick_arctan,
+    quick_lg2,
+    quick_log,
+    quick_log1p,
+    quick_rcp,
+    quick_reciprocal,
+    series_log1p,
+)
+
+tl: Any = None  # triton.language, where the text is copied to
+
+
+def negative(x):
+    # the sign, that of -0.0 too
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) < 0
+    else:
+        return x.to(tl.int64, bitcast=True) < 0
+
+
+def copysign(x, y):
+    return tl.where(negative(y), -tl.abs(x), tl.abs(x))
+
+
+def hypot(a, b):
+    # an infinity beside NaN is infinite
+    high = tl.maximum(tl.abs(a), tl.abs(b))
+    ratio = tl.where(high == 0.0, 0.0, tl.minimum(tl.abs(a), tl.abs(b)) / high)
+    infinite = (tl.abs(a) == float("inf")) | (tl.abs(b) == float("inf"))
+    broken = (a != a) | (b != b)
+    length = tl.where(broken, a + b, high * tl.sqrt(1.0 + ratio * ratio))
+    return tl.where(infinite, float("inf"), length)
+
+
+def fmod(a, b):
+    # of the dividend's sign, as in C
+    if a.dtype.is_floating():
+        a, b = tl.broadcast(a, b)
+        q = a / b
+        r = tl.fma(-tl.where(q < 0.0, tl.ceil(q), tl.floor(q)), b, a)
+        r = tl.where(tl.abs(r) >= tl.abs(b), r - tl.where((r < 0.0) == (b < 0.0), b, -b), r)  # q was rounded
+        r = tl.where((r != 0.0) & ((r < 0.0) != (a < 0.0)), r + tl.where((r < 0.0) == (b < 0.0), -b, b), r)
+        whole = tl.where(tl.abs(b) == float("inf"), a, r)
+        return tl.where((tl.abs(a) < float("inf")) & (b == b), whole, float("nan"))
+    else:
+        # Triton's remainder of whole numbers is that of C
+        return a % b
+
+
+def log10(x):
+    return log(x) * 0.4342944819032518
+
+
+def quick_log10(x):
+    f = x - 1.0
+    near = series_log1p(f) * 0.4342944819032518
+    return tl.where(tl.abs(f) < 0.0625, near, quick_lg2(x) * 0.30102999566398120)
+
+
+def sine_of_pi(x):
+    # sin(πx), exact near every whole number: what is left of x is known exactly
+    n = tl.floor(x + 0.5)
+    y = tl.sin((x - n) * 3.141592653589793)
+    return tl.where(tl.floor(n * 0.5) * 2.0 != n, -y, y)
+
+
+def quick_half_sine(r):
+    # sin(πr) for r within 1/2 of 0
+    q = r * r
+    s = 2.543604956585757 + q * -0.5583960475527273
+    return r * (3.1415897033157796 + q * (-5.167367812243469 + q * s))
+
+
+def quick_sine_of_pi(x):
+    n = tl.floor(x + 0.5)
+    y = quick_half_sine(x - n)
+    return tl.where(tl.floor(n * 0.5) * 2.0 != n, -y, y)
+
+
+def sinc(x):
+    return tl.where(x == 0.0, 1.0, sine_of_pi(x) / (x * 3.141592653589793))
+
+
+def quick_sinc(x):
+    y = quick_sine_of_pi(x) * (quick_reciprocal(x) * 0.3183098861837907)
+    return tl.where(tl.abs(x) < 1e-30, 1.0, y)
+
+
+def arcsin(x):
+    return arctan(x / tl.sqrt((1.0 - x) * (1.0 + x)))
+
+
+def quick_arcsin(x):
+    return quick_arctan(x * tl.rsqrt((1.0 - x) * (1.0 + x)))
+
+
+def arccos(x):
+    return 2.0 * arctan(tl.sqrt((1.0 - x) / (1.0 + x)))
+
+
+def quick_arccos(x):
+    a = tl.abs(x)
+    s = 0.08459656155928731 + a * (-0.03564342391307322 + a * 0.008591801400223299)
+    y = tl.sqrt(1.0 - a) * (1.5707874385613387 + a * (-0.21411081311906813 + a * s))
+    return tl.where(x < 0.0, 3.141592653589793 - y, y)
+
+
+def arctan2(y, x):
+    a, b = tl.abs(x), tl.abs(y)
+    high, low = tl.maximum(a, b), tl.minimum(a, b)
+    ratio = tl.where(high == 0.0, 0.0, tl.where(low == float("inf"), 1.0, low / high))
+    angle = arctan(ratio)
+    angle = tl.where(b > a, 1.5707963267948966 - angle, angle)
+    angle = tl.where(negative(x), 3.141592653589793 - angle, angle)
+    angle = tl.where(negative(y), -angle, angle)
+    return tl.where((x != x) | (y != y), x + y, angle)
+
+
+def quick_arctan2(y, x):
+    a, b = tl.abs(x), tl.abs(y)
+    high, low = tl.maximum(a, b), tl.minimum(a, b)
+    angle = quick_arctan(tl.where(low == float("inf"), 1.0, low * quick_reciprocal(high)))
+    angle = tl.where(high == 0.0, 0.0, angle)
+    angle = tl.where(b > a, 1.5707963267948966 - angle, angle)
+    angle = tl.where(negative(x), 3.141592653589793 - angle, angle)
+    angle = tl.where(negative(y), -angle, angle)
+    return tl.where((x != x) | (y != y), x + y, angle)
+
+
+def arcsinh(x):
+    a = tl.abs(x)
+    large = a > 1e8
+    b = tl.where(large, 1.0, a)
+    y = tl.where(large, log(a) + 0.6931471805599453, log1p(b + b * b / (1.0 + tl.sqrt(1.0 + b * b))))
+    return tl.where(x < 0.0, -y, y)
+
+
+def quick_arcsinh(x):
+    a = tl.abs(x)
+    large = a > 1e8
+    b = tl.where(large, 1.0, a)
+    near = quick_log1p(b + b * b * quick_rcp(1.0 + tl.sqrt(1.0 + b * b)))
+    y = tl.where(large, quick_log(a) + 0.6931471805599453, near)
+    return tl.where(x < 0.0, -y, y)
+
+
+def arccosh(x):
+    large = x > 1e8
+    t = tl.where(large, 1.0, tl.where(x < 1.0, float("nan"), x - 1.0))
+    return tl.where(large, log(x) + 0.6931471805599453, log1p(t + tl.sqrt(t * (t + 2.0))))
+
+
+def quick_arccosh(x):
+    large = x > 1e8
+    t = tl.where(large, 1.0, tl.where(x < 1.0, float("nan"), x - 1.0))
+    return tl.where(large, quick_log(x) + 0.6931471805599453, quick_log1p(t + tl.sqrt(t * (t + 2.0))))
+
+
+def arctanh(x):
+    a = tl.abs(x)
+    y = 0.5 * log1p(2.0 * a / (1.0 - a))
+    return tl.where(x < 0.0, -y, y)
+
+
+def quick_arctanh(x):
+    a = tl.abs(x)
+    y = 0.5 * quick_log1p(2.0 * a * quick_rcp(1.0 - a))
+    return tl.where(x < 0.0, -y, y)
+
+
+def erfinv_centre(w):
+    # erfinv(x) / x with w = -log(1 - x²), up to w = 5
+    u = w - 2.5
+    s = 2.323262378098054e-08 + u * -8.791017955699019e-09
+    s = -3.462704506937595e-06 + u * (4.661701325271363e-07 + u * s)
+    s = 0.0002183444384696857 + u * (-4.963345425858762e-06 + u * s)
+    s = -0.0041773867799402755 + u * (-0.0012527418825182273 + u * s)
+    return 1.5014093592822946 + u * (0.24664028615527028 + u * s)
+
+
+def erfinv_tail(w):
+    # the same, from 5 to 17.5: to float32's last number below 1
+    u = tl.sqrt(w) - 3.0
+    s = -0.0002941746953460838 + u * 0.00010098725450490267
+    s = 0.0014656826719516812 + u * (-3.620811473143733e-05 + u * s)
+    s = 0.00569451649670237 + u * (-0.0036079340035103445 + u * s)
+    s = 0.009444386239345879 + u * (-0.007635036980693811 + u * s)
+    return 2.8329768164819673 + u * (1.0016748227725842 + u * s)
+
+
+def erfinv_far(w):
+    # the same, from 5 to 37, to 5e-7
+    u = tl.sqrt(w) - 4.0
+    s = -4.892915885834948e-07 + u * -1.3727681842556398e-06
+    s = -7.397680194163639e-05 + u * (3.237193616701253e-05 + u * s)
+    s = -4.518764199954771e-05 + u * (3.780180061645403e-05 + u * s)
+    s = -0.0009188415349571921 + u * (0.0003323438411623966 + u * s)
+    return 3.8397841671841633 + u * (1.0095026917145076 + u * (0.0012558563068575319 + u * s))
+
+
+def erfinv(x):
+    w = -log((1.0 - x) * (1.0 + x))
+    if x.dtype == tl.float64:
+        # one step of Halley's, from 1 - |x|, which erfc keeps all digits of
+        a = tl.abs(x)
+        y = a * tl.where(w < 5.0, erfinv_centre(w), erfinv_far(tl.minimum(w, 40.0)))
+        gap = tl.where(a < 0.5, a - tl.erf(y), erfc(y) - (1.0 - a)) * 0.886226925452758 * tl.exp(y * y)
+        y = y + gap / (1.0 - y * gap)
+        y = tl.where(x < 0.0, -y, y)
+    else:
+        y = x * tl.where(w < 5.0, erfinv_centre(w), erfinv_tail(w))
+    y = tl.where(tl.abs(x) > 1.0, float("nan"), y)
+    return tl.where(tl.abs(x) == 1.0, x * float("inf"), y)
+
+
+def quick_erfinv(x):
+    w = quick_lg2((1.0 - x) * (1.0 + x)) * -0.6931471805599453
+    u = w - 2.5
+    s = 0.000218481243721203 + u * (-6.624779808711417e-07 + u * -3.30799787754073e-06)
+    s = -0.004178944284074429 + u * (-0.001265259087350411 + u * s)
+    y = 1.5014101127326336 + u * (0.246649597107098 + u * s)
+    u = tl.sqrt(w) - 3.0
+    s = 0.00912666485116983 + u * (-0.008481182055215898 + u * (0.006892477836159553 + u * -0.0025160228108966924))
+    y = x * tl.where(w < 5.0, y, 2.832992891167513 + u * (1.0018004842766888 + u * s))
+    y = tl.where(tl.abs(x) > 1.0, float("nan"), y)
+    return tl.where(tl.abs(x) == 1.0, x * float("inf"), y)
+
+
+# The gamma function: below 1/2 by reflection at 1/2, below 10 from ten above, then Stirling's series. The ten factors
+# x, x + 1 ... are five of x (x + 9) plus 0, 8, 14, 18, 20.
+
+
+def reflected(x):
+    return tl.where(x < 0.5, 1.0 - x, x)
+
+
+def lgamma(x):
+    v = x.to(tl.float64)
+    y = reflected(v)
+    u = tl.where(y < 10.0, y * (y + 9.0), 1.0)
+    low = tl.where(y < 10.0, u * (u + 8.0) * (u + 14.0) * (u + 18.0) * (u + 20.0), 1.0)
+    z = tl.where(y < 10.0, y + 10.0, y)
+    r = 1.0 / z
+    q = r * r
+    s = 1.0 / 1188.0 - q * (691.0 / 360360.0 - q * (1.0 / 156.0 - q * (3617.0 / 122400.0)))
+    s = 1.0 / 12.0 - q * (1.0 / 360.0 - q * (1.0 / 1260.0 - q * (1.0 / 1680.0 - q * s)))
+    y = (z - 0.5) * (tl.log(z) - 1.0) + 0.4189385332046727 + r * s - tl.log(low)
+    sine = tl.abs(sine_of_pi(v))
+    y = tl.where(v < 0.5, tl.where(sine == 0.0, float("inf"), 1.1447298858494002 - tl.log(sine) - y), y)
+    y = tl.where((v == 1.0) | (v == 2.0), 0.0, y)
+    return tl.where(tl.abs(v) == float("inf"), float("inf"), y).to(x.dtype)
+
+
+def digamma(x):
+    v = x.to(tl.float64)
+    y = reflected(v)
+    b = tl.where(y < 10.0, y, 1.0)
+    u = b * (b + 9.0)
+    low = u * (u + 8.0) * (u + 14.0) * (u + 18.0) * (u + 20.0)
+    slope = 40320.0 + u * (24352.0 + u * (3924.0 + u * (240.0 + u * 5.0)))
+    z = tl.where(y < 10.0, y + 10.0, y)
+    r = 1.0 / z
+    q = r * r
+    s = 1.0 / 132.0 - q * (691.0 / 32760.0 - q * (1.0 / 12.0 - q * (3617.0 / 8160.0)))
+    s = q * (1.0 / 12.0 - q * (1.0 / 120.0 - q * (1.0 / 252.0 - q * (1.0 / 240.0 - q * s))))
+    y = tl.log(z) - 0.5 * r - s - tl.where(y < 10.0, (2.0 * b + 9.0) * slope / low, 0.0)
+    rest = v - tl.floor(v + 0.5)
+    turn = rest * 3.141592653589793
+    y = tl.where(v < 0.5, y - 3.141592653589793 * tl.cos(turn) / tl.sin(turn), y)
+    return tl.where((v < 0.0) & (rest == 0.0), float("nan"), y).to(x.dtype)
+
+
+def polygamma_1(x):
+    v = x.to(tl.float64)
+    y = reflected(v)
+    b = tl.where(y < 10.0, y, 1.0)
+    u = b * (b + 9.0)
+    square = (2.0 * b + 9.0) * (2.0 * b + 9.0)
+    low = (square - 2.0 * u) / (u * u)
+    low += (square - 2.0 * (u + 8.0)) / ((u + 8.0) * (u + 8.0))
+    low += (square - 2.0 * (u + 14.0)) / ((u + 14.0) * (u + 14.0))
+    low += (square - 2.0 * (u + 18.0)) / ((u + 18.0) * (u + 18.0))
+    low += (square - 2.0 * (u + 20.0)) / ((u + 20.0) * (u + 20.0))
+    z = tl.where(y < 10.0, y + 10.0, y)
+    r = 1.0 / z
+    q = r * r
+    s = 5.0 / 66.0 - q * (691.0 / 2730.0 - q * (7.0 / 6.0 - q * (3617.0 / 510.0)))
+    s = 1.0 / 6.0 - q * (1.0 / 30.0 - q * (1.0 / 42.0 - q * (1.0 / 30.0 - q * s)))
+    y = r + 0.5 * q + r * q * s + tl.where(y < 10.0, low, 0.0)
+    sine = sine_of_pi(v)
+    return tl.where(v < 0.5, 9.869604401089358 / (sine * sine) - y, y).to(x.dtype)
+
+
+def polygamma_2(x):
+    v = x.to(tl.float64)
+    y = reflected(v)
+    b = tl.where(y < 10.0, y, 1.0)
+    u = b * (b + 9.0)
+    twice = 2.0 * b + 9.0
+    square = twice * twice
+    low = (square - 3.0 * u) / (u * u * u)
+    low += (square - 3.0 * (u + 8.0)) / ((u + 8.0) * (u + 8.0) * (u + 8.0))
+    low += (square - 3.0 * (u + 14.0)) / ((u + 14.0) * (u + 14.0) * (u + 14.0))
+    low += (square - 3.0 * (u + 18.0)) / ((u + 18.0) * (u + 18.0) * (u + 18.0))
+    low += (square - 3.0 * (u + 20.0)) / ((u + 20.0) * (u + 20.0) * (u + 20.0))
+    z = tl.where(y < 10.0, y + 10.0, y)
+    r = 1.0 / z
+    q = r * r
+    s = 5.0 / 6.0 - q * (691.0 / 210.0 - q * (35.0 / 2.0 - q * (3617.0 / 30.0)))
+    s = 0.5 - q * (1.0 / 6.0 - q * (1.0 / 6.0 - q * (3.0 / 10.0 - q * s)))
+    y = -(q + q * r + q * q * s + tl.where(y < 10.0, 2.0 * twice * low, 0.0))
+    rest = (v - tl.floor(v + 0.5)) * 3.141592653589793
+    sine = tl.sin(rest)
+    return tl.where(v < 0.5, y - 62.01255336059964 * tl.cos(rest) / (sine * sine * sine), y).to(x.dtype)
+
+
+def quick_lgamma(x):
+    # below 2.5 a polynomial times the zeros at 1 and 2, then Stirling's series
+    y = reflected(x)
+    u = y - 1.5
+    s = 0.0006384863422548825 + u * (0.005980861021564194 + u * -0.004163997934221598)
+    s = 0.01858665070491273 + u * (-0.011345666689398444 + u * (0.000986575595427564 + u * s))
+    s = -0.14597982381102417 + u * (0.06267071233974036 + u * (-0.030934901726776636 + u * s))
+    near = (y - 1.0) * (y - 2.0) * (0.48313402085205975 + u * s)
+    r = quick_rcp(y)
+    q = r * r
+    tail = r * (0.08333333333333333 - q * (0.002777777777777778 - q * 0.0007936507936507937))
+    y = tl.where(y < 2.5, near, (y - 0.5) * (quick_log(y) - 1.0) + 0.4189385332046727 + tail)
+    sine = tl.abs(quick_sine_of_pi(x))
+    y = tl.where(x < 0.5, tl.where(sine == 0.0, float("inf"), 1.1447298858494002 - quick_log(sine) - y), y)
+    return tl.where(tl.abs(x) == float("inf"), float("inf"), y)
+
+
+def quick_digamma(x):
+    # below 4 from three above
+    y = reflected(x)
+    b = tl.where(y < 4.0, y, 1.0)
+    low = (b * (3.0 * b + 6.0) + 2.0) * quick_rcp(b * (b + 1.0) * (b + 2.0))
+    z = tl.where(y < 4.0, y + 3.0, y)
+    r = quick_rcp(z)
+    q = r * r
+    s = q * (0.08333333333333333 - q * (0.008333333333333333 - q * 0.003968253968253968))
+    y = quick_log(z) - 0.5 * r - s - tl.where(y < 4.0, low, 0.0)
+    rest = x - tl.floor(x + 0.5)
+    cotangent = quick_half_sine(0.5 - tl.abs(rest)) / quick_half_sine(rest)
+    y = tl.where(x < 0.5, y - 3.141592653589793 * cotangent, y)
+    return tl.where((x < 0.0) & (rest == 0.0), float("nan"), y)
+
+
+def quick_polygamma_1(x):
+    y = reflected(x)
+    b = tl.where(y < 4.0, y, 1.0)
+    first, second, third = quick_rcp(b), quick_rcp(b + 1.0), quick_rcp(b + 2.0)
+    low = first * first + second * second + third * third
+    z = tl.where(y < 4.0, y + 3.0, y)
+    r = quick_rcp(z)
+    q = r * r
+    s = 0.16666666666666666 - q * (0.03333333333333333 - q * 0.023809523809523808)
+    y = r + 0.5 * q + r * q * s + tl.where(y < 4.0, low, 0.0)
+    sine = quick_rcp(quick_sine_of_pi(x))
+    return tl.where(x < 0.5, 9.869604401089358 * sine * sine - y, y)
+
+
+# Bits of whole numbers. Those of 64 bits wrap around; the result of a shift to the left is always of 64.
+
+
+def shift_left(x, count):
+    inside = (count >= 0) & (count < 64)
+    return tl.where(inside, x.to(tl.int64) << tl.where(inside, count, 0).to(tl.int64), 0)
+
+
+def shift_right(x, count):
+    # what is shifted by all its bits, or by a negative count, is 0 or -1
+    most = 63 if x.dtype == tl.int64 else 31
+    inside = (count >= 0) & (count <= most)
+    return x >> tl.where(inside, count, most).to(x.dtype)
+
+
+def ones_of_32(x):
+    # the compiler knows these lines, and writes one instruction
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101) >> 24
+
+
+def popcount(x, bits: tl.constexpr):
+    if bits > 32:
+        wide = x.to(tl.int64).to(tl.uint64, bitcast=True)
+        high = (wide >> 32).to(tl.uint32)
+        if bits < 64:
+            high = high << (64 - bits)
+        return (ones_of_32(wide.to(tl.uint32)) + ones_of_32(high)).to(tl.int32)
+    else:
+        low = x.to(tl.int32).to(tl.uint32, bitcast=True)
+        if bits < 32:
+            low = low << (32 - bits)
+        return ones_of_32(low).to(tl.int32)

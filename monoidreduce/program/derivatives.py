@@ -1,0 +1,87 @@
+"""Derivatives of primitives that take more than a line, in the language itself.
+
+Each receives the cotangent ``g``, the result ``y`` and the arguments as symbols, and returns one cotangent per
+argument. They follow torch's formulas on special values too. Where torch gives no gradient a ``where`` leaves the
+cotangent out: zero times an infinite cotangent would be NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def normal_density(x: Any) -> Any:
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def gelu_slope(x: Any, approximate: str) -> Any:
+    if approximate == "none":
+        return x.normal_gate() + x * normal_density(x)
+    k = math.sqrt(8 / math.pi)
+    square = x * x
+    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
+
+
+def silu_derivative(g: Any, y: Any, x: Any) -> tuple:
+    s = x.gate()
+    return (g * (s + y * (1 - s)),)
+
+
+def power_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple:
+    """Of x ** n: 0 for the base where n is 0; for the exponent 0 where 0 is raised to n >= 0, NaN where x < 0."""
+    nothing = (x == 0) & (n >= 0)
+    return (
+        torch.where(n == 0, 0.0, g * (n * torch.pow(x, n - 1))),
+        torch.where(nothing, 0.0, g * (y * torch.log(torch.where(nothing, 1.0, x)))),
+    )
+
+
+def xlogy_derivative(g: Any, y: Any, x: Any, z: Any) -> tuple:
+    """Of x log z: no gradient for x where 0 meets a z that has no logarithm."""
+    return torch.where((x == 0) & (z <= 0), 0.0, g * torch.log(z)), g * x / z
+
+
+def logit_derivative(g: Any, y: Any, x: Any) -> tuple:
+    """Outside of [0, 1] there is no logit: NaN."""
+    return (torch.where((x < 0) | (x > 1), math.nan, g / (x * (1 - x))),)
+
+
+def chosen_cotangent(g: Any, a: Any, b: Any, loses: Any) -> Any:
+    """The cotangent of one of two between which a minimum chooses: a tie gives half to each, NaN all to both."""
+    return torch.where(torch.logical_not(loses), torch.where(a == b, 0.5 * g, g), 0.0)
+
+
+def logaddexp_share(a: Any, b: Any, y: Any) -> Any:
+    """exp(a) / (exp(a) + exp(b)) for y = logaddexp(a, b); 0, and not torch's NaN, where both are minus infinity: a sum
+    of nothing has no gradient."""
+    return torch.where(y == -math.inf, 0.0, torch.sigmoid(a - b))
+
+
+def sinc_derivative(g: Any, y: Any, x: Any) -> tuple:
+    """(cos πx - sinc x) / x; within 1/4 of 0, where these cancel, the series in (πx)²."""
+    near = torch.abs(x) < 0.25
+    q = torch.where(near, x, 0.0).square() * (math.pi * math.pi)
+    series: Any = 0.0
+    for k in range(9, 0, -1):
+        series = series * q + (-1) ** k * 2 * k / math.factorial(2 * k + 1)
+    far = torch.where(near, 1.0, x)
+    return (g * torch.where(near, series * x * (math.pi * math.pi), (torch.cos(math.pi * far) - y) / far),)
+
+
+def atan2_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    """No gradient at the origin."""
+    square = a * a + b * b
+    g = torch.where(square == 0, 0.0, g / torch.where(square == 0, 1.0, square))
+    return g * b, -(g * a)
+
+
+def copysign_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    """The sign's own side has none."""
+    return torch.where(a == 0, 0.0, g * (y / a)), None
+
+
+def fmod_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    return g, -(g * torch.trunc(a / b))

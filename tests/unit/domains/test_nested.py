@@ -1,0 +1,90 @@
+"""Jagged nested tensors go into ops and layers, and come out, as they are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import ops
+
+F64 = torch.float64
+ROWS, COLS = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 4, 5, 7])
+
+
+def nest(values, offsets, dim=1):
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
+
+
+@mr.op
+def causal(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k, -torch.inf), v)
+
+
+@mr.op
+def both_ways(x: mr.Row["d"], y: mr.Col["d"], w: mr.Row):
+    s = x @ y
+    return {"rows": mr.sum(s) * w, "cols": mr.sum(s * w, over="rows")}
+
+
+def test_ops_and_gradients():
+    q, k, v = (torch.randn(n, 3, dtype=F64, requires_grad=True) for n in (8, 7, 7))
+    y = causal(nest(q, ROWS), nest(k, COLS), nest(v, COLS))
+    assert y.is_nested and y.offsets() is ROWS
+    packed = causal(q, k, v, cols=mr.jagged(ROWS, COLS))
+    assert torch.equal(y.values(), packed)
+    g = torch.randn_like(packed)
+    for a, b in zip(
+        torch.autograd.grad(y.values(), (q, k, v), g), torch.autograd.grad(packed, (q, k, v), g), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_results_of_rows_and_of_columns():
+    x, y, w = torch.randn(8, 2), torch.randn(7, 2), torch.randn(8)
+    found = both_ways(nest(x, ROWS), nest(y, COLS), nest(w, ROWS))
+    packed = both_ways(x, y, w, cols=mr.jagged(ROWS, COLS))
+    assert found["rows"].offsets() is ROWS and found["cols"].offsets() is COLS
+    assert all(torch.equal(found[n].values(), packed[n]) for n in packed)
+
+
+def test_attention_with_heads_is_torch_attention():
+    lengths = torch.tensor([3, 1, 5])
+    parts = [torch.randn(n, 2, 4, dtype=F64) for n in lengths.tolist()]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)  # [batch, heads, j, features]
+    y = ops.attention(x, x, x, is_causal=True)
+    assert y.shape == x.shape
+    for part, mine in zip(parts, y.transpose(1, 2).unbind(), strict=True):
+        p = part.transpose(0, 1)
+        torch.testing.assert_close(mine.transpose(0, 1), F.scaled_dot_product_attention(p, p, p, is_causal=True))
+
+
+def test_rows_alone():
+    x, w, target = torch.randn(8, 4), torch.randn(9, 4), torch.randint(9, (8,))
+    y = ops.mlp(nest(x, ROWS), w, w)
+    assert y.is_nested and torch.equal(y.values(), ops.mlp(x, w, w))
+    each = ops.linear_cross_entropy(nest(x, ROWS), w, nest(target, ROWS), reduction="none")
+    assert torch.equal(each.values(), ops.linear_cross_entropy(x, w, target, reduction="none"))
+    assert not ops.linear_cross_entropy(nest(x, ROWS), w, nest(target, ROWS)).is_nested
+
+
+def test_under_compile():
+    compiled = torch.compile(causal, backend="aot_eager", fullgraph=True)
+    q, k = nest(torch.randn(8, 3), ROWS), nest(torch.randn(7, 3), COLS)
+    torch.testing.assert_close(compiled(q, k, k).values(), causal(q, k, k).values())
+
+
+@pytest.mark.parametrize(
+    "call,error,words",
+    [
+        (lambda a, b: causal(a, b, nest(torch.randn(7, 3), COLS.clone())), mr.ShapeError, "same offsets"),
+        (lambda a, b: causal(a.values(), b, b), mr.ArgumentError, "the rows are not"),
+        (lambda a, b: causal(a, b, b, cols=mr.jagged(ROWS, COLS)), mr.ArgumentError, "without cols="),
+        (lambda a, b: ops.attention(a, b, b, cols=mr.jagged(ROWS, COLS)), mr.ArgumentError, "beside cols="),
+        (lambda a, b: ops.knn(a, b, 1), mr.ArgumentError, "Give dense columns"),
+        (lambda a, b: causal(a, torch.randn(3, 7, 3), torch.randn(3, 7, 3)), mr.ShapeError, "that all sequences share"),
+    ],
+)  # fmt: skip
+def test_mistakes(call, error, words):
+    with pytest.raises(error) as caught:
+        call(nest(torch.randn(8, 3), ROWS), nest(torch.randn(7, 3), COLS))
+    assert words in str(caught.value)

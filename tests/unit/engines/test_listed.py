@@ -1,0 +1,346 @@
+"""Folds over listed pairs: equal to dense folds in which each pair counts as often as it is listed."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import monoidreduce as mr
+from monoidreduce import Batch, Col, Pair, Row
+from monoidreduce.runtime.dry_run import LiveMemory
+from tests.support import listed_cases
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("first", range(0, 48, 12))
+def test_random_lists(first):
+    """Some of the thousand lists of the slow test."""
+    for seed in range(first, first + 12):
+        listed_cases.check_random_lists(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(48, 1000, 119))
+def test_many_random_lists(first):
+    for seed in range(first, min(first + 119, 1000)):
+        listed_cases.check_random_lists(seed)
+
+
+# Every kind of reduction, against the reference engine
+
+
+class LogSum(mr.Monoid):
+    z: mr.Scalar = -torch.inf
+
+    def combine(a, b):
+        return LogSum(z=torch.logaddexp(a.z, b.z))
+
+    def pullback(c, a, g):
+        return LogSum(z=torch.exp(a.z - c.z) * g.z)
+
+
+@mr.op
+def moments(x: Row["f"], y: Col["f"], v: Col["d"]):
+    return mr.var(x @ y), mr.var(x @ y, correction=0, over="rows"), mr.weighted_mean(torch.exp(x @ y), v)
+
+
+@mr.op
+def best(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = x @ y
+    return mr.max(mr.sqdist(x, y)), mr.argmin(s), mr.max(s, over="rows"), mr.argmax(s, over="rows")
+
+
+@mr.op
+def several_best(x: Row["f"], y: Col["f"], v: Col["d"]):
+    return mr.topk(x @ y, 2, largest=False)
+
+
+@mr.op
+def two_passes(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = x @ y
+    return mr.sum((s - 0.1 * mr.sum(s)).square() * v)
+
+
+@mr.op
+def one_sided(x: Row["f"], y: Col["f"], v: Col["d"]):
+    return mr.sum(v), mr.count(True), mr.sum(x, over="rows"), mr.all(v.sum() > -1), mr.any(x.sum() > 0, over="rows")
+
+
+@mr.op
+def conditions(x: Row["f"], y: Col["f"], v: Col["d"]):
+    gap = mr.row_index - mr.col_index
+    s = torch.where(gap >= -1, 3 * torch.tanh((x @ y) / 3) - 0.1 * gap.abs(), -torch.inf)
+    return mr.softmax_mean(s, v), mr.logsumexp(x @ y) - mr.sum(torch.where(mr.col_index == mr.row_index, x @ y, 0.0))
+
+
+@mr.op
+def draws(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = x @ y
+    return mr.sum(mr.dropout(torch.exp(s), 0.3, 7) * v), mr.sum(mr.uniform(3) * s), mr.sample(s, 5)
+
+
+@mr.op
+def own_monoid(x: Row["f"], y: Col["f"], v: Col["d"]):
+    return mr.reduce(LogSum, z=x @ y).z
+
+
+OPS = [moments, best, several_best, two_passes, one_sided, conditions, draws, own_monoid]
+PROBLEMS = {
+    "edges": lambda: listed_cases.random_problem(3),
+    "blocks": lambda: listed_cases.random_problem(7),
+    "jagged": lambda: listed_cases.random_problem(5),
+}
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.function.__name__)
+def test_kinds_of_reductions(op, kind):
+    problem = PROBLEMS[kind]()
+    args = problem.args()
+
+    def run(engine):
+        with mr.use(engine=engine):
+            found = op(*args, cols=problem.domain)
+            found = [found] if isinstance(found, torch.Tensor) else list(found)
+            return [*found, *listed_cases.gradients(found, args)]
+
+    expected = run("reference")
+    for engine in ("eager", "auto"):
+        for one, other in zip(run(engine), expected, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [conditions, best, two_passes], ids=lambda op: op.function.__name__)
+def test_second_derivatives(op):
+    """With a pair that is listed twice, a list that is empty, and blocks that the axes cut."""
+    args = [torch.randn(n, 2, dtype=F64, requires_grad=True) for n in (3, 4, 4)]
+    blocks = mr.blocks(torch.tensor([[0, 1, 1], [1, 0, 0]]), torch.tensor([3, 1]), rows=2, cols=3)
+
+    def call(*given):
+        found = op(*given, cols=blocks)
+        return tuple(
+            torch.where(t.isfinite(), t, 0.0)
+            for t in ([found] if isinstance(found, torch.Tensor) else found)
+            if t.is_floating_point()
+        )
+
+    assert gradcheck(call, args, fast_mode=True)
+    assert gradgradcheck(call, args, fast_mode=True)
+
+
+# Numbers of edges and of pairs
+
+
+def test_numbers_of_edges():
+    """An edge that is listed twice has two numbers, each with its own gradient."""
+    edges = mr.edges(torch.tensor([0, 3, 3, 5]), torch.tensor([1, 0, 1, 2, 0]))
+    args = [torch.randn(n, 1, dtype=F64, requires_grad=True) for n in (3, 3, 3)]
+    args.append(torch.randn(5, dtype=F64, requires_grad=True))
+    call = lambda *given: listed_cases.both_ways(*given, cols=edges)[0]
+    assert gradcheck(call, args, fast_mode=True)
+    assert gradgradcheck(call, args, fast_mode=True)
+    x, y, v, bias = args
+    owner = torch.tensor([0, 0, 0, 2, 2])
+    weight = torch.exp(torch.tanh((x[owner] * y[edges.index]).sum(-1)) + bias)
+    total = torch.zeros(3, dtype=F64).index_add(0, owner, weight)[owner]
+    expected = torch.zeros(3, 1, dtype=F64).index_add(0, owner, (weight / total).unsqueeze(1) * v[edges.index])
+    torch.testing.assert_close(call(*args), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (1, 6), (5, 1), (2, 5, 6), (1, 1)], ids=str)
+def test_numbers_of_pairs_over_blocks(shape):
+    args = [torch.randn(2, 5, 3, dtype=F64), torch.randn(6, 3, dtype=F64), torch.randn(2, 6, 2, dtype=F64)]
+    args = [t.requires_grad_() for t in (*args, torch.randn(*shape, dtype=F64))]
+    blocks = mr.blocks(torch.tensor([[0, 0], [1, 0], [1, 1]]), torch.tensor([2, 2, 1]), rows=2, cols=4)
+
+    def run(engine):
+        with mr.use(engine=engine):
+            found = listed_cases.both_ways(*args, cols=blocks)
+            return [*found, *listed_cases.gradients(found, args)]
+
+    for one, other in zip(run("eager"), run("reference"), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_repeated_edge_with_numbers_has_no_maximum_gradient():
+    @mr.op
+    def largest(x: Row, y: Col, bias: Pair):
+        return mr.max(x * y + bias)
+
+    args = [torch.ones(2), torch.ones(3), torch.tensor([1.0, 2.0], requires_grad=True)]
+    found = largest(*args, cols=mr.edges(torch.tensor([0, 2, 2]), torch.tensor([1, 1])))
+    assert found.tolist() == [3.0, -torch.inf]
+    with pytest.raises(mr.ArgumentError, match="listed twice"):
+        found[0].backward()
+
+
+# Packed sequences and pages
+
+
+def test_indices_of_packed_sequences():
+    """Indices count from the start of the own sequence, also where rows and columns are packed differently."""
+
+    @mr.op
+    def prefix(x: Row, y: Col):
+        return mr.sum(torch.where(mr.col_index <= mr.row_index, y, 0.0)), mr.sum(mr.col_index + 10 * mr.row_index)
+
+    y = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    sums, places = prefix(torch.zeros(4), y, cols=mr.jagged(torch.tensor([0, 2, 4]), torch.tensor([0, 3, 5])))
+    assert sums.tolist() == [1.0, 3.0, 8.0, 24.0]
+    assert places.tolist() == [3, 33, 1, 21]
+    assert prefix(y, y, cols=mr.jagged(torch.tensor([0, 2, 5])))[0].tolist() == [1.0, 3.0, 4.0, 12.0, 28.0]
+
+
+@mr.op
+def paged(q: Row["f"], k: Col["f"], v: Col["d"], slope: Batch):
+    gap = mr.row_index - mr.col_index
+    s = torch.where(gap >= 0, q @ k - slope * gap, -torch.inf)
+    return mr.softmax_mean(s, v), mr.logsumexp(s), mr.max(s), mr.argmax(s)
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_pages(engine, heads):
+    """Grouped queries, causal by position, a page that two sequences share, and the gradients of the pages."""
+    pages, page, rows = 8, 4, 3
+    table, lengths = torch.tensor([[5, 2, 7], [1, 0, 0], [2, 3, 4]]), torch.tensor([9, 3, 12])
+    chance = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=F64, generator=chance).requires_grad_()
+    q, k, v = draw(3, 4, rows, 5), draw(pages, page, heads, 5), draw(pages, page, heads, 2)
+    args = [q, k, v, draw(4)]
+    domain = mr.pages(table, lengths, page=page)
+    with mr.use(engine=engine):
+        found = paged(*args, cols=domain)
+        grads = listed_cases.gradients(found, args)
+    keys, values = (domain.gather(t).repeat_interleave(4 // heads, 1) for t in (k, v))
+    gap = (lengths[:, None] - rows + torch.arange(rows))[:, None, :, None] - torch.arange(keys.shape[2])
+    s = torch.where(gap >= 0, q @ keys.mT - args[3][:, None, None] * gap, -torch.inf)
+    expected = torch.softmax(s, -1) @ values, torch.logsumexp(s, -1), s.amax(-1), s.argmax(-1)
+    for one, other in zip((*found, *grads), (*expected, *listed_cases.gradients(expected, args)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Sizes, memory, types
+
+
+def test_one_long_list():
+    """A list of many pieces, beside short ones; the same numbers in every run."""
+    lengths = torch.tensor([3, 9001, 0, 1])
+    index = torch.randint(0, 500, (int(lengths.sum()),))
+    problem = listed_cases.Problem(mr.edges(listed_cases.offsets(lengths), index), 4, 500)
+    args = problem.args()
+    with mr.use(engine="eager"):
+        found = listed_cases.bundle(*args, cols=problem.domain)
+        grads = listed_cases.gradients(found, args)
+        again = listed_cases.bundle(*args, cols=problem.domain)
+    expected = listed_cases.dense_bundle(*args, problem.times)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    for one, other in zip(grads, listed_cases.gradients(expected, args), strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True) if not a.isnan().any())
+
+
+@pytest.mark.parametrize("rows, cols", [(0, 3), (3, 0), (0, 0)])
+def test_no_rows_or_columns(rows, cols):
+    args = [torch.randn(n, 2, requires_grad=True) for n in (rows, cols, cols)]
+    empty = torch.zeros(0, dtype=torch.int64)
+    for domain in (mr.edges(torch.zeros(rows + 1, dtype=torch.int64), empty),):
+        found = listed_cases.bundle(*args, cols=domain)
+        assert found[0].shape == (rows, 2) and found[5].shape == (cols,)
+        assert found[1].eq(-torch.inf).all() and found[8].eq(0).all()
+        assert all(g.abs().sum() == 0 for g in listed_cases.gradients(found, args))
+
+
+def test_memory_is_that_of_the_lists():
+    """Nothing has the size of rows × columns, which would be 1.6 GB, forward or backward."""
+    count, degree = 20_000, 4
+    index = torch.randint(0, count, (count * degree,))
+    edges = mr.edges(torch.arange(count + 1) * degree, index)
+    args = [torch.randn(count, 8, requires_grad=True) for _ in range(3)]
+    with LiveMemory(args) as memory:
+        listed_cases.bundle(*args, cols=edges)[0].sum().backward()
+    assert memory.peak < 60 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_types(dtype):
+    """No more than twice the error of the dense twin in the same type."""
+    problem = listed_cases.random_problem(7, repeats=False)
+    args = [t.detach() for t in problem.args(dtype)]
+    exact = listed_cases.dense_bundle(*(t.double() for t in args), problem.times)
+    plain = listed_cases.dense_bundle(*args, problem.times.to(dtype))
+    found = listed_cases.bundle(*args, cols=problem.domain)
+    for one, other, truth in list(zip(found, plain, exact, strict=True))[:5]:
+        assert one.dtype in (dtype, torch.float32)  # numbers per row keep the type of the arithmetic
+        least = 4 * torch.finfo(dtype).eps * max(1.0, float(truth.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        error = lambda t, truth=truth: float((t.double() - truth).nan_to_num(0.0, 0.0, 0.0).abs().max())
+        assert error(one) <= max(2 * error(other), least)
+
+
+def test_strided_and_broadcast_arguments():
+    problem = listed_cases.random_problem(3)
+    _, y, v = (t.detach() for t in problem.args())
+    wide = torch.randn(2, 1, 3, problem.rows, dtype=F64).mT.expand(2, 3, problem.rows, 3)
+    shifted = torch.cat([y, y], -1)[..., 1:4]
+    domain = problem.domain
+    found = listed_cases.bundle(wide, shifted, v[..., :1].expand_as(v), cols=domain)
+    other = listed_cases.bundle(wide.contiguous(), shifted.contiguous(), v[..., :1].expand_as(v).clone(), cols=domain)
+    for one, two in zip(found, other, strict=True):
+        torch.testing.assert_close(one, two, equal_nan=True)
+
+
+def test_changed_lists_are_read_again():
+    index = torch.tensor([0, 1])
+    edges = mr.edges(torch.tensor([0, 1, 2]), index)
+
+    @mr.op
+    def total(x: Row, y: Col):
+        return mr.sum(x * y)
+
+    given = torch.ones(2), torch.tensor([1.0, 2.0, 4.0])
+    assert total(*given, cols=edges).tolist() == [1.0, 2.0]
+    index[1] = 2
+    assert total(*given, cols=edges).tolist() == [1.0, 4.0]
+
+
+# The rest of a call
+
+
+def test_explain_and_cost():
+    args = [torch.randn(300, 4) for _ in range(3)]
+    edges = mr.edges(torch.arange(301) * 3, torch.randint(0, 300, (900,)))
+    text = conditions.explain(*args, cols=edges)
+    assert "over edges: 3 of 300 columns a row (1 % of the pairs), at most 3" in text
+    assert text.as_dict()["listed"]["longest"] == 3 and text.as_dict()["cols"] == 300
+    assert conditions.cost(*args, cols=edges)["flash"].flops < conditions.cost(*args)["flash"].flops / 20
+
+
+def test_total():
+    problem = listed_cases.random_problem(3)
+    args = problem.args()
+    call = mr.op(lambda_loss)
+    torch.testing.assert_close(call.total(*args, cols=problem.domain), call(*args, cols=problem.domain).sum())
+
+
+def lambda_loss(x: Row["f"], y: Col["f"], v: Col["d"]):
+    return mr.logsumexp(torch.where(mr.col_index >= 0, x @ y, 0.0).clamp(min=-9) + 0 * v.sum()).clamp(min=-9.0)
+
+
+def test_what_is_refused():
+    args = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(4, 2)]
+    edges = mr.edges(torch.tensor([0, 1, 2]), torch.tensor([0, 3]))
+    with pytest.raises(mr.StreamError, match="cols"):
+        best.stream(args[0], cols=edges)
+    with pytest.raises(mr.ArgumentError, match=r"mr\.blocks"):
+        best(*args, cols=3)
+    with pytest.raises(mr.ColumnListError, match="0 to 3"):
+        best(*args, cols=mr.edges(torch.tensor([0, 1, 2]), torch.tensor([0, 4])))
+    with pytest.raises(mr.ShapeError, match="one number an edge"):
+        listed_cases.both_ways(*args, torch.randn(2, 4), cols=edges)
+    with pytest.raises(mr.DeclarationError, match="another name"):
+        mr.op(_with_cols)
+
+
+def _with_cols(x: Row, cols: Col):
+    return mr.sum(x * cols)

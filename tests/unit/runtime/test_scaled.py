@@ -1,0 +1,174 @@
+"""Vectors stored in 8 bits with scales, beside the same layers on plain tensors."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from tests.support import scaled_cases as cases
+from tests.support.allocations import Watch
+from tests.support.comparison import use_small_tiles
+from tests.support.scaled_cases import KINDS, store, widen
+
+OPS = [cases.attention, cases.head, cases.mlp, cases.near]
+named = lambda op: op.function.__name__
+
+
+@pytest.fixture(autouse=True)
+def seeded(seed):
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
+@pytest.mark.parametrize("op", OPS, ids=named)
+@pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
+def test_float64_equals_plain_tensors(engine, op, kind, monkeypatch):
+    use_small_tiles(monkeypatch, 4, 6)
+    for scales in ("vector", "batch", "number"):
+        x, *rest = cases.problem(op, kind, scales)
+        x.requires_grad_()
+        with mr.use(engine=engine):
+            found = op(x, *rest)
+            gradient = torch.autograd.grad(found.square().sum(), x)[0]
+        exact = op(x, *widen(rest, torch.float64))
+        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("op", [cases.attention, cases.head, cases.mlp], ids=named)
+def test_scales_have_gradients(op):
+    x, *rest = cases.problem(op, torch.int8, width=4, rows=3, cols=5)
+    plain = [a for a in rest if isinstance(a, torch.Tensor)]
+    stored = [a for a in rest if not isinstance(a, torch.Tensor)]
+    assert len(plain) + len(stored) == len(rest)
+
+    def run(x, *scales):
+        return op(x, *plain, *(mr.scaled(a.values, s) for a, s in zip(stored, scales, strict=True)))
+
+    given = (x.requires_grad_(), *(a.scale.double().requires_grad_() for a in stored))
+    with mr.use(engine="eager"):
+        assert torch.autograd.gradcheck(run, given)
+        assert torch.autograd.gradgradcheck(run, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("op", [cases.attention, cases.mlp], ids=named)
+def test_error_is_at_most_twice_that_of_plain_tensors(op, dtype):
+    x, *rest = cases.problem(op, torch.int8, dtype=torch.float32, rows=40, cols=300)
+    x = x.to(dtype)
+    exact = op(x.double(), *widen(rest, torch.float64))
+    errors = [(y.double() - exact).square().mean() for y in (op(x, *rest), op(x, *widen(rest, dtype)))]
+    assert op(x, *rest).dtype is dtype
+    assert errors[0] <= 4 * errors[1] + (4e-7 * exact.abs().max()) ** 2
+
+
+def test_rows_may_be_stored_and_both_sides():
+    x, y = store(torch.randn(6, 8), torch.int8), store(torch.randn(9, 8), torch.float8_e4m3fn)
+    found = cases.near(x, y)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, cases.near(x.dequantize(), y.dequantize()))
+
+
+def test_nothing_of_the_size_of_wide_columns_is_allocated():
+    """16 MB of stored columns would be 64 MB in float32."""
+    q, k = torch.randn(4, 64, requires_grad=True), torch.randint(-9, 9, (2**17, 64), dtype=torch.int8)
+    scale = torch.rand(2**17) / 10
+    with mr.use(engine="eager", budget="8MB"), Watch([q, k, scale]) as watch:
+        cases.attention(q, mr.scaled(k, scale), mr.scaled(k, scale)).sum().backward()
+    assert watch.largest <= 8e6 and watch.peak <= 12e6
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_a_compiled_function(backend):
+    q, k, v = cases.problem(cases.attention, torch.int8, dtype=torch.float32)
+    run = lambda q, k, s, v: cases.attention(q, mr.scaled(k, s), v) * 2
+    given = (q.requires_grad_(), k.values, k.scale, v.dequantize())
+    found, plain = torch.compile(run, backend=backend, fullgraph=True)(*given), run(*given)
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), q)[0] for y in (found, plain)))
+    whole = torch.compile(lambda q, k, v: cases.attention(q, k, v), backend=backend, fullgraph=True)
+    torch.testing.assert_close(whole(q, k, v), cases.attention(q, k, v))
+
+
+def test_autocast_keeps_what_is_stored():
+    q, k, v = cases.problem(cases.attention, torch.float8_e4m3fn, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = cases.attention(q, k, v)
+    assert found.dtype is torch.bfloat16
+    exact = cases.attention(q.double(), *widen((k, v), torch.float64))
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_over_listed_columns():
+    q, k, v = cases.problem(cases.attention, torch.int8, batch=())
+    cols = mr.edges(torch.arange(0, 22, 3), torch.randint(0, 13, (21,)))
+    found = cases.attention(q, k, v, cols=cols)
+    torch.testing.assert_close(found, cases.attention(q, *widen((k, v), torch.float64), cols=cols))
+
+
+def test_vmap():
+    q, k, v = cases.problem(cases.attention, torch.int8)
+    found = torch.vmap(lambda q, k, s: cases.attention(q, mr.scaled(k, s), v.dequantize()[0].double()))(
+        q, k.values, k.scale
+    )
+    plain = cases.attention(q, k, v.dequantize(torch.float64)[:1])
+    torch.testing.assert_close(found, plain)
+
+
+def test_ready_made_layers():
+    x, t = torch.randn(50, 40), torch.randint(0, 90, (50,))
+    w = store(torch.randn(90, 40), torch.int8)
+    layers = {
+        "cross-entropy": lambda w: ops.linear_cross_entropy(x, w, t, label_smoothing=0.1, bias=torch.ones(90)),
+        "cross-entropy of rows": lambda w: ops.linear_cross_entropy(x, w, t, reduction="none"),
+        "log-probabilities": lambda w: ops.linear_logprobs(x, w, t),
+        "samples": lambda w: ops.linear_sample(x, w, seed=3),
+        "best": lambda w: ops.linear_topk(x, w, 3),
+        "entropy": lambda w: ops.linear_entropy(x, w),
+        "neighbours": lambda w: ops.knn(x, w, 3),
+        "late interaction": lambda w: ops.maxsim(x, w),
+    }
+    for name, layer in layers.items():
+        found, plain = layer(w), layer(w.dequantize())
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("scales", ["vector", "batch", "number"])
+def test_caches_of_keys_and_values(scales):
+    q = torch.randn(2, 8, 3, 16)
+    k, v = (store(torch.randn(2, 2, 60, 16), kind, scales) for kind in KINDS[:2])
+    lengths = torch.tensor([60, 33])
+    for layer in (
+        lambda k, v: ops.attention(q, k, v, causal=True, enable_gqa=True),
+        lambda k, v: ops.attention_decode(q, k, v, lengths),
+    ):
+        torch.testing.assert_close(layer(k, v), layer(k.dequantize(), v.dequantize()), rtol=1e-4, atol=1e-5)
+
+
+def test_explain_and_cost_of_stored_arguments():
+    given = cases.problem(cases.attention, torch.int8, dtype=torch.float32)
+    assert "k_scale_" in cases.attention.explain(*given)
+    assert cases.attention.cost(*given)["flash"].flops > 0
+    assert cases.attention.program(*given).passes
+
+
+def test_wrong_ones_are_refused():
+    stored = store(torch.randn(2, 7, 4), torch.int8)
+    with pytest.raises(mr.DTypeError, match="int8, float8_e4m3fn, float8_e5m2"):
+        mr.scaled(torch.randn(3, 4), 1.0)
+    with pytest.raises(mr.ShapeError, match=r"\(2, 7\) of them"):
+        mr.scaled(stored.values, torch.rand(3))
+    with pytest.raises(mr.ArgumentError, match="scale was given"):
+        mr.scaled(stored.values, "large")
+    with pytest.raises(mr.DTypeError, match="scale is int64"):
+        mr.scaled(stored.values, torch.ones(2, 7, dtype=torch.int64))
+    with pytest.raises(mr.ArgumentError, match="Only vectors"):
+        cases.head(torch.randn(2, 3, 4), stored, stored)
+    with pytest.raises(mr.ArgumentError, match="too many"):
+        cases.near(stored, stored, stored)
+    with pytest.raises(mr.ArgumentError, match="unknown keyword 'z'"):
+        cases.near(stored, z=stored)
+    with pytest.raises(mr.ArgumentError, match="plain tensors"):
+        cases.near.stream(stored)
+    with pytest.raises(mr.ShapeError, match="no batch dimension"):
+        stored.unsqueeze(-1)
