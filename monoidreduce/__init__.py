@@ -63,6 +63,7 @@ try:
             softmax_mean,
             sqdist,
             topk,
+            topk_mean,
             var,
             weighted_mean,
         )
@@ -141,6 +142,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "topk_mean",
     "tune",
     "uniform",
     "use",

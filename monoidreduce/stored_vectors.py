@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from .program.declarations import STORED, Parameter
-from .program.several import letters
 
 _NUMBER, _BATCH, _VECTOR = "number", "batch", "vector"  # what has a scale of its own: all, a batch element, a vector
 
@@ -174,7 +173,7 @@ def make_body(
         found[name] = p
         if name not in forms:
             continue
-        if p.axis not in ("rows", "cols") or len(letters(p.feature)) != 1:
+        if p.axis not in ("rows", "cols") or len(p.tail) != 2:
             raise ArgumentError(
                 detail=f"{name} is declared {p}, but was given mr.scaled(...)",
                 fix='Only vectors of rows and columns, Row["f"] and Col["f"], may be stored so',

@@ -16,6 +16,7 @@ from .base import Outputs, Reduction, State
 from .best import Best
 from .moments import Moments
 from .pair import Pair
+from .panel import Panel
 from .pick import Pick
 from .picks import Picks
 from .softmax import Softmax
@@ -24,7 +25,7 @@ from .topk import TopK
 from .user import User
 
 KINDS: dict[str, Reduction] = {
-    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair())
+    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel())
 }
 
 

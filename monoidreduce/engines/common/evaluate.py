@@ -19,7 +19,7 @@ from ...program.constructors import LISTED
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
 from ...program.several import letters
-from ...reductions import KINDS, outputs_of
+from ...reductions import KINDS, kind_of, outputs_of
 from . import listed_pairs
 from .shard import Shard
 
@@ -97,6 +97,8 @@ def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = N
     feature, number = outputs_of(r)[k]
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     tail = () if feature is None else (sizes.of(str(feature)),)
+    if kind_of(r).keeps_pairs:
+        tail = (sizes.here(r.attrs[1]),)
     dtype = sizes.compute if number == "float" else torch.int64
     return (*(sizes.batch if batch is None else batch), length, *tail), dtype
 

@@ -179,6 +179,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             pieces=spec.pieces,
             near=bool(spec.near),
             several=any(map(are_several, writer.blocks)),
+            pair_features=writer.pair_features,
         ),
     )
 

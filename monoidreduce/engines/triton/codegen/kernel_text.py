@@ -67,6 +67,7 @@ class Traits:
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
+    pair_features: int = 0  # features of the vectors that are held for every pair of a tile
 
 
 @dataclass(frozen=True)
