@@ -62,6 +62,26 @@ def attention_variants() -> Iterator[Work]:
     yield Work("attention, soft cap 30", lambda q, k, v: ops.attention(q, k, v, softcap=30.0), plain, _qkv)
     slopes = torch.logspace(-1, -8, H, base=2.0, device="cuda")
     yield Work("attention, ALiBi", lambda q, k, v: ops.attention(q, k, v, alibi_slopes=slopes), plain, _qkv)
+    peers = {"our plain attention": lambda q, k, v, bias: ops.attention(q, k, v), "Flex": _relative_flex()}
+    yield Work("attention, relative positions", relative_attention, peers, _qkv_and_table)
+
+
+@mr.op
+@no_type_check
+def relative_attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(q @ k * D**-0.5 + mr.lookup(bias, mr.row_index - mr.col_index + mr.num_cols - 1), v)
+
+
+def _qkv_and_table() -> list[torch.Tensor]:
+    return [*_qkv(), torch.randn(H, 2 * S - 1, device="cuda")]
+
+
+def _relative_flex() -> Callable:
+    """The same by FlexAttention, whose gradient of the table is by atomics."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v, bias: compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S - 1])
 
 
 def attention_statistics() -> Iterator[Work]:

@@ -42,9 +42,10 @@ try:
         from .op import Op, op
         from .plan import cache
         from .plan.budget import budget
-        from .program.declarations import Batch, Col, Pair, Row
+        from .program.declarations import Batch, Col, Pair, Row, Table
         from .program.draws import dropout, gumbel, uniform
         from .program.symbol import functions
+        from .program.tables import lookup
         from .program.vocabulary import all as all
         from .program.vocabulary import any as any
         from .program.vocabulary import (
@@ -100,6 +101,7 @@ __all__ = [
     "Scalar",
     "Scaled",
     "Stream",
+    "Table",
     "Tally",
     "Tuning",
     "Vector",
@@ -122,6 +124,7 @@ __all__ = [
     "laws",
     "linalg",
     "logsumexp",
+    "lookup",
     "mean",
     "mk_GeMMMapReduce",
     "monoids",

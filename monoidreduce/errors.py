@@ -84,7 +84,7 @@ class DeclarationError(MonoidReduceError, TypeError):
     monoidreduce.errors.DeclarationError: <lambda>: parameter x has no annotation. Annotate with ...
     """
 
-    fix = 'Annotate with Row["f"], Col["f"], Row, Col, mr.Batch, mr.Pair, float, int or bool'
+    fix = 'Annotate with Row["f"], Col["f"], Row, Col, mr.Batch, mr.Pair, mr.Table["n"], float, int or bool'
 
 
 class ArgumentError(MonoidReduceError, TypeError):
@@ -239,6 +239,22 @@ class LabelError(MonoidReduceError, IndexError):
 
     what = "label {label} at position {position} is out of range: labels must be from 0 to {last}"
     fix = "Mend the label, or mark rows to skip with ignore_index"
+
+
+class TableError(MonoidReduceError, IndexError):
+    """An index of ``mr.lookup`` is outside of its table, at a pair that counts.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def near(x: mr.Row, y: mr.Col, bias: mr.Table["n"]):
+    ...     return mr.sum(mr.lookup(bias, (mr.row_index - mr.col_index).abs()))
+    >>> near(torch.zeros(4), torch.zeros(4), torch.zeros(3))
+    Traceback (most recent call last):
+    ...
+    monoidreduce.errors.TableError: an index of mr.lookup is out of range at 2 pairs: the table "n" has 3 entries, ...
+    """
+
+    fix = "Give a larger table, leave these pairs out with torch.where, or look up with clamp=True"
 
 
 class ColumnListError(MonoidReduceError, ValueError):

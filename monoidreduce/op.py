@@ -38,7 +38,16 @@ from .program.domain import inputs_of as domain_inputs
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, domain_call, dynamo, layer_replay, listed_cost, logit_rounding, registry
+from .runtime import (
+    call_context,
+    domain_call,
+    dynamo,
+    layer_replay,
+    listed_cost,
+    logit_rounding,
+    registry,
+    table_range,
+)
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
@@ -393,6 +402,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
+        table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())

@@ -135,7 +135,7 @@ def _count_fold(
     fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None, fast: bool
 ) -> Work:
     counter = _Counter(fold, dict(letters), item, wide, FAST if fast else SPECIAL)
-    return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither")])
+    return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither", "both")])
 
 
 def add_work(works: list[Work]) -> Work:
@@ -178,7 +178,7 @@ class _Counter:
         for r in reductions:
             for feature, dtype in outputs_of(r):
                 size = (self.wide if dtype == "float" else 8) * (1 if feature is None else self._of(feature))
-                if r.attrs[1] != "neither":
+                if r.attrs[1] not in ("neither", "both"):
                     writes["rows" if r.attrs[1] == "cols" else "cols"] += size
         used = set(topological(reductions))
         reads = {"rows": 0, "cols": 0}
@@ -239,6 +239,8 @@ class _Counter:
             elif n.op in ("fsum", "famax", "famin"):
                 self.count_value(n.args[0])
                 self.plain += self.width(n.args[0])
+            elif n.op == "lookup":
+                self.plain += 4
             elif n.op in PRIMITIVES:
                 self._primitive(n, 1)
 

@@ -23,7 +23,7 @@ def _undecidable(roots: list[Expr]) -> set[Expr]:
     """The nodes under ``roots`` of which a tile's index and number ranges can say nothing."""
     found: set[Expr] = set()
     for e in topological(roots):
-        if e.op in (*OF_VECTORS, *DRAWS) or not found.isdisjoint(e.args):
+        if e.op in (*OF_VECTORS, "lookup", *DRAWS) or not found.isdisjoint(e.args):
             found.add(e)
     return found
 

@@ -33,6 +33,7 @@ __all__ = [
     "is_constant",
     "lift",
     "listed_node",
+    "look_up",
     "normalize_vector",
     "rebuild",
     "spread",
@@ -216,7 +217,7 @@ def split_scale(x: Expr) -> tuple[Expr, Expr]:
             if vector.feature is not None and number.feature is None:
                 scale, inner = split_scale(vector)
                 if inner.is_stored:
-                    return apply("mul", scale, number), inner
+                    return number if scale is ONE else apply("mul", scale, number), inner
     return ONE, x
 
 
@@ -239,7 +240,9 @@ def dot(a: Expr, b: Expr) -> Expr:
     if sides is not None:
         (s, x), (t, y) = map(split_scale, sides)
         product = node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest(sides))
-        return apply("mul", product, apply("mul", s, t))
+        for scale in (s, t):
+            product = product if scale is ONE else apply("mul", product, scale)
+        return product
     return fsum(apply("mul", a, b))
 
 
@@ -322,6 +325,11 @@ def apply_over_features(name: str, x: Expr) -> Expr:
     return (
         apply("sub", lowered, apply("log", total)) if name == "log_softmax" else apply("add", peak, apply("log", total))
     )
+
+
+def look_up(table: Expr, index: Expr) -> Expr:
+    """An entry of a table (a vector of no axis), by an integer."""
+    return node("lookup", (table, index), (), rows=index.rows, cols=index.cols, feature=None, dtype=table.dtype)
 
 
 def listed_node(op: str, form: tuple, tensors: tuple[Expr, ...]) -> Expr:

@@ -1,9 +1,9 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element and ``Pair`` one number per pair; ``Row["h", "f"]`` is several vectors per row, h of them;
-``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one is a
-new trace. ``X | None`` may be left out.
+number per batch element, ``Pair`` one number per pair and ``Table["n"]`` n numbers that pairs look up;
+``Row["h", "f"]`` is several vectors per row, h of them; ``float``, ``int`` and ``bool`` are numbers given at the call;
+``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ class _Side(type):
     feature: Feature
 
     def __getitem__(cls, feature: Any) -> Any:
+        if cls.__name__ == "Table" and isinstance(feature, tuple):
+            raise DeclarationError(
+                detail=f"Table[{', '.join(map(repr, feature))}] would be a table of vectors",
+                fix='A Table["n"] holds one number per entry; declare one table for each number that is looked up',
+            )
         if cls.axis == "pairs":
             raise DeclarationError(
                 detail=f"{cls.__name__}[{feature!r}] would be a tensor of M × N × {feature}",
@@ -140,6 +145,21 @@ class Pair(_Declared):
     feature: Feature = None
 
 
+class Table(Batch):
+    """Numbers that pairs look up by an integer (:func:`monoidreduce.lookup`): ``Table["n"]`` has shape ``[..., n]``, so
+    that batch dimensions give every head a table of its own.
+
+    Its gradient sums, for every entry, the cotangents of the pairs that read it.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def smooth(x: mr.Row, y: mr.Col, taps: mr.Table["n"]):
+    ...     return mr.sum(y * mr.lookup(taps, mr.row_index - mr.col_index + 1, clamp=True))
+    >>> smooth(torch.zeros(3), torch.ones(3), torch.tensor([1.0, 10.0, 100.0]))
+    tensor([ 12., 111., 210.])
+    """
+
+
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
 
 
@@ -234,6 +254,10 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [h for h in typing.get_args(hint) if h is not type(None)]
         optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
+    if hint is Table:
+        raise DeclarationError(
+            detail=f"{op}: {name} is declared Table, without the name of its size", fix='Write Table["n"]'
+        )
     if isinstance(hint, _Side):
         return Parameter(name, hint.axis, hint.feature, optional, default)
     if hint in (float, int, bool):

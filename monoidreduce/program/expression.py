@@ -152,14 +152,15 @@ def is_whole_power(x: Expr, n: Expr) -> bool:
 
 
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
-    """A reduction of ``fields`` over ``"cols"`` or ``"rows"``; its results are reached through :func:`result`."""
+    """A reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``; its results are reached through
+    :func:`result`."""
     rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is met by index
     return node(
         "reduce",
         fields,
         (kind, over, params),
-        rows=rows and over != "rows",
-        cols=cols and over != "cols",
+        rows=rows and over not in ("rows", "both"),
+        cols=cols and over not in ("cols", "both"),
         feature=None,
         dtype="float",
     )

@@ -2,7 +2,8 @@
 
 Each reduction's pullback turns the cotangents of its results into cotangents of one pair's fields (Theorem 2.1);
 ``reverse_mode.py`` takes them back to the leaves; there they are summed over the axes that the leaf does not have, as
-reductions (Corollary 2.1.1), and those of what was given per pair are written out. The results ``P`` and their
+reductions (Corollary 2.1.1), those of what was given per pair are written out, and those of numbers that were looked
+up in a table are summed entry by entry (``histogram``). The results ``P`` and their
 cotangents are just more inputs, so the gradient program is again a program.
 """
 
@@ -86,8 +87,15 @@ def differentiate_fold(
         results += outs
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
-    pulled_leaves = dict(zip(wrt, pull(seeds, wrt), strict=True))
-    return results, cotangents, [_sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves]
+    lookups: list[tuple[Expr, Expr]] = []
+    pulled_leaves = dict(zip(wrt, pull(seeds, wrt, lookups=lookups), strict=True))
+    gradients = {leaf: _sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves}
+    for lookup, g in lookups:
+        table, index = lookup.args
+        (own,) = make("histogram", "both", (), (g, index, table))
+        before = gradients[table]
+        gradients[table] = own if before is None else constructors.apply("add", before, own)
+    return results, cotangents, [gradients[leaf] for leaf in leaves]
 
 
 def _sum_to_leaf(leaf: Expr, g: Expr | None) -> Expr | None:

@@ -204,6 +204,19 @@ def logical_xor(x: Interval, y: Interval) -> Interval:
     return EITHER if EITHER in (x, y) else _truth(x != y, x == y)
 
 
+def _are_whole(*args: Interval) -> bool:
+    """Whether all ends are integers, which no rounding changes."""
+    return all(isinstance(end, int) for x in args for end in x)
+
+
+def floor_divide(x: Interval, y: Interval) -> Interval:
+    """Of integers by a positive one: it rises with the dividend, and is nearest to 0 for the largest divisor."""
+    if not _are_whole(x, y) or y[0] <= 0:
+        return unknown(x, y)
+    ends = [a // b for a in x for b in y]
+    return min(ends), max(ends)
+
+
 def inside(low: float, high: float, rule: Callable[[Interval], Interval]) -> Callable[[Interval], Interval]:
     """The rule of a function that is NaN outside of [low, high]."""
     return lambda x: rule(x) if low <= x[0] and x[1] <= high else NAN
@@ -248,6 +261,8 @@ def shift_right(x: Interval, count: Interval) -> Interval:
 def remainder(x: Interval, y: Interval) -> Interval:
     if _exactly_infinite(x) or y[0] <= 0 <= y[1]:
         return NAN
+    if _are_whole(x, y) and y[0] > 0:
+        return x if x[0] >= 0 and x[1] < y[0] else (0, y[1] - 1)
     return (0.0, y[1]) if y[0] > 0 else UNKNOWN
 
 

@@ -3,10 +3,10 @@
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
 ``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
-is fed: a vector that is fed anyway, or is stored in a small type, times a number, so that no second vector is read;
-``decay``, which a kernel joins with an exponential; and arithmetic on indices, of which engines know the range on every
-tile. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the layer it came from,
-and equal folds are the same object.
+is fed: a vector that is fed anyway (and is no table), or is stored in a small type, times a number, so that no second
+vector is read; ``decay``, which a kernel joins with an exponential; and arithmetic on indices, of which engines know
+the range on every tile. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the
+layer it came from, and equal folds are the same object.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ class Fold:
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
-        """The letters (or fixed sizes) of the features of its leaves, each once."""
-        features = [str(e.feature) for e in self.leaves if e.feature is not None]
+        """The letters (or fixed sizes) of the features of its leaves, tables aside, each once."""
+        features = [str(e.feature) for e in self.leaves if e.feature is not None and e not in self.tables]
         return tuple(dict.fromkeys(name for f in features for name in (f, *letters(f))))
+
+    @functools.cached_property
+    def tables(self) -> frozenset[Expr]:
+        """The leaves that are looked up, entry by entry: however many they have, no pair holds more than one."""
+        found = [e.args[0] for e in topological(self.reductions) if e.op == "lookup"]
+        return frozenset(found + [r.args[2] for r in self.reductions if r.attrs[0] == "histogram"])
 
     @functools.cached_property
     def domain(self) -> Expr | None:
@@ -234,7 +240,9 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     computed = {r: r.args[0] for r in reductions if kind_of(r).gathers and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
-    feeds, derived = _find_feeds(fields)
+    tables = {e.args[0] for e in topological(fields, stop=_is_fed) if e.op == "lookup"}
+    tables |= {r.args[2] for r in reductions if r.attrs[0] == "histogram"}
+    feeds, derived = _find_feeds(fields, tables)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
         e: node(
@@ -270,8 +278,9 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     return Pass(fold, tuple(feeds), results)
 
 
-def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
+def _find_feeds(fields: list[Expr], tables: set[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed.
+    ``tables``: what is looked up, which is fed as it is."""
     found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
@@ -280,7 +289,8 @@ def _find_feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     indices = _index_arithmetic(found)
     while stack:
         e = stack.pop()
-        again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
+        scaled = e.op == "mul" and e.dtype == "float" and e not in tables
+        again = scaled and any(a.feature is not None and a in whole for a in e.args)
         stored = constructors.split_scale(e)[1].is_stored and not e.is_stored
         if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or stored or e in indices:
             derived.add(e)

@@ -495,7 +495,7 @@ _ROWS = [
         ("fix",),
         triton="tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
     ),
-    _P("floor_divide", _floor_divide, _no_gradient(2), result="same", triton="floor_divide({0}, {1})"),
+    _P("floor_divide", _floor_divide, _no_gradient(2), iv.floor_divide, "same", triton="floor_divide({0}, {1})"),
     _P(
         "remainder",
         torch.remainder,

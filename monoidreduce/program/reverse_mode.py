@@ -20,11 +20,15 @@ Derivatives = Mapping[str, Callable[..., Sequence[Any]]]  # by primitive, as in 
 
 
 def pull(
-    seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr], instead: Derivatives | None = None
+    seeds: Sequence[tuple[Expr, Expr]],
+    wrt: Sequence[Expr],
+    instead: Derivatives | None = None,
+    lookups: list[tuple[Expr, Expr]] | None = None,
 ) -> list[Expr | None]:
     """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``.
 
-    ``instead``: derivatives that are written otherwise than in the table of primitives."""
+    ``instead``: derivatives that are written otherwise than in the table of primitives. To ``lookups`` are added the
+    lookups in tables of ``wrt``, with their cotangents, which belong to single entries."""
     cotangent: dict[Expr, Expr] = {}
     targets = set(wrt)
 
@@ -40,6 +44,10 @@ def pull(
     useful = _nodes_above([root for root, _ in seeds], targets)
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
         if e in targets or e not in cotangent or not e.args:
+            continue
+        if e.op == "lookup" and lookups is not None:
+            if e.args[0] in targets:
+                lookups.append((e, cotangent[e]))
             continue
         for arg, pulled in zip(e.args, _pull_node(e, cotangent[e], instead or {}), strict=True):
             if pulled is not None and arg in useful:

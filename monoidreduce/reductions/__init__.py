@@ -14,6 +14,7 @@ from __future__ import annotations
 from ..program.expression import Expr, reduce_node, result
 from .base import Outputs, Reduction, State
 from .best import Best
+from .histogram import Histogram
 from .moments import Moments
 from .pair import Pair
 from .panel import Panel
@@ -25,7 +26,8 @@ from .topk import TopK
 from .user import User
 
 KINDS: dict[str, Reduction] = {
-    kind.name: kind for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel())
+    kind.name: kind
+    for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel(), Histogram())
 }
 
 
@@ -41,7 +43,7 @@ def outputs_of(reduction: Expr) -> Outputs:
 
 
 def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[Expr]:
-    """The results of a reduction of ``fields`` over ``"cols"`` or ``"rows"``, as expressions."""
+    """The results of a reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``, as expressions."""
     reduction = reduce_node(kind, over, params, fields)
     return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs_of(reduction))]
 

@@ -51,6 +51,7 @@ class Reduction:
 
     fixed: ClassVar[tuple[int, ...]] = ()  # results that are constants to a gradient
     per_pair: ClassVar[bool] = False  # True: folds nothing, and writes a number per pair instead
+    both_axes: ClassVar[bool] = False  # True: folds rows and columns, into one result a batch element
     gathers: ClassVar[bool] = False  # True: reads single pairs, by their index on one axis (``fields[0]``)
     place: ClassVar[int | None] = None  # which result, if any, holds places on the folded axis (-1: none)
 

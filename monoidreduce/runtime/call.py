@@ -29,7 +29,7 @@ from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced
 from . import gradient_in_forward as known
-from . import layer_replay, logit_rounding, registry
+from . import layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
@@ -80,6 +80,8 @@ class Plan:
             _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total, out)
         )
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
+        if (look := table_range.guard(traced.outputs, sizes)) is not None:
+            run = table_range.checked(run, look, names)
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
         return Plan(

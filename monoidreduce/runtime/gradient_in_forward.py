@@ -72,6 +72,8 @@ class _Context:
 
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
     """Whether a program can have products that are wide enough to be worth keeping."""
+    if any(e.op == "lookup" for e in topological(outputs)):  # panels do not look up
+        return False
     vectors = [e for e in inputs_of(outputs).values() if e.feature is not None]
     return not sizes.batch and any(sizes.of(str(e.feature)) > panel_layout.NARROW for e in vectors)
 

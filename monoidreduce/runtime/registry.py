@@ -119,7 +119,8 @@ def use(
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
     :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: the lists of a domain
-    (``cols=``) are read and checked on GPUs too, which waits for the GPU; on a CPU they always are.
+    (``cols=``) and indices of tables (:func:`mr.lookup <monoidreduce.lookup>`) are read and checked on GPUs too, which
+    waits for the GPU; on a CPU they always are.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):

@@ -55,6 +55,16 @@ def dropped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def relative_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(q @ k * 0.125 + mr.lookup(bias, mr.row_index - mr.col_index + mr.num_cols - 1), v)
+
+
+@mr.op
+def block_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(q @ k * 0.125 + mr.lookup(bias, mr.row_index // 64 * 4 + mr.col_index // 64), v)
+
+
+@mr.op
 def sloped_attention(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
     return mr.softmax_mean(q @ k * 0.125 - slope * (mr.row_index - mr.col_index).abs(), v)
 
@@ -225,6 +235,8 @@ CASES = [
     *(Case(f"grouped heads {d}", grouped_heads, _projected(d)) for d in (64, 128)),
     Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
     Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
+    Case("relative attention 128", relative_attention, lambda t: (*_qkv(128, 4)(t), torch.zeros(4, 511)), hopper=True),
+    Case("block attention 128", block_attention, lambda t: (*_qkv(128, 4)(t), torch.zeros(4, 16)), hopper=True),
     Case("capped attention 128", forward(capped_attention), _qkv(128, 4), hopper=True),
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),

@@ -12,7 +12,14 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases, large_topk_cases, listed_cases, logmeanexp, own_monoids
+from tests.support import (
+    label_arithmetic_cases,
+    large_topk_cases,
+    listed_cases,
+    logmeanexp,
+    own_monoids,
+    table_cases,
+)
 from tests.support import several_vectors as several_vectors_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
@@ -669,6 +676,22 @@ def large_topk(group: Any, divided: tuple[str, ...]) -> list[Tensor]:
             large_topk_cases.winners, [cut(x, "rows"), *(cut(t, "cols") for t in others)]
         )
     return [*found, *gradients]
+
+
+def tables(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+    """A layer that looks up a table, on this rank's part: its values and gradients."""
+    case = next(c for c in table_cases.CASES if c.name == name)
+    axes = ["rows", "cols", *(("rows", "cols") if len(args) == 7 else ("cols",)), *[None] * 3]
+    cut = lambda t, axis, dim: t.chunk(group.size(), dim)[group.rank()] if axis in divided else t
+    given = [
+        cut(t, axis, -2 if t.is_floating_point() else -1).clone().requires_grad_(t.is_floating_point())
+        for t, axis in zip(args, axes[: len(args)], strict=True)
+    ]
+    with mr.shard(**{axis: group for axis in divided}):
+        found = case.op(*given)
+        values = [found] if isinstance(found, Tensor) else list(found)
+        grads = torch.autograd.grad([v.sum() for v in values], [a for a in given if a.requires_grad])
+        return [*(v.detach() for v in values), *grads]
 
 
 def listed_rows(group: Any, args: list[Tensor], degrees: Tensor, index: Tensor, numbers: Tensor) -> list[Tensor]:

@@ -8,6 +8,7 @@ reads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,12 +96,12 @@ class Allocator:
 def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
     """Shape and type of a reduction's k-th result, for the batch shape of ``sizes`` or for ``batch``."""
     feature, number = outputs_of(r)[k]
-    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+    length = {"cols": (sizes.rows,), "rows": (sizes.cols,)}.get(r.attrs[1], ())
     tail = () if feature is None else (sizes.of(str(feature)),)
     if kind_of(r).keeps_pairs:
         tail = (sizes.here(r.attrs[1]),)
     dtype = sizes.compute if number == "float" else torch.int64
-    return (*(sizes.batch if batch is None else batch), length, *tail), dtype
+    return (*(sizes.batch if batch is None else batch), *length, *tail), dtype
 
 
 def pair_result_form(like: Tensor, sizes: Sizes) -> Form:
@@ -177,8 +178,8 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, size)
-            shape = self.sizes.rows, self.sizes.cols
+            shape, both = (self.sizes.rows, self.sizes.cols), kind_of(e).both_axes
+            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, shape if both else size)
             return listed_pairs.reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
@@ -267,6 +268,21 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
     return x.unsqueeze(-1).expand(*x.shape, count)
 
 
+def look_up(table: Value, index: Value, axes: int) -> Tensor:
+    """``table[..., index]`` of a table ``[*batch, n]`` and an index with ``axes`` dimensions after the batch; NaN, or 0
+    of integers, outside of the table."""
+    entries, own = table.shape[-1], table.shape[:-1]
+    index = index if isinstance(index, Tensor) else torch.full((1,) * axes, index, device=table.device)
+    inside = (index >= 0) & (index < entries)
+    outside = torch.full((), math.nan if table.dtype.is_floating_point else 0, dtype=table.dtype, device=table.device)
+    at = index.clamp(0, max(0, entries - 1))
+    if own.numel() != 1:
+        at = at + (torch.arange(own.numel(), device=at.device) * entries).view(*own, *(1,) * axes)
+    if not entries:
+        return outside.expand(torch.broadcast_shapes(index.shape, (*own, *(1,) * axes)))
+    return torch.where(inside, table.reshape(-1)[at], outside)  # backwards it is a sorted, deterministic sum
+
+
 def einsum(e: Expr, sizes: Sizes, x: Value, y: Value) -> Tensor:
     """A product of several vectors (``program/several.py``), on tensors that broadcast but for their features."""
     tensors = [_unflatten(v, a, sizes) for v, a in zip((x, y), e.args, strict=True)]
@@ -286,6 +302,7 @@ def _unflatten(x: Tensor, e: Expr, sizes: Sizes) -> Tensor:
 
 
 _FEATURES: dict[str, Any] = {
+    "lookup": lambda e, sizes, table, index: look_up(table[..., 0, 0, :], index, 2),
     "fsum": lambda e, sizes, x: x.sum(-1),
     "famax": lambda e, sizes, x: x.amax(-1),
     "famin": lambda e, sizes, x: x.amin(-1),

@@ -57,6 +57,9 @@ def run_subproblem(
         if kind_of(r).per_pair:
             states.append([into[k].unsqueeze(0)] if into is not None else grid[0][0][k])
             continue
+        if kind_of(r).both_axes:
+            states.append(combine.merged(r, [block[k] for line in grid for block in line]))
+            continue
         lines = grid if r.attrs[1] == "cols" else list(zip(*grid, strict=True))
         kept = [combine.merged(r, [block[k] for block in line]) for line in lines]
         states.append(
@@ -137,7 +140,7 @@ def _run_block(
     given = dict(zip(fold.leaves, cut, strict=True))
     cut += [_make_offset_leaf(f, given, starts, part.totals, own) for f in fed]
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
-    along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0)}
+    along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0), "both": (0, 0)}
     return [
         combine.opened(r, mine, [along[r.attrs[1]][0]], [along[r.attrs[1]][1]])
         for r, mine in combine.split(fold, found)

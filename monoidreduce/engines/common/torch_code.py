@@ -22,7 +22,7 @@ from ...program.expression import Expr, topological
 from ...program.lower import Fold, Lowered
 from ...program.primitives import PRIMITIVES
 from ...reductions import KINDS
-from .evaluate import Sizes, cast, einsum, from_layout, part, to_layout
+from .evaluate import Sizes, cast, einsum, from_layout, look_up, part, to_layout
 from .generated_code import FunctionWriter, function_text, run_text
 from .one_sided import Side, find_sides
 
@@ -354,6 +354,10 @@ def _spread(e: Expr) -> Callable[[Sizes, Value], Tensor]:
     return evaluate
 
 
+def _lookup(e: Expr) -> Callable[[Sizes, Value, Value], Tensor]:
+    return lambda sizes, table, index: look_up(table, index, e.rows + e.cols)
+
+
 _OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
     "row": _index,
     "col": _index,
@@ -363,4 +367,5 @@ _OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
     "spread": _spread,
     "einsum": lambda e: functools.partial(einsum, e),
     "part": lambda e: functools.partial(part, e),
+    "lookup": _lookup,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ...program.constructors import ONE, substitute
 from ...program.contract import Contraction, interval
+from ...program.diagonals import is_along_diagonals
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...program.normal_form import split_index_match
@@ -136,6 +137,8 @@ def _numbers_read_by_node(e: Expr) -> tuple[Expr, ...]:
         return (hot.dense,)
     if e.op in WALKED:
         return tuple(_pair_numbers(Contraction(e.args[0], None, walk=True)))
+    if e.op == "lookup":
+        return () if is_along_diagonals(e.args[1]) else e.args[1:]
     return () if e.op in ("dot", "sqdist") else e.args
 
 
@@ -276,6 +279,8 @@ def _temporary_bytes(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int])
         return 2 * item["float"]  # two differences
     if e.op in WALKED:
         return _feature_walk_bytes(e.args[0], item)
+    if e.op == "lookup":  # along diagonals it is copied; else the place of every entry, and whether there is one
+        return 0 if is_along_diagonals(e.args[1]) else item[e.dtype] + 2 * item["int"] + 3 * item["bool"]
     return item[e.dtype] if e.op in _OUT_OF_PLACE and e.is_pair else 0
 
 

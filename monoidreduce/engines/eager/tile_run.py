@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.diagonals import is_along_diagonals
 from ...program.expression import Expr, size, topological
 from ...program.primitives import PRIMITIVES
 from ...program.several import DOTS, MIX, are_several, letters
 from ..common import matmul
-from ..common.evaluate import cast
+from ..common.evaluate import cast, look_up
 from .tile_code import FEW_FEATURES, WALKED, LabelScatter, Reducer, Step, TileCode, match_label_scatter
 
 TileShape = tuple[int, int, int]
@@ -84,8 +85,37 @@ class TileRun:
             self.values[e] = _sqdist_into(out, *(self.get(a) for a in e.args))
         elif e.op in WALKED:
             self.values[e] = self._one_sided(e) if out is None else self._over_features(e, out)
+        elif e.op == "lookup":
+            self.values[e] = self._look_up(e, out)
         else:
             self.values[e] = _apply_primitive(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
+
+    def _look_up(self, e: Expr, out: Tensor | None) -> Tensor:
+        """The entries of a table [b, 1, n] that a tile reads; along diagonals, a window of it, one entry each."""
+        table, index = self.get(e.args[0])[:, 0], e.args[1]
+        if out is None or not is_along_diagonals(index):
+            value = look_up(table, self.get(index), 2)
+            return value if out is None else out.copy_(value)
+        window = look_up(table, self.along_diagonals(index), 1)
+        return out.copy_(window.unfold(-1, self.tile[2], 1).flip(-1))
+
+    def along_diagonals(self, index: Expr) -> Tensor:
+        """An index that is equal along diagonals: its values [b or 1, m + n - 1], from the corner of the tile's last
+        column to that of its last row."""
+        _, m, n = self.tile
+        step = torch.arange(1 - n, m, device=self.buffers.device)
+        first = {"row_index": self.offset[0], "col_index": self.offset[1]}
+        own = {"row_index": step.clamp(min=0), "col_index": (-step).clamp(min=0)}
+        memo: dict[Expr, Any] = {}
+        for e in topological([index], stop=lambda e: not (e.rows or e.cols)):
+            if e.op in first:
+                memo[e] = (own[e.op] + first[e.op]).unsqueeze(0)
+            elif not (e.rows or e.cols):
+                value = self.get(e)
+                memo[e] = value.reshape(-1, 1) if value.dim() else value
+            else:
+                memo[e] = _apply_primitive(e, [memo[a] for a in e.args], None, self.buffers.kinds["float"])
+        return memo[index]
 
     def _factor(self, step: Step) -> float:
         """The product of the scalar factors fused into a step."""
@@ -141,6 +171,8 @@ class TileRun:
         if e.op in WALKED:
             x = args[0].sum(-1) if e.op == "fsum" else args[0].amax(-1) if e.op == "famax" else args[0].amin(-1)
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
+        if e.op == "lookup":
+            return look_up(args[0][:, 0], args[1], 2)
         if e.op == "component":
             x = args[0][..., e.attrs[0]]
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)

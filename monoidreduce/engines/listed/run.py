@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import NoGradientError
 from ...plan import budget
 from ...program.expression import Expr
 from ...program.lower import Fold
@@ -31,6 +32,11 @@ _LONGEST = 4096  # indices of a piece
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
     """Run a fold over the pairs that its domain lists; the contract of every engine."""
     assert fold.domain is not None
+    if any(kind_of(r).both_axes for r in fold.reductions):
+        raise NoGradientError(
+            detail="a table that pairs look up has no gradient where cols= lists the pairs",
+            fix="Detach the table, give packed sequences (mr.jagged), or hide pairs with torch.where in the body",
+        )
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]

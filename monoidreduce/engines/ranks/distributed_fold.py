@@ -33,12 +33,12 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     inner = replace(sizes, shard=None)
     try:
         if shard.ring:
-            states = Grid(fold, leaves, inner, shard, engine).run()
+            states = _reduced(fold, Grid(fold, leaves, inner, shard, engine).run(), shard, ("both",))
         else:
             states = subproblem.run_subproblem(
                 fold, leaves, inner, Subproblem(shard.rows.own, shard.cols.own, shard.totals), engine
             )
-            states = _reduced(fold, states, shard)
+            states = _reduced(fold, states, shard, ("cols", "rows"))
         return subproblem.finish_states(fold, states)
     except BaseException:  # whatever it was, the others must not wait for this rank
         for group in shard.groups:
@@ -49,11 +49,12 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
 # Columns (or rows) divided: an all-reduce with ⊙ ---------------------------------------------------------------
 
 
-def _reduced(fold: Fold, states: list[State], shard: Shard) -> list[State]:
-    """Every state combined with those of the ranks that share its axis: all reductions' messages of a round are one."""
-    for over in ("cols", "rows"):
+def _reduced(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...]) -> list[State]:
+    """Every state combined with those of the ranks that share its axis: all reductions' messages of a round are one.
+    One over both axes is combined along each of them; ``axes`` ``"both"`` is one group that divides both."""
+    for over in axes:
         group = shard.axis(over).group
-        mine = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == over]
+        mine = [k for k, r in enumerate(fold.reductions) if r.attrs[1] in (over, "both")]
         if group is not None and mine:
             talks = [kind_of(fold.reductions[k]).exchange(fold.reductions[k].attrs[2], states[k]) for k in mine]
             for k, state in zip(mine, _talk(talks, group), strict=True):

@@ -66,6 +66,7 @@ class Grid:
         # results of the stationary axis (which fold the travelling one) stay; those of the travelling axis go with it
         self.kept = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == self.travels]
         self.carried = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == self.stays]
+        self.both = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == "both"]  # of this rank's pairs alone
         self.into = subproblem.allocate_pair_results(fold, leaves, replace(sizes, cols=shard.cols.total))
 
     def run(self) -> list[State]:
@@ -75,6 +76,7 @@ class Grid:
         axes = [self._axis(k) for k in moving]
         kept: list[State] = []
         own: list[State] = []
+        both: list[State] = []
         coming: RingTransfer | None = None
         for step in range(len(ring)):
             after = ring.back(step + 1)  # whose shard comes next
@@ -82,6 +84,7 @@ class Grid:
             leaving = None if last else ring.transfer(held, self._allocate_received(held, axes, self.travels, after))
             states = self._fold(here, dict(zip(moving, held, strict=True)), ring.back(step))
             kept = self._merge(self.kept, kept, [states[k] for k in self.kept])
+            both = self._merge(self.both, both, [states[k] for k in self.both])
             load = [states[k] for k in self.carried]
             if not step:
                 own = load  # stays here; the rest of it arrives last
@@ -90,7 +93,7 @@ class Grid:
                 coming = self._send(ring, load, self.travels, after)
             held = leaving.wait() if leaving is not None else held
         own = self._merge(self.carried, own, _unflatten(coming.wait(), own)) if coming else own
-        found = dict(zip(self.kept + self.carried, self._scatter_results(kept) + own, strict=True))
+        found = dict(zip(self.kept + self.carried + self.both, self._scatter_results(kept) + own + both, strict=True))
         return [[self.into[k].unsqueeze(0)] if k in self.into else found[k] for k in range(len(self.fold.reductions))]
 
     def _fold(self, here: dict[int, Tensor], held: dict[int, Tensor], owner: int) -> list[State]:

@@ -284,14 +284,14 @@ class _SourceBackward:
         mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
         results = subproblem.finish_states(p.fold, mine)
         for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
-            for n in nodes if r.attrs[1] != "cols" else ():
+            for n in nodes if r.attrs[1] not in ("cols", "both") else ():
                 evaluate.memo[n] = to_layout(value, n)
         grads = {
             k: as_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
             for k, e in program.outputs
             if e is not None and self.fold.leaves[k].cols
         }
-        rows = [k for k, r in enumerate(p.fold.reductions) if r.attrs[1] == "cols"]
+        rows = [k for k, r in enumerate(p.fold.reductions) if r.attrs[1] in ("cols", "both")]
         folded = (
             mine
             if states is None
@@ -329,7 +329,7 @@ class _SourceBackward:
             for (r, _), value, nodes in zip(
                 p.fold.outputs, subproblem.finish_states(p.fold, states), p.results, strict=True
             ):
-                for n in nodes if r.attrs[1] == "cols" else ():
+                for n in nodes if r.attrs[1] in ("cols", "both") else ():
                     evaluate.memo[n] = to_layout(value, n)
         for k, e in program.outputs:
             if self.asked[k]:

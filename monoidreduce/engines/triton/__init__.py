@@ -98,7 +98,8 @@ def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    pairs = zip(fold.leaves, leaves, strict=True)
+    vectors = [(e, v) for e, v in pairs if e.feature is not None and e not in fold.tables]
     narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
     return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
 
@@ -117,11 +118,15 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
     return prepare(fold, leaves, sizes) if alone else None
 
 
+def _has_tile(launch: Any) -> bool:
+    return not launch.spec.deep and not launch.combines
+
+
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
     folds = panel_topk.list_panel_folds(fold) if panel_topk.selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
-    found = {one.over: one.plan for ready in every if ready for one in ready.launches if not one.spec.deep}
+    found = {one.over: one.plan for ready in every if ready for one in ready.launches if _has_tile(one)}
     if None in every:
         return {}
     return {

@@ -46,6 +46,9 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "indexer_loss": lambda d: (d.rows(3), d.cols(3), d.rows(5), d.cols(5)),
     "indexer": lambda d: (d.normal(d.M, 3, 5), d.uniform(d.M, 3), d.cols(5)),
     "any_query": lambda d: (d.normal(d.M, 3, 5), d.cols(5), d.cols(2)),
+    "relative_attention": lambda d: (*d.qkv(), d.normal(d.M + d.N - 1)),
+    "swin_attention": lambda d: (*d.qkv(), d.integers(d.M, high=49), d.integers(d.N, high=49), d.normal(169), 7),
+    "graphormer": lambda d: (*d.qkv(), d.integers(d.M, d.N, high=6), d.normal(6)),
     "cox": lambda d: (d.rows(), d.uniform(d.M), d.integers(d.M).bool(), d.cols(), d.uniform(d.N)),
 }
 

@@ -692,6 +692,17 @@ def test_lists_of_columns():
     raised(Mistake("edge", call, mr.ColumnListError, ("index[2]", "is 7", "0 to 6")))
 
 
+def test_tables():
+    """An index beyond a table is counted, with the table's size and what it is made of."""
+
+    @mr.op
+    def near(x: Row["d"], y: Col["d"], bias: mr.Table["n"]):
+        return mr.sum(x @ y + mr.lookup(bias, mr.row_index))
+
+    call = lambda: near(X, torch.ones(7, 3), torch.ones(4))
+    raised(Mistake("table", call, mr.TableError, ("1 row", "4 entries", "row_index", "clamp=True")))
+
+
 def test_laws():
     class Mean(mr.Monoid):
         v: mr.Scalar = 0.0
@@ -723,6 +734,7 @@ BUILTIN = {
     "OutOfMemoryError": MemoryError,
     "ReferenceLimitError": ValueError,
     "ShapeError": ValueError,
+    "TableError": IndexError,
     "TopKError": ValueError,
     "TraceError": TypeError,
     "UnknownFunctionError": TypeError,

@@ -97,7 +97,10 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
         return False
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
         return False
-    return all(_is_readable(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor))
+    given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    if any(not given[e].shape[-1] for e in fold.tables):
+        return False
+    return all(_is_readable(e, v, e in fold.tables) for e, v in given.items())
 
 
 def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
@@ -133,13 +136,13 @@ def count_work(fold: Fold, sizes: Sizes) -> int:
     return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair
 
 
-def _is_readable(e: Expr, v: Tensor) -> bool:
+def _is_readable(e: Expr, v: Tensor, table: bool) -> bool:
     """Whether C++ reads a leaf: a plain tensor in memory; 16-bit vectors only where torch would widen them too."""
     if type(v) not in (Tensor, torch.nn.Parameter) or v.device.type != "cpu" or v.layout is not torch.strided:
         return False
     if e.is_pair:
         return v.dtype in _PAIR_KINDS and not v.is_conj()
-    if e.feature is None:
+    if e.feature is None or table:
         return True
     narrow = v.dtype in matmul.SIXTEEN and not matmul.needs_float32(v.device, v.dtype)
     return v.dtype in _KINDS and not narrow
@@ -154,7 +157,11 @@ def _run(
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     code = compile_fold(fold, frozenset(numbers))
     constants = numbers | {size(axis): whole.of(axis) for axis in ("rows", "cols", *sizes.letters)}
-    given = {e: _prepare_leaf(e, v, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    given = {
+        e: _prepare_leaf(e, v, sizes, e in fold.tables)
+        for e, v in zip(fold.leaves, leaves, strict=True)
+        if isinstance(v, Tensor)
+    }
     rooms = [totals[r] if r in totals else allocate_result(fold, r, k, leaves, sizes) for r, k in fold.outputs]
     count = len(sizes.batch)
     shape, views, _ = batching.merge_batch_and_strides(
@@ -187,6 +194,11 @@ def _run(
     step = shape[-1]  # batch elements of one call
     if kernel.packed:
         step = max(1, PACK_BYTES // (kernel.packed * padded * item))
+    calls = {min(step, shape[-1] - first) for first in range(0, shape[-1], step)}
+    sets = 1 if all(b >= 2 * threads or b % threads == 0 for b in calls) else threads  # as in ``_RUN_MIXED``
+    for at, (r, _) in enumerate(fold.outputs):
+        if kind_of(r).both_axes:  # a part for each set of rows that a thread may have
+            rooms[at] = torch.zeros(*sizes.batch, sets, sizes.of(str(r.args[2].feature)), dtype=torch.float64)
     copies = torch.empty(min(step, shape[-1]) * padded * kernel.packed, dtype=sizes.compute)
     for (r, k), t in zip(fold.outputs, rooms, strict=True):
         if r not in totals:
@@ -214,7 +226,8 @@ def _run(
     for (computed, many, rows, cols), tiles in tables.counts.items():
         tile_counter.count_tile(computed, many, rows, cols, tiles)
     _finish_kept(fold, rooms, swapped)
-    return rooms
+    pairs = zip(fold.outputs, rooms, strict=True)
+    return [t.sum(-2).to(sizes.compute) if kind_of(r).both_axes else t for (r, _), t in pairs]
 
 
 def _finish_kept(fold: Fold, outputs: list[Tensor], swapped: bool) -> None:
@@ -244,16 +257,17 @@ def _begin_result(r: Expr, k: int, room: Tensor, swapped: bool) -> Tensor:
     return room
 
 
-def _prepare_leaf(e: Expr, v: Tensor, sizes: Sizes) -> Tensor:
-    """A leaf as the generated code reads it: numbers of one side in the type of arithmetic and contiguous."""
+def _prepare_leaf(e: Expr, v: Tensor, sizes: Sizes, table: bool) -> Tensor:
+    """A leaf as the generated code reads it: numbers of one side, and tables, in the type of arithmetic and
+    contiguous."""
     v = v.detach()
     if e.is_pair:
         v = v.expand(*v.shape[:-2], sizes.rows, sizes.cols)
         return v.to(sizes.compute) if e.dtype == "float" and v.dtype not in _KINDS else v
-    if e.feature is not None:
+    if e.feature is not None and not table:
         return v
     v = v.to({"float": sizes.compute, "int": torch.int64, "bool": torch.bool}[e.dtype])
-    if (e.rows or e.cols) and v.stride(-1) != 1:
+    if (e.rows or e.cols or table) and v.stride(-1) != 1:
         return v.contiguous()
     return v
 

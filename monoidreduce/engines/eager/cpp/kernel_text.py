@@ -120,6 +120,7 @@ class KernelText:
             *([special_functions.FUNCTIONS] if special_functions.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
+            *([_SETS] if self.mixed else []),
             *(text for name, text in support.REDUCTIONS.items() if name in used),
         ]
 
@@ -286,13 +287,16 @@ extern "C" int run_fold(const I* a) {
 """
 )
 
-_RUN_MIXED = (
-    _TASKS
-    + """
+_SETS = """
 static int set_of(I block, int sets) {
   const int x = (int)(block % (2 * sets));
   return x < sets ? x : 2 * sets - 1 - x;
 }
+"""
+
+_RUN_MIXED = (
+    _TASKS
+    + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
   const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;

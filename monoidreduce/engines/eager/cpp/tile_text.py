@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ....program.contract import Contraction
-from ....program.expression import Expr, topological
+from ....program.expression import Expr, size, topological
 from ....program.primitives import PRIMITIVES
 from ....reductions import outputs_of
 from ..tile_code import FEW_FEATURES, Reducer
@@ -59,7 +59,7 @@ class TileText:
         """The name of a number, written where it belongs if it is not yet."""
         stop = lambda n: n in self.own or n in self.names or n.op in ("dot", "sqdist")
         for n in topological([e], stop=stop):
-            if n not in self.own and n not in self.names:
+            if n not in self.own and n not in self.names and n not in self.k.fold.tables:
                 known, lines = self.level(n)
                 text = self._text(n)
                 if n.op in ("const", "nan"):
@@ -86,6 +86,8 @@ class TileText:
             return f"{self.slots[e]}[j]" if e in self.slots else self._small_product(e)
         if e.op in _COMPARES and (text := self._compare_index(e)):
             return text
+        if e.op == "lookup":
+            return self._look_up(e)
         if e.op == "gumbel":
             return self._gumbel(e)
         if e.op == "coin":
@@ -133,6 +135,32 @@ class TileText:
             self.names[key] = self.name()
             lines.append(f"{kind} const {self.names[key]} = {text};")
         return self.names[key]
+
+    def _look_up(self, e: Expr) -> str:
+        """An entry of a table; NaN, or 0 of an integer, where there is none."""
+        table, kind = e.args[0], {"float": "F", "int": "I", "bool": "uint8_t"}[e.dtype]
+        at, index, count = self.k.leaf_at[table], self.get(e.args[1]), self.get(size(str(table.feature)))
+        pointer = self.once(("table", table), f"const {kind}*", f"(const {kind}*)a[{at}] + b * a[{at + 1}]", self.top)
+        safe = f"{pointer}[{index} < 0 ? 0 : {index} >= {count} ? {count} - 1 : {index}]"
+        outside = "NaN" if e.dtype == "float" else "0"
+        return f"({NUMBER[e.dtype]})({index} >= 0 && {index} < {count} ? {safe} : {outside})"
+
+    def _histogram(self, r: Reducer, extra: list[str], behind: list[str]) -> None:
+        """Add the numbers of a row of the tile to their entries, one after the other: two may have the same."""
+        red, across = self.k.fold.reductions[r.place], self.k.form.block[1]
+        value, index = self.get(r.roots[0]), self.get(red.args[1])
+        count = self.get(size(str(red.args[2].feature)))
+        numbers = self.once(("values", red), "F*", f"w + {self.k.room.take(('values', red), across)}", self.top)
+        room = self.k.room.take(("places", red), across * (2 if self.k.form.single else 1))
+        places = self.once(("places", red), "I*", f"(I*)(w + {room})", self.top)
+        sets = self.once("sets", "int", "a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3]", self.top)
+        own = self.once("set", "int", f"set_of(i0 / BM, {sets})", self.top)
+        at = self.k.output_at[red]
+        out = f"(double*)a[{at}] + b * a[{at + 1}] + {own} * a[{at + 2}]"
+        total = self.once(("entries", red), "double*", out, self.top)
+        extra += [f"{numbers}[j] = {value};", f"{places}[j] = {index};"]
+        inside = f"{places}[j] >= 0 && {places}[j] < {count}"
+        behind.append(f"for (int j = 0; j < n; j++) if ({inside}) {total}[{places}[j]] += {numbers}[j];")
 
     def _begin(self, e: Expr) -> str:
         """What is added to an index of the rows: the leaves may hold some rows of many."""
@@ -310,9 +338,9 @@ class TileText:
         groups = {"pick": [], "sum": [], "soft": [], "best": [], "topk": []}  # type: dict[str, list[Reducer]]
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
-            if kind not in groups:
+            if kind not in (*groups, "histogram"):
                 raise Unsupported(f"{kind} has no C++ form")
-            groups[kind].append(r)
+            groups["sum" if kind == "histogram" else kind].append(r)
         rest = [g for kind, g in groups.items() if g and kind != "pick"]
         self.shared = len(rest) > 1 or len(groups["soft"]) > 1
         loops = [line for r in groups["pick"] for line in self._pick(r)]  # before anything is overwritten
@@ -351,7 +379,9 @@ class TileText:
         stored: dict[Expr, str] = {}
         for r in reducers:
             red = self.k.fold.reductions[r.place]
-            for c in r.values[0]:
+            if red.attrs[0] == "histogram":
+                self._histogram(r, extra, behind)
+            for c in r.values[0] if r.values else ():
                 self._add(red, 0, c, self.get(c.weight), before, extra, behind, names, stored)
         return [*before, *self.end_loop({"+": names}, extra), *behind]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
@@ -114,7 +115,6 @@ def join_text(
     results: list[str],
 ) -> str:
     """The whole text of a kernel: header, device functions, signature and body."""
-    used = _used_leaves(spec)
     body = [
         *write_prologue(spec),
         *invariants,
@@ -128,6 +128,13 @@ def join_text(
         "# results",
         *results,
     ]
+    helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
+    return write_function(spec, body, shifts, helpers)
+
+
+def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:
+    """The text of a kernel with this body."""
+    used = _used_leaves(spec)
     names, unspecialized = list_arguments(spec, used, shifts)
     lines = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
@@ -137,7 +144,6 @@ def join_text(
         "):",
         *(f"    {line}" if line else "" for line in body),
     ]
-    helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
     functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
     return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
 

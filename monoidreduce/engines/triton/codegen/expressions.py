@@ -14,12 +14,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, random_functions, several, special_functions
+from . import device_functions, k_loop, lookups, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -137,13 +136,15 @@ class ExpressionWriter:
         if e.op == "size":
             axis = e.attrs[0]
             if axis not in ("rows", "cols"):
-                return repr(self.spec.width(axis))
+                return self.spec.width_text(axis)
             return "folded_size" if axis == self.spec.over else "period" if self.spec.grouped else "kept_size"
         if e.op in ("row_index", "col_index"):
             kept = "kept_row[:, None]" if self.spec.grouped else "kept_at[:, None]"
             return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
+        if e.op == "lookup":
+            return lookups.write_lookup(self, *e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
@@ -663,11 +664,6 @@ class ExpressionWriter:
         """Further arguments of ``tl.dot``: precision or type of the accumulator."""
         kind = self.operand_type()
         return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
-
-
-def is_one(e: Expr) -> bool:
-    """Whether a weight is the constant 1."""
-    return e is ONE
 
 
 def _read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:

@@ -105,6 +105,11 @@ class Spec:
         text = str(feature).lstrip("#")
         return int(text) if text.isdigit() else self._sizes[str(feature)]
 
+    def width_text(self, feature: str) -> str:
+        """How many features there are, in the text: that of a table is given at the call, as lengths are."""
+        table = next((e for e in self.fold.tables if str(e.feature) == feature), None)
+        return repr(self.width(feature)) if table is None else f"{table.attrs[0]}_n"
+
     def slices(self, feature: str | int | None) -> Slices:
         """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
         several blocks where one of a power of two would be mostly padding (``slice_width``)."""

@@ -119,6 +119,9 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         pair = e.is_pair and spec.listed is None
         names += [f"{x}_r", f"{x}_c"] if pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
+        if e in spec.fold.tables:
+            names.append(f"{x}_n")
+            numbers.append(f"{x}_n")
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["period"] if spec.grouped else []
     sizes += ["group"] if spec.group is not None and not spec.group_size else []

@@ -123,6 +123,7 @@ class FoldLaunch:
     dominates.
     """
 
+    combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
 
     def __init__(
@@ -217,7 +218,8 @@ class FoldLaunch:
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
-        turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
+        by_turns = many and not self.fold.tables  # templates do not look up
+        turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
@@ -236,7 +238,7 @@ class FoldLaunch:
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
         takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
+        by_turns = not self.fold.tables and any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
         strided = tuple(
@@ -304,6 +306,7 @@ class FoldLaunch:
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
                 wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
                 self.template += strides
+                self.template += [v.shape[-1]] if e in self.fold.tables else []
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]

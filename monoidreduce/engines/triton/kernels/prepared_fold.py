@@ -30,6 +30,7 @@ from ..schedules import hopper
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
+from .histogram import HistogramLaunch, list_histograms
 from .record_launches import Made
 
 
@@ -53,6 +54,7 @@ class PreparedFold:
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
+        self.launches += [HistogramLaunch(one, values, self.batch, sizes) for one in list_histograms(fold)]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -95,6 +97,8 @@ class PartlyShownFold:
         if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
             return None
         one = self.ready.launches[0]
+        if one.combines:
+            return None
         forms = {one.outputs[k] for k in self.rest}
         strided = any(one.strides[k] is not None for k in self.rest)
         if len(forms) > 1 or one.spec.split or one.lists or not one.grid or strided:

@@ -80,7 +80,7 @@ def _is_shared(v: Any, at: int) -> bool:
 
 def _has_kernel(spec: Spec) -> bool:
     """Whether a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
-    if spec.narrow is None or spec.deep or spec.pieces or any(spec.rooms):
+    if spec.narrow is None or spec.deep or spec.pieces or any(spec.rooms) or spec.fold.tables:
         return False
     under = topological([*spec.fold.reductions, *spec.fold.scales])
     widths = [spec.width(e.feature) for e in under if e.op == "leaf" and e.feature is not None]

@@ -140,7 +140,8 @@ def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: in
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
     precision = matmul.float32_precision()
-    wide = frozenset(e for e in fold.leaves if e.feature is not None and sizes.of(str(e.feature)) > TINY)
+    vectors = [e for e in fold.leaves if e.feature is not None and e not in fold.tables]
+    wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
     pays = pairs >= MANY and budget.requested() is None and is_supported(sizes.device)

@@ -51,7 +51,7 @@ def describe_fold(
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
+    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
     if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
         narrow = torch.bfloat16  # which holds all numbers of 8 bits
@@ -68,7 +68,7 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
-        elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
+        elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
@@ -89,7 +89,7 @@ def describe_fold(
         str(narrow)[6:] if narrow else None,
         len(batch),
         bool(tile_ranges.whole_tile_conditions(fold)),
-        max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
+        max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
         narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         deep=wide,
@@ -169,6 +169,12 @@ def busy_share(instances: int, many: int) -> float:
 def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
     """The leaves that a fold's conditions read."""
     return tuple(e for e in topological(tile_ranges.whole_tile_conditions(fold)) if e.op == "leaf")
+
+
+@functools.lru_cache(maxsize=1024)
+def _vectors(fold: Fold) -> tuple[Expr, ...]:
+    """The vectors that a fold computes with."""
+    return tuple(e for e in topological(fold.reductions) if e.feature is not None and e not in fold.tables)
 
 
 @functools.lru_cache(maxsize=1024)

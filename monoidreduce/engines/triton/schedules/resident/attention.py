@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .....plan.default_tiles import Tile
+from .....program.constructors import ONE
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
@@ -29,7 +30,7 @@ from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
-from ...codegen.expressions import ExpressionWriter, is_one
+from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
@@ -495,7 +496,7 @@ class _Text:
             row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
             part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
         else:
-            part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+            part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
         return [*v.inside, f"{n}_part = {part}"]
 
     def _begin(self) -> list[str]:

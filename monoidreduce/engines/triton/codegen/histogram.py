@@ -1,0 +1,129 @@
+"""Kernels of the gradient of a table: for every entry, the sum over the pairs that read it. No atomics, a fixed order.
+
+Where the index is equal along diagonals, a program instance owns a band of them: it walks down the band, tile by tile,
+and the same place of every tile lies on the same diagonal, so that tiles are added as they are. At the end the sum of
+all tiles is skewed once, and added up along its diagonals. For any other index a program instance owns kept indices, as
+in other kernels, and some entries of the table; of each tile it visits the entries between the least and the greatest
+that occur, and computes nothing where none does. So maps of blocks, and tables of few entries, cost few visits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ....program.constructors import is_constant
+from ....program.expression import Expr
+from . import compiler
+from .expressions import ExpressionWriter
+from .kernel_spec import Spec
+from .kernel_text import Kernel, write_prologue
+
+_TILE = [
+    "folded_at = start + tl.arange(0, FOLDED)",
+    "folded_in = within(folded_at, folded_size, RAGGED)",
+]
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_histogram(spec: Spec, entries: int) -> Kernel:
+    """The kernel of a spec whose one reduction is a histogram; raises Unsupported where there is none.
+
+    ``entries``: how many a program instance holds, a power of two; 0: it walks along diagonals."""
+    v = ExpressionWriter(spec)
+    body = _walk_rows(v, entries) if entries else _walk_diagonals(v)
+    return compiler.describe_kernel(v, compiler.write_function(spec, body), {}, False)
+
+
+def _walk_diagonals(v: ExpressionWriter) -> list[str]:
+    """``out0`` is ``[batch, bands, KEPT + 2, FOLDED]``: room for the sum of all tiles, then the sums along its
+    diagonals, those at and below the main one first."""
+    value = v.spec.fold.reductions[0].args[0]
+    own = ("tile =", "kept_at =", "kept_in =")  # of the tile, which is another in every turn here
+    fixed = [line for line in write_prologue(v.spec) if not line.startswith(own)]
+    return [
+        "band = tl.program_id(0) % tiles",
+        *fixed,
+        "kept_tiles = tl.cdiv(kept_size, KEPT)",
+        "shift = band - (kept_tiles - 1)  # from a kept tile to the folded tile that it meets",
+        f"total = tl.zeros([KEPT, FOLDED], {v.float})",
+        "for tile in range(tl.maximum(0, -shift), tl.minimum(kept_tiles, tl.cdiv(folded_size, FOLDED) - shift)):",
+        "    kept_at = tile * KEPT + tl.arange(0, KEPT)",
+        "    kept_in = kept_at < kept_size",
+        "    start = (tile + shift) * FOLDED",
+        *(f"    {line}" for line in (*_TILE, *_add_tile(v, value))),
+        "room = out0 + tl.cast(tl.program_id(0), tl.int64) * ((KEPT + 2) * FOLDED)",
+        "row = tl.arange(0, KEPT)[:, None]",
+        "lane = tl.arange(0, FOLDED)[None, :]",
+        "tl.store(room + row * FOLDED + lane, total)",
+        "tl.debug_barrier()",
+        "below = tl.load(room + row * FOLDED + row - lane, mask=row >= lane, other=0)",
+        "above = tl.load(room + row * FOLDED + row - lane + FOLDED, mask=row < lane, other=0)",
+        "sums = room + KEPT * FOLDED + tl.arange(0, FOLDED)",
+        "tl.store(sums, tl.sum(below, 0))",
+        "tl.store(sums + FOLDED, tl.sum(above, 0))",
+    ]
+
+
+def _add_tile(v: ExpressionWriter, value: Expr) -> list[str]:
+    """The lines that add a tile to ``total``; nothing is computed where a condition hides all of its pairs."""
+    v.loop(True)
+    condition = _find_condition(value)
+    if condition is not None:
+        seen = v.full(condition)
+    known = [*v.before, *v.inside]
+    text = v.seen_name(v.full(value), "0")
+    rest = [line for line in (*v.before, *v.inside) if line not in known]
+    rest.append(f"total += tl.where(kept_in[:, None], {text}, 0)")
+    if condition is None:
+        return [*known, *rest]
+    return [*known, f"if tl.max({seen}.to(tl.int32)) > 0:", *(f"    {line}" for line in rest)]
+
+
+def _find_condition(value: Expr) -> Expr | None:
+    """A condition without which a number is zero."""
+    stack = [value]
+    while stack:
+        e = stack.pop()
+        if e.op == "where" and is_constant(e.args[2], 0) and e.args[0].is_pair:
+            return e.args[0]
+        if e.op in ("mul", "neg", "cast"):
+            stack += e.args
+        elif e.op == "div":
+            stack.append(e.args[0])
+    return None
+
+
+def _walk_rows(v: ExpressionWriter, entries: int) -> list[str]:
+    """``out0`` is ``[batch, kept tiles, entries of the table]``; instances of a tile divide the entries."""
+    value, index, table = v.spec.fold.reductions[0].args
+    count = f"{table.attrs[0]}_n"
+    fixed = [line for line in write_prologue(v.spec) if not line.startswith(("tile =", "batch ="))]
+    v.loop(True)
+    at = v.full(index)
+    before, known = len(v.before), [*v.inside]
+    number = v.full(value)
+    invariant, rest = v.before[:before], [*v.before[before:], *v.inside[len(known) :]]
+    return [
+        "tile = tl.program_id(0) % tiles",
+        f"shares = tl.cdiv({count}, {entries})",
+        f"first = tl.program_id(0) // tiles % shares * {entries}",
+        "batch = tl.program_id(0) // tiles // shares",
+        *fixed,
+        *invariant,
+        f"last_entry = tl.minimum(first + {entries}, {count})",
+        f"entry = first + tl.arange(0, {entries})",
+        f"total = tl.zeros([{entries}], {v.float})",
+        "for t in range(0, tl.cdiv(folded_size, FOLDED)):",
+        "    start = t * FOLDED",
+        *(f"    {line}" for line in (*_TILE, *known)),
+        f"    inside = kept_in[:, None] & folded_in[None, :] & ({at} >= first) & ({at} < last_entry)",
+        f"    place = tl.where(inside, {at}, -1).to(tl.int32)",
+        "    last = tl.max(place)",
+        "    if last >= 0:",
+        *(f"        {line}" for line in rest),
+        f"        for one in range(tl.min(tl.where(inside, place, {count})), last + 1):",
+        f"            own = tl.sum(tl.sum(tl.where(place == one, {number}, 0), 1), 0)",
+        "            total += tl.where(entry == one, own, 0)",
+        f"out = out0 + (tl.cast(batch, tl.int64) * tiles + tile) * {count}",
+        f"tl.store(out + entry, total, mask=entry < {count})",
+    ]

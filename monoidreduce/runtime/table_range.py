@@ -1,0 +1,139 @@
+"""Indices of tables, checked before any work: an index out of range at a pair that counts is an error.
+
+Interval arithmetic proves most indices right from the sizes of a call, the numbers given and, on a CPU, the least and
+greatest value of integer tensors. Where it cannot, the pairs out of range are counted, by a program of the same
+language. What depends on sizes and numbers is counted once for each of them. What depends on tensors is counted in
+every call on a CPU; on a GPU, where that would wait for the device, under ``mr.use(check=True)``. Over ranks and in
+streams, where no process sees all of them, it is not: there an entry that does not exist is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engines.common.bounded_cache import BoundedCache
+from ..engines.common.evaluate import Sizes
+from ..engines.common.tile_counter import pause_counting
+from ..engines.common.torch_code import inputs
+from ..errors import TableError
+from ..plan import settings
+from ..program.compile import compile_program
+from ..program.contract import interval
+from ..program.expression import Expr, index, size, topological
+from ..program.intervals import Interval
+from ..program.tables import count_out_of_range
+from .autograd import make_walk
+from .call_context import is_untraced
+
+_CHECKS = 256  # numbers of one kind of call whose indices are known to be in range
+
+
+def guard(outputs: tuple[Expr, ...], sizes: Sizes) -> Callable[[Mapping[str, Any]], None] | None:
+    """What must be called with the inputs before a program runs; None where there is nothing to look at.
+
+    Raises TableError at once where sizes alone show an index out of range."""
+    counts = count_out_of_range(outputs)
+    if not counts or not is_untraced() or not _has_pairs(sizes):
+        return None
+    pending = [c for c in counts if not _is_inside(c[0], sizes, {})]
+    plain = [c for c in pending if not _inputs(c)]
+    for c in plain:
+        _count(c, replace(sizes, batch=()), {})
+    rest = [c for c in pending if c not in plain]
+    return _Guard(rest, sizes) if rest else None
+
+
+def check_part(outputs: tuple[Expr, ...], sizes: Sizes, values: Mapping[str, Any]) -> None:
+    """The same of a call over ranks, of which each sees all indices and numbers, but only its own part of tensors."""
+    whole = replace(sizes, rows=sizes.of("rows"), cols=sizes.of("cols"), shard=None)
+    found = guard(outputs, whole)
+    if found is not None:
+        found({n: v for n, v in values.items() if not isinstance(v, Tensor)})
+
+
+class _Guard:
+    """The lookups of one plan whose indices depend on inputs."""
+
+    def __init__(self, counts: list[tuple[Expr, Expr]], sizes: Sizes):
+        self.counts, self.sizes = counts, sizes
+        self.names = [_inputs(c) for c in counts]
+        self.passed: BoundedCache[tuple, bool] = BoundedCache(_CHECKS)
+
+    def __call__(self, values: Mapping[str, Any]) -> None:
+        if not is_untraced():
+            return
+        for number, (c, names) in enumerate(zip(self.counts, self.names, strict=True)):
+            if any(n not in values for n in names):
+                continue
+            given = {n: values[n] for n in names}
+            tensors = any(isinstance(v, Tensor) for v in given.values())
+            if tensors and self.sizes.device.type != "cpu" and not settings.now().check:
+                continue
+            key = (number, *((n, type(v), v) for n, v in given.items())) if not tensors else None
+            if key is not None and self.passed.find(key, False):
+                continue
+            if not _is_inside(c[0], self.sizes, given):
+                _count(c, self.sizes, given)
+            if key is not None:
+                self.passed.keep(key, True)
+
+
+def _has_pairs(sizes: Sizes) -> bool:
+    return all(type(n) is int and n > 0 for n in (sizes.rows, sizes.cols, *sizes.batch))
+
+
+def _inputs(count: tuple[Expr, Expr]) -> list[str]:
+    return [e.attrs[0] for e in topological([count[1]]) if e.op == "input"]
+
+
+def _is_inside(lookup: Expr, sizes: Sizes, given: Mapping[str, Any]) -> bool:
+    """Whether an index is in range for all indices and values between the ends of those that are there."""
+    memo: dict[Expr, Interval] = {index("row"): (0, sizes.rows - 1), index("col"): (0, sizes.cols - 1)}
+    memo |= {size(axis): (sizes.of(axis),) * 2 for axis in ("rows", "cols", *sizes.letters)}
+    table, at = lookup.args
+    for e in topological([at]):
+        value = given.get(e.attrs[0]) if e.op == "input" else None
+        if e.dtype == "int" and isinstance(value, int):
+            memo[e] = (value, value)
+        elif e.dtype == "int" and isinstance(value, Tensor) and value.numel() and value.device.type == "cpu":
+            ends = torch.aminmax(value)
+            memo[e] = (int(ends.min), int(ends.max))
+    low, high = interval(at, memo)
+    return low >= 0 and high < sizes.of(str(table.feature))
+
+
+def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> None:
+    """Count the pairs that read beyond a table; raises TableError if there are any."""
+    lookup, total = count
+    program = compile_program((total,))
+    names = inputs(program)
+    numbers = frozenset(n for n in names if not isinstance(given[n], Tensor))
+    with torch.no_grad(), pause_counting():
+        walk = make_walk("eager", program, numbers, False)
+        (found,) = walk(sizes, *(given[n] for n in names))
+    wrong = int(found.sum()) if isinstance(found, Tensor) else int(found)
+    if wrong:
+        raise TableError(
+            detail=f"an index of mr.lookup is out of range at {wrong} {_place(lookup)}{'s' * (wrong > 1)}: the table "
+            f'"{lookup.args[0].feature}" has {sizes.of(str(lookup.args[0].feature))} entries, and the index is '
+            f"{lookup.args[1]!r}"
+        )
+
+
+def _place(lookup: Expr) -> str:
+    return "pair" if lookup.is_pair else "row" if lookup.rows else "column" if lookup.cols else "batch element"
+
+
+def checked(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:
+    """``run`` after a look at its inputs, which have these names."""
+
+    def call(*given: Any) -> Sequence[Any]:
+        look(dict(zip(names, given, strict=True)))
+        return run(*given)
+
+    return call
