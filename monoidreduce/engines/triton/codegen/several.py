@@ -56,8 +56,8 @@ def write_extreme(v: ExpressionWriter, e: Expr, kind: str, width: int) -> str:
     join = PRIMITIVES["maximum" if e.op == "famax" else "minimum"].triton
     if width <= TINY:
         text = v.component(vector, "0")
-        for f in range(1, width):
-            text = join.format(text, v.component(vector, str(f)))
+        for k in range(1, width):
+            text = join.format(text, v.component(vector, str(k)))
         return text
     sign = -1 if e.op == "famax" else 1
     first = literal(sign * math.inf) if e.dtype == "float" else str(sign * (2**63 - 1))
