@@ -173,7 +173,7 @@ def make_body(
         found[name] = p
         if name not in forms:
             continue
-        if p.axis not in ("rows", "cols") or p.feature is None:
+        if p.axis not in ("rows", "cols") or len(p.tail) != 2:
             raise ArgumentError(
                 detail=f"{name} is declared {p}, but was given mr.scaled(...)",
                 fix='Only vectors of rows and columns, Row["f"] and Col["f"], may be stored so',

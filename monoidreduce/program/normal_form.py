@@ -79,9 +79,9 @@ def _normal_sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     products, rest = split_products(e)
     if products:
-        sums = [_sum_vector(p, over) for p in products]
-        sums += [] if rest is None else [_normal_sum(rest, over)]
-        return functools.reduce(lambda a, b: apply("add", a, b), sums)
+        summed = [_sum_vector(p, over) for p in products]
+        summed += [] if rest is None else [_normal_sum(rest, over)]
+        return functools.reduce(lambda a, b: apply("add", a, b), summed)
     gap = constructors.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
         free, alone, mid = factors(gap[0], over)

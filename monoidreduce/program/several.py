@@ -61,10 +61,11 @@ def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:
 
 
 def _split_number(x: Expr) -> tuple[Expr, Expr]:
-    """A value as a number of the pair and vectors of one side, where it is their product; else 1 and itself."""
-    if x.op == "mul" and x.is_pair:
+    """A value as a number and vectors of one side, where it is their product and that number is a pair's, or the scale
+    of vectors that are stored as small numbers; else 1 and itself."""
+    if x.op == "mul":
         for number, vector in (x.args, x.args[::-1]):
-            if number.feature is None and vector.feature is not None:
+            if number.feature is None and vector.feature is not None and (x.is_pair or vector.is_stored):
                 more, vector = _split_number(vector)
                 return apply("mul", number, more), vector
     return ONE, x
@@ -131,7 +132,7 @@ def split_factor(e: Expr) -> tuple[Expr, Expr] | None:
         return e.args[0], node("spread", (ONE,), e.attrs, rows=False, cols=False, feature=e.feature, dtype="float")
     if is_product(e):
         found = split_factor(e.args[0])
-        return None if found is None else (found[0], _inside(e, lambda _: found[1]))
+        return None if found is None else (found[0], einsum(e.attrs[0], found[1], e.args[1], e.feature))
     if e.op == "mul":
         for one, other in (e.args, e.args[::-1]):
             if one.is_pair and one.feature is None:

@@ -133,7 +133,8 @@ class Pick(Gather):
         hit = Symbol(index(params[0])) == target
         if vector.expr.feature is None:
             return [None, torch.where(hit, g[0] * vector, 0.0), torch.where(hit, g[0] * value, 0.0)]
-        inner = g[0] @ vector if not is_product(vector.expr) else Symbol(fsum(inner_product(vector.expr, g[0].expr)))
+        product = is_product(vector.expr)
+        inner: Any = Symbol(fsum(inner_product(vector.expr, g[0].expr))) if product else g[0] @ vector
         weight = torch.where(hit, value, 0.0)
         if value.expr.feature is not None:  # one match per feature of the target (a top-k), all with the same vector
             weight = weight.sum()

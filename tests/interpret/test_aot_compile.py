@@ -54,6 +54,7 @@ QUICK = {
         "gelu mlp 128",
         "cross-entropy 128",
         "gaussian 64",
+        "indexer 64",
         "wide argmax, 256 rows",
         "wide cross-entropy, 256 rows",
         "wide cross-entropy, in little memory",

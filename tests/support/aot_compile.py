@@ -161,6 +161,15 @@ def grouped_heads(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return mr.ops.attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(x.shape)
 
 
+@mr.op
+def indexer(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
+    return mr.logsumexp((w * torch.relu(q @ k)).sum())
+
+
+def _several(d: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(s, dtype=dtype) for s in ((256, 16, d), (256, 16), (256, d)))
+
+
 def _projected(d: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(2, 256, heads * d, dtype=dtype) for heads in (8, 2, 2))
 
@@ -277,6 +286,7 @@ CASES = [
         lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
         hopper=True,
     ),
+    Case("indexer 64", indexer, _several(64)),
     # columns that are listed
     Case("attention over blocks 128", lambda *qkv: attention(*qkv, cols=_blocks(128)), _qkv(128, 4), hopper=True),
     Case("attention over blocks 64", lambda *qkv: attention(*qkv, cols=_blocks(64)), _qkv(64, 4), lean=False),

@@ -41,7 +41,7 @@ class TileArithmetic:
             self._contract_products(total, weight, c.weight, tile)
         elif c.walk:
             for f in range(tile.width(c.weight)):
-                part = tile.component(c.weight, f)
+                part = tile.component(c.weight, f, reuse=True)
                 total[..., f] += (part if weight is None else weight * part).expand(tile.tile).sum(self.dim)
         elif c.minus is not None:
             self._contract_gap(total, weight, c, tile)
@@ -59,7 +59,7 @@ class TileArithmetic:
         count, width = (tile.count(name) for name in letters((e.args[1] if mixed else e).feature))
         totals = [total] * count if mixed else total.unflatten(-1, (count, width)).unbind(-2)
         for a in range(count):
-            part = tile.component(numbers, a).expand(tile.tile)
+            part = tile.component(numbers, a, reuse=True).expand(tile.tile)
             part = tile.multiplied(part if weight is None else weight * part, vectors[0].dtype)
             self.accumulate(totals[a], part if self.over == "cols" else part.mT, vectors[a % len(vectors)])
 

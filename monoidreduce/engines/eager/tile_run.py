@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Buffers:
         self.kinds = {"float": compute, "int": torch.int64, "bool": torch.bool}
         self.elements, self.device = elements, device
         self.numbers = numbers  # leaves and sizes that are Python numbers
-        self.flat: dict[tuple[int, str], Tensor] = {}
+        self.flat: dict[tuple[int | Expr, str], Tensor] = {}
         self.constants: dict[Expr, Tensor] = {}
 
     def constant(self, e: Expr) -> Tensor:
@@ -37,7 +38,7 @@ class Buffers:
             self.constants[e] = torch.full((), value, dtype=self.kinds[e.dtype], device=self.device)
         return self.constants[e]
 
-    def view(self, slot: int, kind: str, tile: TileShape) -> Tensor:
+    def view(self, slot: int | Expr, kind: str, tile: TileShape) -> Tensor:
         key = (slot, kind)
         if key not in self.flat:
             self.flat[key] = torch.empty(self.elements, dtype=self.kinds[kind], device=self.device)
@@ -215,7 +216,7 @@ class TileRun:
         if e.op == "fsum":
             out.zero_()
         for f in range(self.width(x)):
-            one = self.component(x, f).expand(self.tile)
+            one = self.component(x, f, reuse=True).expand(self.tile)
             if e.op == "fsum":
                 out += one
             elif f == 0:
@@ -224,35 +225,46 @@ class TileRun:
                 (torch.maximum if e.op == "famax" else torch.minimum)(out, one, out=out)
         return out
 
-    def _product(self, e: Expr, f: int) -> Tensor:
+    def _product(self, e: Expr, f: int, reuse: bool) -> Tensor:
         """Number ``f`` of a product of several vectors."""
         x, y = e.args
         if e.attrs[0] in DOTS:
             one, other = (self.pieces(a)[f] if are_several(a) else self.get(a) for a in (e.args if x.rows else (y, x)))
             if matmul.is_16bit(one, other):
                 return matmul.multiply_16bit(one, other, 1).to(self.buffers.kinds["float"])
-            return matmul.dot_into(torch.empty(self.tile, dtype=one.dtype, device=one.device), one, other, 1)
+            fresh = None if reuse else torch.empty(self.tile, dtype=one.dtype, device=one.device)
+            return matmul.dot_into(self.buffers.view(e, "float", self.tile) if fresh is None else fresh, one, other, 1)
         own, width = y.feature != e.feature, self.count(letters(y.feature)[-1])
         if e.attrs[0] == MIX:
             count = range(self.count(letters(y.feature)[0]))
-            return sum(self.component(x, a) * self.component(y, a * width + f) for a in count)
+            total = torch.zeros((), dtype=self.buffers.kinds["float"], device=self.buffers.device)
+            return sum((self.component(x, a) * self.component(y, a * width + f) for a in count), total)
         return self.component(x, f // width) * self.component(y, f % width if own else f)
 
-    def component(self, e: Expr, f: int) -> Tensor:
-        """Feature ``f`` of a vector per pair, as a number per pair: never all features at once."""
+    def component(self, e: Expr, f: int, reuse: bool = False) -> Tensor:
+        """Feature ``f`` of a vector per pair, as a number per pair: never all features at once.
+
+        ``reuse``: it is read before the next one is asked for, which may then be written to the same memory."""
         memo: dict[Expr, Any] = {}
-        for n in topological([e], stop=lambda n: n.feature is None or n in self.values or n.op == "einsum"):
+        order = topological([e], stop=lambda n: n.feature is None or n in self.values or n.op == "einsum")
+        uses = collections.Counter(a for n in order for a in n.args)
+        owned: set[Expr] = set()  # products, and what was computed in place of them
+        for n in order:
             if n.feature is None:
                 memo[n] = self.get(n)
             elif n in self.values:  # a row or column vector [b, l, f]
                 column = self.values[n][..., f]
                 memo[n] = column.unsqueeze(-2) if n.cols else column.unsqueeze(-1)
             elif n.op == "einsum":
-                memo[n] = self._product(n, f)
+                memo[n] = self._product(n, f, reuse)
+                owned |= {n} if n.attrs[0] in DOTS else set()
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:
-                memo[n] = _apply_primitive(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
+                free = (memo[a] for a in n.args if a in owned and uses[a] == 1 and n.dtype == "float")
+                into = next(free, None)
+                memo[n] = _apply_primitive(n, [memo[a] for a in n.args], into, self.buffers.kinds["float"])
+                owned |= {n} if into is not None else set()
         return memo[e]
 
 

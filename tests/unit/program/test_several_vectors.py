@@ -42,7 +42,7 @@ def test_as_whole_matrices(name, engine):
 def test_more_than_one_tile(name, monkeypatch):
     """Ragged tiles, each with several rows and columns."""
     with mr.use(engine="eager"), monkeypatch.context() as patch:
-        patch.setattr(tiles, "choose", lambda *_: tiles.Tiles(1, 4, 3))
+        patch.setattr(tiles, "choose", lambda *_, **__: tiles.Tiles(1, 4, 3))
         compare(name, 9, 10, 2, 3)
 
 
@@ -216,3 +216,16 @@ def test_refused_declarations(names):
     with pytest.raises(mr.DeclarationError):
         Row[names]
     assert str(mr.Batch["d", "d"]) == 'Batch["d", "d"]'
+
+
+def test_stored_columns():
+    """Keys of small numbers with scales; several vectors cannot be stored so."""
+    q, w, _ = (t[0] for t in tensors("q w k", 5, 7, 3, 4, torch.float32))
+    k, scale = torch.randint(-127, 128, (7, 4), dtype=torch.int8), torch.rand(7) / 50
+    given = [t.clone().requires_grad_() for t in (q, w)], [t.clone().requires_grad_() for t in (q, w)]
+    found = CASES["indexer"].op(*given[0], mr.scaled(k, scale))
+    right = CASES["indexer"].twin(*given[1], k * scale[:, None])
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(v.sum(), g) for v, g in zip((found, right), given, strict=True)))
+    with pytest.raises(mr.ArgumentError, match=r'declared Row\["h", "f"\], but was given mr.scaled'):
+        CASES["indexer"].op(mr.scaled(q.to(torch.int8), 1.0), w, k.float())

@@ -22,7 +22,7 @@ from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, listed, tile_ranges
 from . import reductions as kinds
 from .expressions import ExpressionWriter
-from .kernel_spec import Spec
+from .kernel_spec import Spec, padded
 from .kernel_text import (
     CONSTANTS,
     BlockWidths,
@@ -155,6 +155,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     folded = [e for e in writer.blocks if spec.folds(e)]
     held = lambda e: sum(size for _, size in spec.slices(letters(e.feature)[-1]))
     width = lambda chosen: sum(map(held, chosen)) * max(spec.pieces, 1)
+    stored = [r for r in spec.fold.reductions if is_stored(r)]
     data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
     return Kernel(
         name=_name(spec),
@@ -162,7 +163,15 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
         leaves=tuple(_used_leaves(spec)),
         folded=tuple(folded),
         shifts=tuple(writer.shifts),
-        widths=BlockWidths(kept=width(kept), kept_blocks=len(kept), folded=width(folded), state=writer.state_width),
+        widths=BlockWidths(
+            kept=width(kept),
+            kept_blocks=len(kept),
+            folded=width(folded),
+            state=writer.state_width,
+            each_kept=width(filter(are_several, kept)),
+            each_folded=width(filter(are_several, folded)),
+            stored=sum(padded(spec.width(letters(r.args[0].feature)[1])) for r in stored),
+        ),
         traits=Traits(
             exact=spec.exact,
             exponentials="tl.exp2(" in text,
@@ -176,7 +185,6 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             pieces=spec.pieces,
             near=bool(spec.near),
             several=any(map(are_several, writer.blocks)),
-            stored=any(map(is_stored, spec.fold.reductions)),
             pair_features=writer.pair_features,
         ),
     )

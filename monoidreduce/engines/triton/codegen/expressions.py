@@ -8,7 +8,6 @@ axis is bound once, before the loop.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -475,7 +474,7 @@ class ExpressionWriter:
         self.prepare_walk(vector)
         kind = self.float if e.dtype == "float" else "tl.int64"
         if e.op in ("famax", "famin"):
-            return self._extreme(e, kind, width)
+            return several.write_extreme(self, e, kind, width)
         if not width:  # a sum of no features
             return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
@@ -494,24 +493,6 @@ class ExpressionWriter:
                 for a in n.args:
                     if a.op == "leaf" and not are_several(a) and self.spec.width(a.feature) <= WIDEST:
                         self.block(a)
-
-    def _extreme(self, e: Expr, kind: str, width: int) -> str:
-        """The largest or the smallest feature of a vector per pair; NaN where one is."""
-        (vector,) = e.args
-        if e.dtype == "bool":
-            raise Unsupported("extremes of truth values")
-        join = PRIMITIVES["maximum" if e.op == "famax" else "minimum"].triton
-        if width <= TINY:
-            text = self.component(vector, "0")
-            for f in range(1, width):
-                text = join.format(text, self.component(vector, str(f)))
-            return text
-        sign = -1 if e.op == "famax" else 1
-        first = literal(sign * math.inf) if e.dtype == "float" else str(sign * (2**63 - 1))
-        best = self.bind((e, "best"), f"tl.full([KEPT, FOLDED], {first}, {kind})", True)
-        with self.walk(width) as f:
-            self.inside.append(f"{best} = {join.format(best, self.component(vector, f))}")
-        return best
 
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""

@@ -46,6 +46,9 @@ class BlockWidths:
     kept_blocks: int = 0  # how many of these there are
     folded: int = 0  # of the blocks that are loaded in each tile
     state: int = 0  # of the accumulators
+    each_kept: int = 0  # of the kept blocks, those loaded for each of several vectors
+    each_folded: int = 0  # and of the folded blocks
+    stored: int = 0  # of sums that are kept in memory, one vector at a time
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,6 @@ class Traits:
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
-    stored: bool = False  # sums of vectors are kept in memory
     pair_features: int = 0  # features of the vectors that are held for every pair of a tile
 
 

@@ -1,4 +1,4 @@
-"""Products of several vectors in a kernel (``program/several.py``): one matrix product for each of them.
+"""Products of several vectors in a kernel (``program/several.py``), one matrix product for each; and extremes.
 
 The loop over the vectors is inside the loop over tiles: a block of one of them is loaded for each product, which the
 compiler does ahead of it, and the block that they are multiplied with stays for all of them.
@@ -6,11 +6,14 @@ compiler does ahead of it, and the block that they are multiplied with stays for
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ....program.expression import Expr
+from ....program.primitives import PRIMITIVES
 from ....program.several import DOTS, are_several, letters
-from .kernel_spec import WIDEST, Unsupported, padded
+from .exponents import literal
+from .kernel_spec import TINY, WIDEST, Unsupported, padded
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
@@ -43,3 +46,22 @@ def block_of(v: ExpressionWriter, e: Expr, f: str) -> str:
     text = f"tl.load({v.pointer(e)} + {f} * {width} * {name}_f + {rows} + {lane}[None, :] * {name}_f{mask})"
     text = text if v.spec.type_of[e] == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"
     return v.bind((e, "one of", f), text, True)
+
+
+def write_extreme(v: ExpressionWriter, e: Expr, kind: str, width: int) -> str:
+    """The largest or the smallest feature of a vector per pair; NaN where one is."""
+    (vector,) = e.args
+    if e.dtype == "bool":
+        raise Unsupported("extremes of truth values")
+    join = PRIMITIVES["maximum" if e.op == "famax" else "minimum"].triton
+    if width <= TINY:
+        text = v.component(vector, "0")
+        for k in range(1, width):
+            text = join.format(text, v.component(vector, str(k)))
+        return text
+    sign = -1 if e.op == "famax" else 1
+    first = literal(sign * math.inf) if e.dtype == "float" else str(sign * (2**63 - 1))
+    best = v.bind((e, "best"), f"tl.full([KEPT, FOLDED], {first}, {kind})", True)
+    with v.walk(width) as f:
+        v.inside.append(f"{best} = {join.format(best, v.component(vector, f))}")
+    return best

@@ -169,7 +169,7 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
 def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     if kernel.traits.pieces:
         return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
-    if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.traits.stored):
+    if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.widths.stored):
         return KernelPlan(*family.tile("several vectors, 16 bits"), boxes=int(boxes))
     copied = COPIED.get(_copied_kind(kernel)) if boxes and item == 2 else None
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
@@ -232,9 +232,13 @@ def _fit_shared_memory(kernel: Kernel, item: int, family: Family, boxes: bool) -
 
 def shared_bytes(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
     """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
-    kept = plan.block_kept * kernel.widths.kept
-    folded = plan.block_folded * kernel.widths.folded * max(1, plan.num_stages - family.ahead)
-    return (kept + folded + (plan.block_kept * plan.block_folded if family.ahead else 0)) * item
+    widths, stages = kernel.widths, max(1, plan.num_stages - family.ahead)
+    kept, folded = widths.kept, widths.folded * stages
+    if kernel.traits.several:  # the loop over the vectors is pipelined, not that over tiles
+        kept, folded = kept + widths.each_kept * (stages - 1), widths.folded + widths.each_folded * (stages - 1)
+    weights = plan.block_kept * plan.block_folded if family.ahead else 0
+    stored = plan.block_kept * widths.stored * max(item, 4)
+    return (plan.block_kept * kept + plan.block_folded * folded + weights) * item + stored
 
 
 def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
