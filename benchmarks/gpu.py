@@ -51,7 +51,7 @@ def in_turns(
     """Milliseconds of forward, and of forward with backward, of calls that share a chip whose clock follows its heat:
     they are measured by turns, and the median of the rounds counts. ``contenders``: a call, and what it is used with.
     """
-    given = [a.detach().requires_grad_() for a in args]
+    given = [a.detach().requires_grad_(a.is_floating_point()) for a in args]
     steps: dict[str, list[Callable[[], None]]] = {}
     found: dict[str, list[float] | str] = {}
     for name, (fn, how) in contenders.items():
@@ -148,6 +148,8 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
 
 def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict], only: str) -> None:
     works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds(), *gpu_works.indexers()]
+    works += gpu_works.own_monoids()
+    works += [*gpu_works.attention_statistics(), *gpu_works.packed_codes()]
     for work in works:
         if not any(word in work.name for word in only.split("|")):
             continue

@@ -84,6 +84,46 @@ def _relative_flex() -> Callable:
     return lambda q, k, v, bias: compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S - 1])
 
 
+def attention_statistics() -> Iterator[Work]:
+    """Statistics of attention's weights beside our plain attention; results side by side, so that they are one tensor,
+    for both. The bar is 1.3 of plain attention, forward and with gradients."""
+    padded = lambda q, k, v: F.pad(ops.attention(q, k, v), (0, 2))
+
+    def rows(q, k, v):
+        found = ops.attention_statistics(q, k, v, statistics=("entropy", "distance"))
+        return torch.cat((found.values, torch.stack((found.entropy, found.distance), -1).to(q.dtype)), -1)
+
+    yield Work("attention, entropy, distance", rows, {"our plain attention": padded}, _qkv)
+    sums = lambda q, k: ops.attention_statistics(q, k, statistics="column_sums").column_sums
+    plain = {"our plain attention": lambda q, k: ops.attention(q, k, k)}
+    yield Work("attention, column sums alone", sums, plain, lambda: _qkv()[:2])
+    teacher = _qkv()[:2]
+    kl = lambda q, k: ops.attention_kl(q, k, *teacher)
+    yield Work("attention, divergence from a teacher", kl, plain, lambda: _qkv()[:2])
+
+
+@mr.op
+@no_type_check
+def hamming_neighbours(x: mr.Row["w"], y: mr.Col["w"]):
+    return mr.topk(-mr.popcount(x ^ y, bits=32).sum().float(), 10).values
+
+
+def _chunked_hamming(x, y):
+    """Of bits as bfloat16: what tensor cores make of it, in chunks of columns."""
+    shifts = torch.arange(32, device=x.device)
+    signs = [(((t[:, :, None] >> shifts) & 1) * 2 - 1).flatten(1).bfloat16() for t in (x, y)]
+    found = [(signs[0] @ part.mT).topk(10).values for part in signs[1].split(1 << 16)]
+    return torch.cat(found, 1).topk(10).values
+
+
+def packed_codes() -> Iterator[Work]:
+    """Binary codes of 256 bits in eight words."""
+    codes = lambda n: torch.randint(-(2**31), 2**31, (n, 8), device="cuda").int()
+    peers = {"chunked torch, unpacked": _chunked_hamming}
+    make = lambda: [codes(4096), codes(10**6)]
+    yield Work("10 nearest by Hamming 4096×10⁶×256 bits", hamming_neighbours, peers, make, forward_only=True)
+
+
 def _made(*shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
     return lambda: [torch.randn(*s, device="cuda", dtype=torch.bfloat16) * s[-1] ** -0.25 for s in shapes]
 
@@ -156,6 +196,31 @@ def _chunked_partition(q, w, k):
     return torch.cat([checkpoint(one, *part, k, use_reentrant=False) for part in parts])
 
 
+class OwnAttention(mr.Monoid):
+    """Attention's monoid as a user writes it: its vectors are held per pair, its gradient is derived from the trace."""
+
+    z: mr.Scalar = -torch.inf
+    v: mr.Vector = 0.0
+
+    def combine(a, b):
+        z = torch.logaddexp(a.z, b.z)
+        return OwnAttention(z=z, v=a.v * torch.exp(a.z - z) + b.v * torch.exp(b.z - z))
+
+
+class OwnVariance(mr.Monoid):
+    """A monoid whose gradient comes from combine with all other pairs."""
+
+    n: mr.Scalar = 0.0
+    mean: mr.Scalar = 0.0
+    m2: mr.Scalar = 0.0
+    domain = {"n": mr.algebra.Domain(low=0.0), "m2": mr.algebra.Domain(low=0.0)}
+
+    def combine(a, b):
+        n = a.n + b.n
+        gap, some = b.mean - a.mean, torch.where(n == 0, 1.0, n)
+        return OwnVariance(n=n, mean=a.mean + gap * b.n / some, m2=a.m2 + b.m2 + gap * gap * a.n * b.n / some)
+
+
 @mr.op
 @no_type_check
 def indexer_partition(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
@@ -171,3 +236,43 @@ def indexers() -> Iterator[Work]:
         yield Work(name, ours, {"chunked torch": peer}, _made(*INDEXER), forward_only=True)
     peers = {"chunked torch": _chunked_partition}
     yield Work("indexer scores, logsumexp 4096×32768 H32 D128", indexer_partition, peers, _made(*INDEXER))
+
+
+@mr.op
+@no_type_check
+def own_attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    return mr.reduce(OwnAttention, z=q @ k, v=v).v
+
+
+@mr.op
+@no_type_check
+def own_variance(x: mr.Row["d"], y: mr.Col["d"]):
+    found = mr.reduce(OwnVariance, n=1.0, mean=x @ y, m2=0.0)
+    return found.m2 / found.n
+
+
+@mr.op
+@no_type_check
+def variance(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.var(x @ y, correction=0)
+
+
+def _in_torch(op: Callable) -> Callable:
+    def run(*args):
+        with mr.use(engine="eager"):
+            return op(*args)
+
+    return run
+
+
+def own_monoids() -> Iterator[Work]:
+    """Monoids of a user's own, beside the same op tile by tile in torch and the library's own reduction."""
+    for d in (16, 64):
+        vectors = _made(*[(8192, d)] * 3)
+        peers = {
+            "tiles in torch": _in_torch(own_attention),
+            "mr.softmax_mean": lambda q, k, v: ops.attention(q, k, v, scale=1.0),
+        }
+        yield Work(f"monoid with vectors 8192×8192 D{d}", own_attention, peers, vectors)
+    peers = {"mr.var": variance}
+    yield Work("gradient by all others 8192×8192 D64", own_variance, peers, _made((8192, 64), (8192, 64)))

@@ -64,6 +64,7 @@ try:
             softmax_mean,
             sqdist,
             topk,
+            topk_mean,
             var,
             weighted_mean,
         )
@@ -144,6 +145,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "topk_mean",
     "tune",
     "uniform",
     "use",

@@ -7,7 +7,7 @@ from docs.draw.svg import COL, FAINT, FOLD, GRADIENT, INK, PALE, ROW, Drawing
 
 # From the bottom to the top: a package imports only packages below it. Each line of boxes is one level.
 LEVELS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("errors.py", "one class per mistake"), ("algebra/", "monoids and their laws")),
+    (("errors.py", "one class per mistake"), ("algebra/", "monoids and their laws"), ("domains/", "which pairs exist")),
     (("program/", "trace, gradient, lower; the table of primitives"),),
     (("reductions/", "one file per kind of reduction"),),
     (("plan/", "cost, budget, schedule, plan records"),),
@@ -18,7 +18,7 @@ LEVELS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("ops/", "layers in the pair language"), ("nn/", "modules")),
     (("integrations/", "transformers, trainers"), ("cli/", "command line")),
 )
-ENGINES = ("common", "reference", "dense", "eager", "panel", "triton", "ranks", "stream", "auto")
+ENGINES = ("common", "reference", "dense", "eager", "panel", "triton", "listed", "ranks", "stream", "auto")
 TRITON = ("codegen", "launch", "schedules", "kernels", "panel")
 
 

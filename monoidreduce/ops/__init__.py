@@ -9,6 +9,7 @@ torch.Size([5, 4])
 """
 
 from .attention import AttentionOutput, attention, attention_decode, document_ids
+from .attention_statistics import AttentionStatistics, attention_kl, attention_statistics
 from .candidates import rerank, sampled_cross_entropy
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
@@ -26,6 +27,7 @@ from .selected_attention import select_blocks, selected_attention
 
 __all__ = [
     "AttentionOutput",
+    "AttentionStatistics",
     "CrossEntropy",
     "LogProbs",
     "MaxPool",
@@ -36,7 +38,9 @@ __all__ = [
     "TopK",
     "attention",
     "attention_decode",
+    "attention_kl",
     "attention_paged",
+    "attention_statistics",
     "chamfer",
     "contrastive_loss",
     "cross_entropy",

@@ -36,6 +36,60 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+@no_type_check
+def scores(
+    q,
+    k,
+    scale,
+    *,
+    softcap=None,
+    bias=None,
+    attn_mask=None,
+    mask="adds",
+    alibi_slopes=None,
+    lower_right=False,
+    causal=False,
+    left=None,
+    right=None,
+    lengths=None,
+    row_documents=None,
+    col_documents=None,
+    row_blocks=None,
+    col_blocks=None,
+    row_shift=None,
+):
+    """In a body: a pair's score, minus infinity where it is hidden; what it is before anything is hidden by index,
+    length, document or a boolean mask; and how far the row's position lies after the column's."""
+    s = q @ k * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    if attn_mask is not None and mask == "adds":
+        s = s + attn_mask
+    i, j = mr.row_index, mr.col_index
+    if lower_right:  # the last row stands beside the last column
+        i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows if row_shift is None else row_shift)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes * (i - j).abs()
+    shown = s
+    if causal and row_blocks is None:
+        s = torch.where(j <= i, s, -torch.inf)
+    if causal and row_blocks is not None:
+        s = torch.where((j <= i) | (row_blocks == col_blocks), s, -torch.inf)
+    if left is not None:
+        s = torch.where(j >= i - left, s, -torch.inf)
+    if right is not None:
+        s = torch.where(j <= i + right, s, -torch.inf)
+    if lengths is not None:
+        s = torch.where(j < lengths, s, -torch.inf)
+    if row_documents is not None:
+        s = torch.where(row_documents == col_documents, s, -torch.inf)
+    if attn_mask is not None and mask != "adds":
+        s = torch.where(attn_mask if mask == "shows" else ~attn_mask, s, -torch.inf)
+    return s, shown, i - j
+
+
 @mr.op
 @no_type_check
 def _attention(
@@ -63,32 +117,26 @@ def _attention(
     sinks: mr.Batch | None = None,
     row_shift: mr.Row | None = None,
 ):
-    s = q @ k * scale
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias
-    if attn_mask is not None and mask == "adds":
-        s = s + attn_mask
-    i, j = mr.row_index, mr.col_index
-    if lower_right:  # the last row stands beside the last column
-        i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows if row_shift is None else row_shift)
-    if alibi_slopes is not None:
-        s = s - alibi_slopes * (i - j).abs()
-    if causal and row_blocks is None:
-        s = torch.where(j <= i, s, -torch.inf)
-    if causal and row_blocks is not None:
-        s = torch.where((j <= i) | (row_blocks == col_blocks), s, -torch.inf)
-    if left is not None:
-        s = torch.where(j >= i - left, s, -torch.inf)
-    if right is not None:
-        s = torch.where(j <= i + right, s, -torch.inf)
-    if lengths is not None:
-        s = torch.where(j < lengths, s, -torch.inf)
-    if row_documents is not None:
-        s = torch.where(row_documents == col_documents, s, -torch.inf)
-    if attn_mask is not None and mask != "adds":
-        s = torch.where(attn_mask if mask == "shows" else ~attn_mask, s, -torch.inf)
+    s, *_ = scores(
+        q,
+        k,
+        scale,
+        softcap=softcap,
+        bias=bias,
+        attn_mask=attn_mask,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        lower_right=lower_right,
+        causal=causal,
+        left=left,
+        right=right,
+        lengths=lengths,
+        row_documents=row_documents,
+        col_documents=col_documents,
+        row_blocks=row_blocks,
+        col_blocks=col_blocks,
+        row_shift=row_shift,
+    )
     y = mr.softmax_mean(s, v if dropout_p is None else mr.dropout(v, dropout_p, seed))
     if sinks is None:
         return AttentionOutput(y, mr.logsumexp(s)) if return_lse else y
@@ -283,21 +331,12 @@ def _attend(
     checks.floating(q=q, k=k, v=v)
     if cols is not None:
         _check_domain(cols, lengths=lengths, documents=documents, blocks=blocks, bias=bias, attn_mask=attn_mask)
-    if scale is None:  # without features every score is 0, and so is the scale's part in it
-        features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
-        scale = 1 / math.sqrt(max(features, 1))
-    options: dict[str, Any] = dict(_chosen(causal, is_causal, window, softcap, dropout_p))
-    for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
-        if matrix is not None:
-            options[name] = _matrix(name, matrix, name == "attn_mask", cols)
-            options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
-    for name, per_head in (("softcap", softcap), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if per_head is not None:
-            options[name] = per_head
-    if lengths is not None:
-        options["lengths"] = grouping.lengths("lengths", lengths, k, q)
-    if documents is not None:
-        options["row_documents"], options["col_documents"] = _documents(documents, q, k)
+    scale = default_scale(q) if scale is None else scale
+    options: dict[str, Any] = dict(chosen_options(causal, is_causal, window, softcap, dropout_p))
+    options |= score_options(
+        q, k, attn_mask, mask_hides, bias, cols, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        lengths=lengths, documents=documents,
+    )  # fmt: skip
     if blocks is not None:
         options["row_blocks"], options["col_blocks"] = _documents(blocks, q, k)
     if dropout_p > 0:
@@ -420,8 +459,40 @@ def document_ids(lengths: Tensor) -> Tensor:
 # Options --------------------------------------------------------------------------------------------------------------
 
 
+def default_scale(q: Any) -> float:
+    """1/√f. Without features every score is 0, and so is the scale's part in it."""
+    features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+    return 1 / math.sqrt(max(features, 1))
+
+
+def score_options(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    mask_hides: bool,
+    bias: Tensor | None,
+    cols: Domain | None = None,
+    *,
+    lengths: Tensor | None = None,
+    documents: Documents | None = None,
+    **per_head: Any,
+) -> dict[str, Any]:
+    """What is given as tensors and changes or hides scores, checked, as :func:`scores` takes it."""
+    options: dict[str, Any] = {}
+    for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
+        if matrix is not None:
+            options[name] = _matrix(name, matrix, name == "attn_mask", cols)
+            options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
+    options |= {name: value for name, value in per_head.items() if value is not None}
+    if lengths is not None:
+        options["lengths"] = grouping.lengths("lengths", lengths, k, q)
+    if documents is not None:
+        options["row_documents"], options["col_documents"] = _documents(documents, q, k)
+    return options
+
+
 @checks.cache_check
-def _chosen(causal: Any, is_causal: Any, window: Any, softcap: Any, dropout_p: Any) -> dict[str, Any]:
+def chosen_options(causal: Any, is_causal: Any, window: Any, softcap: Any, dropout_p: Any) -> dict[str, Any]:
     """What is chosen by numbers and names, checked, without what is left out."""
     if softcap is not None:
         checks.positive("softcap", softcap)

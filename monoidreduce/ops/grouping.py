@@ -78,6 +78,11 @@ class Groups:
 
     def split(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict]:
         """The same arguments with heads seen as [shared, group], of which keys and values have [shared, 1]."""
+        seen = self.split_options(options)
+        return q.unflatten(-3, (self.shared, self.group)), k.unsqueeze(-3), v.unsqueeze(-3), seen
+
+    def split_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The same options with heads seen as [shared, group]."""
         cols = options.get("cols")
         tails = _PER_HEAD if cols is None or cols.kind != "edges" else {**_PER_HEAD, "bias": 1, "attn_mask": 1}
         seen = {
@@ -86,7 +91,7 @@ class Groups:
         }
         if cols is not None:
             seen["cols"] = self._grouped_lists(cols)
-        return q.unflatten(-3, (self.shared, self.group)), k.unsqueeze(-3), v.unsqueeze(-3), seen
+        return seen
 
     def _grouped_lists(self, cols: Domain) -> Domain:
         """Lists per head of the queries, or per head of the keys, which its group shares."""
@@ -115,7 +120,10 @@ class Groups:
         return t.unflatten(at, (self.shared, self.group))
 
     def merged(self, result: Any) -> Any:
-        """A result [..., shared, group, M, d] with its heads in one dimension again; one per row if it is a pair."""
+        """A result [..., shared, group, M, d] with its heads in one dimension again; of several, those after the first
+        are numbers [..., shared, group, M or N]."""
         if isinstance(result, Tensor):
             return result.flatten(-4, -3)
-        return type(result)(result[0].flatten(-4, -3), result[1].flatten(-3, -2))
+        first, *others = result
+        merged = (None if t is None else t.flatten(-3, -2) for t in others)
+        return type(result)(None if first is None else first.flatten(-4, -3), *merged)

@@ -289,6 +289,52 @@ class TopK(NamedTuple):
     values: torch.Tensor
     indices: torch.Tensor
 
+    def gather(self, x: Any) -> torch.Tensor:
+        """The number x of each chosen column (or pair), in the order of ``values``; 0 where the index is -1.
+
+        Differentiable, and deterministic: a column's gradient is the sum over the rows that chose it, in their order.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def labels(x: mr.Row, y: mr.Col, label: mr.Col):
+        ...     return mr.topk((x - y).abs(), 2, largest=False).gather(label)
+        >>> labels(torch.tensor([0.0]), torch.tensor([5.0, 1.0, 3.0]), torch.tensor([10, 11, 12]))
+        tensor([[11, 12]])
+        """
+        if not isinstance(self.indices, Symbol):
+            raise TraceError(
+                detail="gather was called on the results of an op",
+                fix="Call it in the body, where the columns are, or index a tensor with .indices",
+            )
+        if expr_of(x).feature is not None:
+            raise UnreducedError(
+                detail=f'gather was given a vector over "{expr_of(x).feature}"; a row would have k whole vectors',
+                fix="Gather one feature at a time (x[0]), or average vectors with mr.topk_mean",
+            )
+        if _is_bool(x):
+            return self.gather(_as_ordered(x)) != 0
+        if expr_of(x).dtype == "int":  # in pieces that every float holds exactly
+            low, middle, high = x % _PIECE, x // _PIECE % _PIECE, x // _PIECE**2
+            pieces = [self._pick(Symbol(_number(piece))) for piece in (low, middle, high)]
+            low, middle, high = (Symbol(constructors.apply("cast", expr_of(p), to="int")) for p in pieces)
+            return low + _PIECE * (middle + _PIECE * high)
+        return self._pick(x)
+
+    def _pick(self, x: Any) -> Any:
+        return self._once(self._sum(x))
+
+    def _sum(self, x: Any) -> Any:
+        at, over = (col_index, "cols") if expr_of(self.indices).rows else (row_index, "rows")
+        return sum(torch.where(at == self.indices, x, 0.0), over=over)
+
+    def _once(self, x: Any) -> Any:
+        """What was summed over the entries of a chosen column, which a list of columns may name several times."""
+        trace = current_trace.get()
+        return x if trace is None or trace.domain is None else x / torch.clamp(self._sum(1.0), min=1.0)
+
+
+_PIECE = 2**22  # integers below are floats
+
 
 @check_call
 def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
@@ -306,6 +352,32 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     k, largest = int(k), bool(largest)
     values, indices = _reduce("topk", over, (k, largest), _as_ordered(x), name="topk")
     return TopK(values != 0 if _is_bool(x) else values, indices)
+
+
+@check_call
+def topk_mean(score: Any, value: Any, k: int, *, over: str = "cols") -> torch.Tensor:
+    """Σ_j softmax_j(score) value over the k columns of the largest scores alone; 0 where all scores are minus infinity.
+
+    The value is a number, or a vector of the column. Pairs are scored once: the best k are then gathered, forward and
+    backward, so that the gradient costs k columns a row.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def sparse_attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], best: int):
+    ...     return mr.topk_mean(q @ k, v, best)
+    >>> sparse_attention(torch.ones(1, 1), torch.tensor([[0.0], [4.0], [4.0]]), torch.tensor([[9.0], [1.0], [3.0]]), 2)
+    tensor([[2.]])
+    """
+    best = topk(Symbol(_number(score)), k, over=over)
+    top = best.values.amax(-1).detach()
+    weight = torch.exp(best.values - torch.where(top == -math.inf, 0.0, top))
+    total = weight.sum(-1)
+    weight = weight / torch.where(total == 0, 1.0, total)
+    if expr_of(value).feature is None:
+        return (weight * best.gather(Symbol(_number(value)))).sum(-1)
+    at = col_index if over == "cols" else row_index
+    chosen = torch.where(at == best.indices, best._once(weight), 0.0).sum(-1)
+    return sum(cast(torch.Tensor, chosen * Symbol(_number(value))), over=over)
 
 
 @check_call

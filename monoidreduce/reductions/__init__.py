@@ -17,6 +17,7 @@ from .best import Best
 from .histogram import Histogram
 from .moments import Moments
 from .pair import Pair
+from .panel import Panel
 from .pick import Pick
 from .picks import Picks
 from .softmax import Softmax
@@ -26,7 +27,19 @@ from .user import User
 
 KINDS: dict[str, Reduction] = {
     kind.name: kind
-    for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Histogram())
+    for kind in (
+        Softmax(),
+        Best(),
+        Sum(),
+        Pick(),
+        Picks(),
+        TopK(),
+        Moments(),
+        User(),
+        Pair(),
+        Panel(),
+        Histogram(),
+    )  # fmt: skip
 }
 
 

@@ -220,13 +220,16 @@ class Reduction:
 
     lines: ClassVar[type[Lines]] = DerivedLines
     lane_lines: ClassVar[type[Lines] | None] = None  # where a program instance owns one row; None: as elsewhere
+    vector_lines: ClassVar[type[Lines] | None] = None  # where fields are vectors, which a kernel holds per pair
     sums_vectors: ClassVar[bool] = False  # True: vector results are sums, and may be returned in 16 bits
     unsorted: ClassVar[bool] = False  # True: a kernel leaves a list that torch sorts
+    keeps_pairs: ClassVar[bool] = False  # True: a kernel writes the numbers of all pairs (``panel.py``)
     combine_text: ClassVar[str] = ""  # kernels that combine the results of splits
 
     def no_kernel(self, r: Expr) -> str:
         """Why a kernel cannot fold ``r``; empty where it can."""
-        return "" if all(a.feature is None for a in r.args) else f"{self.name} has vector fields"
+        plain = self.vector_lines is not None or all(a.feature is None for a in r.args)
+        return "" if plain else f"{self.name} has vector fields"
 
     def combine_launches(self, params: tuple, stacked: tuple[Form, ...], splits: int) -> list[CombineLaunch] | None:
         """The launches of ``combine_text`` for stacked results of these forms; None: torch combines them."""

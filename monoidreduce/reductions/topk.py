@@ -20,7 +20,7 @@ from .base import Local, Outputs, Reads, Reduction, State, folded_dim, per_part,
 from .best import NOWHERE, is_chosen, no_places, worst
 from .kernel_lines import Lines
 
-_MOST = 64  # beyond, the list takes too many registers
+MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
 _WORST_KEY = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
 _EMPTY = -2  # the place of a slot in which nothing is, while states are merged
@@ -30,7 +30,8 @@ class TopKAccumulator(Accumulator):
     """The k best so far, best first, kept sorted by merging each tile's own best; fewer while fewer have been seen.
 
     Once there are k, a tile is first looked at in groups of columns, by their best alone: of random numbers only about
-    k log(N / k) of a row ever enter its list, and sorting what cannot would take most of the time.
+    k log(N / k) of a row ever enter its list, and sorting what cannot would take most of the time. Where k is large,
+    what beats the k-th is put aside, and merged once there are k of it.
     """
 
     group = 16
@@ -40,11 +41,15 @@ class TopKAccumulator(Accumulator):
         self.number = self.compute if self.fields[0].dtype == "float" else torch.int64
         self.worst = worst(self.number, self.largest)
         self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.aside: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def step(self, reducer: Any, owned: tuple[bool, ...], tile: Any, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         x = (x if self.over == "cols" else x.mT).to(torch.int64 if x.dtype == torch.bool else x.dtype)
         best = self.best.get((at.start, at.stop))
+        if self.k > MOST_IN_REGISTERS:
+            self._put_aside(x, at, offset, None if best is None else best[0])
+            return
         value, place = self._candidates(x, None if best is None else best[0])
         value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
         value, place = value.to(self.number), order if place is None else place.gather(-1, order)
@@ -53,6 +58,56 @@ class TopKAccumulator(Accumulator):
             value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
             place = torch.cat([best[1], place], -1).gather(-1, order)
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
+
+    def _put_aside(self, x: Tensor, at: slice, offset: Offset, old: Tensor | None) -> None:
+        """Put aside what of a tile beats the k-th, in the order of its columns; merge what is aside if it is much."""
+        key, value = (at.start, at.stop), x.to(self.number)
+        place = torch.arange(x.shape[-1], device=x.device).expand(value.shape)
+        if old is not None and old.shape[-1] == self.k and x.device.type == "cpu":
+            value, place = self._beating(value, old[..., -1:])
+        elif value is x:
+            value = x.clone()  # the tile's memory is used again
+        aside = self.aside.setdefault(key, [])
+        aside.append((value, shift_places(place, offset)))
+        if sum(v.shape[-1] for v, _ in aside) >= self.k:
+            self._merge_aside(key)
+
+    def _beating(self, value: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of each row that beat its k-th and their columns, as many as most rows need; the rest of a row
+        is worse than anything seen."""
+        beats = self._beats(value, edge)
+        count = beats.sum(-1)
+        at = beats.nonzero(as_tuple=True)
+        first = (count.flatten().cumsum(0) - count.flatten()).view(count.shape)
+        slot = torch.arange(len(at[0]), device=value.device) - first[at[:-1]]
+        shape = (*count.shape, int(count.amax()) if count.numel() else 0)
+        nothing = self.worst if self.largest or not value.is_floating_point() else math.nan
+        found = value.new_full(shape, nothing).index_put_((*at[:-1], slot), value[at])
+        return found, at[-1].new_zeros(shape).index_put_((*at[:-1], slot), at[-1])
+
+    def _beats(self, value: Tensor, edge: Tensor) -> Tensor:
+        found = value > edge if self.largest else value < edge
+        if value.is_floating_point():  # NaN is the largest of all
+            found |= value.isnan() & ~edge.isnan() if self.largest else edge.isnan() & ~value.isnan()
+        return found
+
+    def _merge_aside(self, key: tuple[int, int]) -> None:
+        aside = [*([self.best[key]] if key in self.best else []), *self.aside.pop(key, [])]
+        values, places = (torch.cat(ts, -1) for ts in zip(*aside, strict=True))
+        if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
+            kept = self._first_best(values)
+            values, places = values.gather(-1, kept), places.gather(-1, kept)
+        value, order = values.sort(dim=-1, descending=self.largest, stable=True)
+        self.best[key] = value[..., : self.k].clone(), places.gather(-1, order[..., : self.k])
+
+    def _first_best(self, values: Tensor) -> Tensor:
+        """Where the k best of each row are, the first of equals, in their order."""
+        edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
+        beats, equal = self._beats(values, edge), values == edge
+        if values.is_floating_point():
+            equal |= values.isnan() & edge.isnan()
+        mine = beats | (equal & (equal.cumsum(-1) <= self.k - beats.sum(-1, keepdim=True)))
+        return mine.nonzero(as_tuple=True)[-1].view(*values.shape[:-1], self.k)
 
     def edge(self, at: slice) -> Tensor:
         found = self.best.get((at.start, at.stop))
@@ -82,6 +137,8 @@ class TopKAccumulator(Accumulator):
         return x.gather(-1, place), place
 
     def finish(self) -> list[Tensor]:
+        for key in list(self.aside):
+            self._merge_aside(key)
         shape = (self.batch, self.length, self.k)
         values = torch.full(shape, self.worst, dtype=self.number, device=self.device)
         places = torch.full(shape, -1, dtype=torch.int64, device=self.device)
@@ -237,7 +294,7 @@ class TopK(Reduction):
 
     def no_kernel(self, r: Expr) -> str:
         k = r.attrs[2][0]
-        return f"the {k} best, more than {_MOST}" if k > _MOST else ""
+        return f"the {k} best, more than {MOST_IN_REGISTERS}" if k > MOST_IN_REGISTERS else ""
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return 0, r.attrs[2][0] * (item + 8)

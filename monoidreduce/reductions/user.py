@@ -15,6 +15,7 @@ from ..errors import NoGradientError
 from ..program.expression import Expr
 from .base import Outputs, Reads, Reduction
 from .derived_gradient import gradient_road, local_pullback
+from .vector_lines import VectorLines
 
 
 def check_gradient(monoid: type) -> None:
@@ -34,6 +35,7 @@ def check_gradient(monoid: type) -> None:
 
 class User(Reduction):
     name = "user"
+    vector_lines = VectorLines
     merges_one = True  # x ⊙ identity: the form that every other fold has (0 for no weight)
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
@@ -83,9 +85,6 @@ class User(Reduction):
     def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
         """The vectors, stacked, and the first levels of their tree."""
         return memory.wide * 2 * sum(memory.size_of(str(a.feature)) for a in reads[0] if a.feature is not None)
-
-    def no_kernel(self, r: Expr) -> str:
-        return f"{r.attrs[2][0].__name__} has vector fields" if super().no_kernel(r) else ""
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return 0, sum(map(width, r.args)) * item

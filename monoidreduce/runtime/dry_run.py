@@ -109,6 +109,8 @@ class LiveMemory(TorchDispatchMode):
         return 0 if t.is_meta else t.untyped_storage().nbytes()
 
     def _track(self, t: Tensor) -> None:
+        if t.layout is not torch.strided:  # its parts are tensors of their own
+            return
         storage = t.untyped_storage()
         key, size = id(storage), self.size(t)
         if key in self.given or self.live.get(key, -1) >= size:

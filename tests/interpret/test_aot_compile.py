@@ -23,6 +23,9 @@ SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in lit
 SPILLS |= {"wide cross-entropy, stowed": 8}  # nor here
 SPILLS |= {"dropped attention 128": 444}  # its forward; with Triton 3.6 that spills 36
 SPILLS |= {"wide cross-entropy, 256 rows": 8}
+SPILLS |= {
+    "attention over blocks 128": 416
+}  # as where the end of the columns is ragged: of the first tile, and a retry
 STAGED = {  # whose forward is hand-scheduled
     "wide contractions",
     "wide contrastive",
@@ -36,6 +39,7 @@ STAGED = {  # whose forward is hand-scheduled
     "causal attention 128",
     "attention 128",
     "attention 128, float16",
+    "attention over blocks 128",
 }
 
 
@@ -55,6 +59,8 @@ QUICK = {
         "wide cross-entropy, in little memory",
         "wide contrastive",
         "attention 64, float16",
+        "attention over blocks 128",
+        "own monoid 16, float32",
         "handmade loss 64",
         "stored attention 128, float8_e4m3fn",
     ],
@@ -103,11 +109,12 @@ def test_kernels_compile(capability, which, tmp_path):
         for kernel in mine:
             assert kernel["shared"] <= FAMILIES[capability].shared, kernel
             if which != "others":
-                plain = kernel["kernel"] == "side" or case.name.startswith(("gaussian", "wide"))
+                plain = kernel["kernel"] == "side" or case.name.startswith(("gaussian", "own", "wide"))
                 assert kernel["tensor_cores"] > 0 or plain, kernel
                 most = SPILLS.get(case.name, 0) if capability == 90 else max(SPILLS.values())
                 assert kernel["spills"] <= most, kernel
             assert not (kernel["staged"] and kernel["crumbs"]), kernel
+            assert not (case.name.startswith("own monoid") and capability == 90 and kernel["spills"]), kernel
     forward = {k["case"]: k["staged"] for k in found[::-1]}
     expected = {name for name in STAGED if name in forward} if capability == 90 else set()
     assert {name for name, staged in forward.items() if staged} == expected

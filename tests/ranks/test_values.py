@@ -1,9 +1,10 @@
-"""Labels that are arithmetic on an index, and integers beyond 2**53, over ranks: as in one process."""
+"""Labels that are arithmetic on an index, integers beyond 2**53, large top-k lists, over ranks: as in one process."""
 
 import pytest
 import torch
 
 from tests.support import label_arithmetic_cases as labels
+from tests.support import large_topk_cases
 from tests.support.rank_cases import DIVISIONS
 
 WORLD = 3
@@ -32,3 +33,14 @@ def test_documents_whose_ids_are_hashes(pool, divided):
     for k, whole in enumerate(expected):
         parts = [a[k] for a in answers]
         assert torch.equal(torch.cat(parts) if "rows" in divided else parts[0], whole)
+
+
+@pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
+def test_lists_longer_than_a_shard_and_what_is_gathered_at_their_winners(pool, divided):
+    """Three ranks have 66 columns each, and 25 rows; lists have 70."""
+    wanted, gradients = large_topk_cases.derive(large_topk_cases.dense, large_topk_cases.arguments())
+    answers = pool.run("large_topk", WORLD, divided)
+    for k, axis in enumerate([*large_topk_cases.AXES, "rows", "cols", "cols"]):
+        parts = [a[k] for a in answers]
+        found = torch.cat(parts) if axis in divided else parts[0]
+        torch.testing.assert_close(found, [*wanted, *gradients][k])

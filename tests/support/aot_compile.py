@@ -29,7 +29,7 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.plan import default_tiles
-from tests.support import internals, user_kernel_cases
+from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -206,6 +206,20 @@ def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(256, d, dtype=dtype) for _ in range(sides))
 
 
+def _blocks(block: int) -> mr.blocks:
+    """Each block of rows folds itself and the next."""
+    count = 256 // block
+    return mr.blocks((torch.arange(count)[:, None] + torch.arange(2)) % count, rows=block, cols=block)
+
+
+_PAGES = mr.pages(torch.arange(64).view(2, 32), torch.tensor([2000, 1500]), page=64)
+_EDGES = mr.edges.from_neighbours((torch.arange(256)[:, None] + torch.arange(24)) % 256)
+
+
+def _paged(dtype: torch.dtype) -> tuple:
+    return torch.zeros(2, 32, 1, 128, dtype=dtype), *(torch.zeros(64, 64, 8, 128, dtype=dtype) for _ in range(2))
+
+
 CASES = [
     *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
@@ -263,11 +277,23 @@ CASES = [
         lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
         hopper=True,
     ),
+    # columns that are listed
+    Case("attention over blocks 128", lambda *qkv: attention(*qkv, cols=_blocks(128)), _qkv(128, 4), hopper=True),
+    Case("attention over blocks 64", lambda *qkv: attention(*qkv, cols=_blocks(64)), _qkv(64, 4), lean=False),
+    Case("attention over blocks of 16", lambda *qkv: attention(*qkv, cols=_blocks(16)), _qkv(128, 4), lean=False),
+    Case("attention over pages 128", forward(lambda *qkv: attention(*qkv, cols=_PAGES)), _paged, lean=False),
+    Case("attention over edges 64", lambda *qkv: attention(*qkv, cols=_EDGES), _qkv(64), lean=False),
     # keys and values stored in 8 bits
     *(
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
+    # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
+    *(
+        Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
+        for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32))
+    ),
+    Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),

@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import exponent_shift, pick, point_search, split_combine
+from monoidreduce.engines.triton.kernels import exponent_shift, pick, point_search, select_rows, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
@@ -25,6 +25,20 @@ SINGLE |= {f"{x}_{axis}": "i32" for x in "nf" for axis in "bsf"}
 BEST = {"value_out": "*fp32", "place_out": "*i64", "value": "*fp32", "place": "*i64", "parts": "i32", "rows": "i32"}
 NEAREST = {"found": "*i64", "order": "*i64"} | dict.fromkeys(("queries", "sorted", "boxes"), "*fp32")
 NEAREST |= dict.fromkeys(("total", "count", "level", "blocks", "k", "first_own"), "i32")
+
+SELECT = dict.fromkeys(("stride", "cols", "strips", "k", "size"), "i32")
+SELECT |= dict.fromkeys(("chosen", "places", "counts"), "*i32")
+
+
+def selected(name, kind, key, largest=True, **constants):
+    """A step of the k best of long rows: of a matrix of this type, and of integers ordered like its numbers."""
+    read, written = ("*" + key, "*i32") if constants.get("COLLECTED") else (kind, kind)
+    signature = {**SELECT, "x": read, "at": written, "counts": "*i32", "keys": "*" + key, "least": "*" + key}
+    signature |= {"maxima": "*" + key, "out": "*i32" if name == "choose_strips" else "*" + key}
+    signature |= {"values": kind, "indices": "*i64", "order": "*i64"}
+    bits = 16 if kind == "*bf16" else 0
+    constants = {"LARGEST": largest, "TOP": int(key[1:]) - 1 - bits, "BITS": bits, **constants}
+    return select_rows._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
 
 
 def listed(kind, strips, width, slots, bits):
@@ -60,6 +74,13 @@ CASES = [
         {"LANES": 1024},
         4,
     ),
+    selected("strip_maxima", "*bf16", "i32", STRIP=64, MANY=32),
+    selected("choose_strips", "*fp32", "i32", STRIPS=16384),
+    selected("choose_strips", "*fp64", "i64", STRIPS=8192),
+    selected("collect", "*fp32", "i32", STRIP=64, LANES=2048, ROOM=4096),
+    selected("collect", "*i64", "i64", False, STRIP=64, LANES=2048, ROOM=4096),
+    selected("choose", "*fp32", "i32", COLLECTED=True, WIDTH=8192),
+    selected("choose", "*bf16", "i32", False, COLLECTED=False, WIDTH=8192),
     (point_search._TEXT, "nearest", NEAREST, {"D": 3, "SLOTS": 16, "POINTS": 128, "BOXES": 512}, 4),
 ]
 

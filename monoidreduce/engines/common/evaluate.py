@@ -98,6 +98,8 @@ def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = N
     feature, number = outputs_of(r)[k]
     length = {"cols": (sizes.rows,), "rows": (sizes.cols,)}.get(r.attrs[1], ())
     tail = () if feature is None else (sizes.of(str(feature)),)
+    if kind_of(r).keeps_pairs:
+        tail = (sizes.here(r.attrs[1]),)
     dtype = sizes.compute if number == "float" else torch.int64
     return (*(sizes.batch if batch is None else batch), *length, *tail), dtype
 

@@ -68,6 +68,12 @@ def run_subproblem(
     return states
 
 
+def run_block(fold: Fold, leaves: list[Any], sizes: Sizes, rows: slice, cols: slice, engine: Engine) -> list[State]:
+    """Run a fold on some rows and columns of a whole problem; returns one state per reduction."""
+    whole = Subproblem(((0, sizes.rows),), ((0, sizes.cols),), (sizes.rows, sizes.cols))
+    return _run_block(fold, leaves, sizes, whole, _Range(rows, rows.start), _Range(cols, cols.start), engine)
+
+
 def finish_states(fold: Fold, states: list[State]) -> list[Tensor]:
     """The results of a fold, from the states of its reductions."""
     return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.closed(r, state)]

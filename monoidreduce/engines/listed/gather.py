@@ -23,16 +23,23 @@ from .pieces import Batch
 
 @dataclass(frozen=True)
 class Layout:
-    """Which batch dimensions of a call are shared by all lists, and which are the lists' own."""
+    """Which batch dimensions of a call are shared by all lists, which are the lists' own, and which are ``packed``:
+    only rows have them (grouped queries), and they are more rows of a piece."""
 
     batch: tuple[int, ...]
     shared: tuple[int, ...]
     own: tuple[int, ...]
+    packed: tuple[int, ...] = ()
 
     @staticmethod
-    def of(batch: tuple[int, ...], lists: Lists) -> Layout:
+    def of(batch: tuple[int, ...], lists: Lists, packed: tuple[int, ...] = ()) -> Layout:
         own = tuple(d for d, n in enumerate(lists.batch) if n != 1)
-        return Layout(batch, tuple(d for d in range(len(batch)) if d not in own), own)
+        return Layout(batch, tuple(d for d in range(len(batch)) if d not in (*own, *packed)), own, packed)
+
+    @property
+    def copies(self) -> int:
+        """How many times the rows of a piece are there."""
+        return math.prod(self.batch[d] for d in self.packed)
 
     @property
     def shared_sizes(self) -> tuple[int, ...]:
@@ -49,10 +56,13 @@ class FlatLeaf:
         value = value.reshape((1,) * (len(layout.batch) + behind - value.dim()) + tuple(value.shape))
         axes = list(range(len(layout.batch), len(layout.batch) + behind))
         tail = [axes.pop()] if e.feature is not None else []
+        for d in layout.shared:
+            value = value.narrow(d, 0, 1) if value.stride(d) == 0 and value.shape[d] > 1 else value
         shared = [value.shape[d] for d in layout.shared]
         self.batch, self.axes = [value.shape[d] for d in layout.own], [value.shape[d] for d in axes]
-        moved = value.permute((*layout.shared, *layout.own, *axes, *tail))
-        flat = math.prod((*self.batch, *self.axes))  # not -1, which torch cannot infer of an empty batch
+        self.packed = [(layout.batch[d], value.shape[d]) for d in layout.packed]
+        moved = value.permute((*layout.shared, *layout.own, *layout.packed, *axes, *tail))
+        flat = math.prod((*self.batch, *(n for _, n in self.packed), *self.axes))  # -1 is not known of an empty batch
         self.flat, self.dim = moved.reshape(*shared, flat, *(value.shape[d] for d in tail)), len(shared)
 
     def index(self, piece: Piece) -> Tensor | None:
@@ -67,6 +77,13 @@ class FlatLeaf:
             rows, cols = self.axes  # of an axis of size 1 the one number stands for all, and is read for each
             at = at * rows + piece.rows.unsqueeze(2) * (rows != 1)
             at = at * cols + piece.cols.unsqueeze(1) * (cols != 1)
+        elif self.e.rows and self.packed:
+            at = (at.unsqueeze(1) if isinstance(at, Tensor) else at) * math.prod(n for _, n in self.packed)
+            copy = torch.zeros((), dtype=torch.int64, device=piece.rows.device)
+            for size, n in self.packed:
+                here = torch.arange(size, device=copy.device) * (n != 1)
+                copy = (copy.unsqueeze(-1) * n + here).flatten()
+            at = ((at + copy.view(1, -1, 1)) * self.axes[0] + piece.rows.unsqueeze(1)).flatten(1)
         elif self.axes:
             at = at * self.axes[0] + (piece.rows if self.e.rows else piece.cols)
         return at if isinstance(at, Tensor) else None
@@ -76,7 +93,18 @@ class FlatLeaf:
         at = self.index(piece)
         if at is None:
             return self.flat
-        return self.flat.index_select(self.dim, at.reshape(-1)).unflatten(self.dim, at.shape)
+        found = self.source.index_select(0 if self.in_front else self.dim, at.reshape(-1))
+        return (found.movedim(0, self.dim) if self.in_front else found).unflatten(self.dim, at.shape)
+
+    @functools.cached_property
+    def in_front(self) -> bool:
+        """Whether the flat dimension is the first in memory, as in pages [pages, page, heads, features]."""
+        return not self.flat.is_contiguous() and self.flat.movedim(self.dim, 0).is_contiguous()
+
+    @functools.cached_property
+    def source(self) -> Tensor:
+        """What is read, contiguous: else all of it would be copied for every batch of pieces."""
+        return self.flat.movedim(self.dim, 0) if self.in_front else self.flat.contiguous()
 
 
 @dataclass(frozen=True, eq=False)

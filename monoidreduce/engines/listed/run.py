@@ -18,12 +18,13 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
+from . import edge_numbers
 from .gather import FlatLeaf, Layout, Piece
 from .lists import Lists, check_numbers, find_lists
 from .local import LocalFold, localize
 from .pieces import combine_parts
 
-_CACHE = 4 * 2**20  # bytes that the leaves of a batch of pieces take on a CPU, so that they stay in its cache
+_CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
 
@@ -40,6 +41,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
     results: list[Any] = [None] * len(fold.reductions)
+    shared: edge_numbers.Shared = {}
     for over, places in _groups(fold, leaves, sizes):
         chosen = [fold.reductions[k] for k in places]
         ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
@@ -47,7 +49,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         local = localize(fold, over[0], places, lists.limit is not None)
         if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
             check_numbers(lists)
-        found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
+        if edges and edge_numbers.can_run(local, lists, sizes):
+            found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
+        else:
+            found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
     return [t for values in results for t in values]
@@ -93,7 +98,7 @@ class _Run:
     ):
         self.fold, self.local, self.given, self.sizes, self.lists, self.over = fold, local, given, sizes, lists, over
         self.merged, self.engine, self.edges = merged, engine, edges
-        self.layout = Layout.of(sizes.batch, lists)
+        self.layout = Layout.of(sizes.batch, lists, self._find_packed())
         self.extra = {e: name for name, e in local.extra}
         self.flat = {
             e: FlatLeaf(given[e], e, self.layout, edges)
@@ -112,7 +117,8 @@ class _Run:
 
     def run(self) -> list[list[Tensor]]:
         bytes_kept, bytes_unit = self._bytes()
-        room = _CACHE if self.sizes.device.type == "cpu" else _DEVICE
+        elements = max(1, math.prod(self.layout.shared_sizes))  # which engines in torch run one after the other
+        room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged)
@@ -142,6 +148,27 @@ class _Run:
             [self.pairs[k]] if k in self.pairs else [self._as_result(t) for t in named[k]] for k in self.local.places
         ]
 
+    def _find_packed(self) -> tuple[int, ...]:
+        """The batch dimensions that only rows have, where columns are folded: more rows for the same columns."""
+        if self.over != "cols" or any(kind_of(self.fold.reductions[k]).per_pair for k in self.local.places):
+            return ()
+        count, others = len(self.sizes.batch), []
+        for e in self.local.leaves:
+            value = self.given.get(e)
+            if isinstance(value, Tensor) and (e.cols or not e.rows):
+                behind = (1 if self.edges and e.is_pair else e.rows + e.cols) + (e.feature is not None)
+                lead = value.shape[: value.dim() - behind]
+                others.append((*(1,) * (count - len(lead)), *lead))
+        free = [
+            d for d in range(count) if self.sizes.batch[d] > 1 and (not self.lists.batch or self.lists.batch[d] == 1)
+        ]
+        return tuple(d for d in free if all(shape[d] == 1 for shape in others))
+
+    @property
+    def kept_block(self) -> int:
+        """The kept indices of a piece."""
+        return self.lists.kept_block * self.layout.copies
+
     @property
     def layout_dim(self) -> int:
         """The dimension of kept blocks in results, and of pieces in what the engine returns."""
@@ -155,18 +182,18 @@ class _Run:
             width = leaf.flat.element_size() * (leaf.flat.shape[-1] if e.feature is not None else 1)
             each = width * math.prod(leaf.flat.shape[: leaf.dim])
             if e.is_pair:
-                unit += each * self.lists.kept_block * self.lists.unit
+                unit += each * self.kept_block * self.lists.unit
             elif (e.rows and self.over == "rows") or (e.cols and self.over == "cols"):
                 unit += each * self.lists.unit
             else:
-                kept += each * self.lists.kept_block
-        pairs = shared * wide * self.lists.kept_block * self.lists.unit
+                kept += each * self.kept_block
+        pairs = shared * wide * self.kept_block * self.lists.unit
         return kept, max(1, unit + pairs + 16 * self.lists.unit)
 
     def _fold_piece(self, piece: Piece) -> list[list[Tensor]]:
         """The results of each reduction for some pieces, ``[*shared, pieces, kept indices, features]``."""
         batch = (*self.layout.shared_sizes, piece.count)
-        lengths = piece.rows.shape[1], piece.cols.shape[1]
+        lengths = piece.rows.shape[1] * self.layout.copies, piece.cols.shape[1]
         sizes = replace(self.sizes, rows=lengths[0], cols=lengths[1], batch=batch)
         values = {e: self._leaf(e, piece) for e in self.local.leaves}
         found: dict[int, list[Tensor]] = {}
@@ -188,6 +215,7 @@ class _Run:
     def _leaf(self, e: Expr, piece: Piece) -> Any:
         if e in self.extra:
             value = piece.extra(self.extra[e], self.sizes)
+            value = value.repeat(1, self.layout.copies) if e.rows and self.layout.packed else value
             return value.view(*(1,) * self.layout_dim, *value.shape) if isinstance(value, Tensor) else value
         return self.flat[e].read(piece) if e in self.flat else self.given[e]
 
@@ -238,7 +266,7 @@ class _Run:
         """Results of all kept blocks, each as if its list were empty."""
         if kind_of(r).per_pair:
             return []
-        shared, block = self.layout.shared_sizes, self.lists.kept_block
+        shared, block = self.layout.shared_sizes, self.kept_block
         found = []
         for k, (feature, _) in enumerate(outputs_of(r)):
             tail = () if feature is None else (self.sizes.of(str(feature)),)
@@ -264,12 +292,15 @@ class _Run:
 
     def _as_result(self, t: Tensor) -> Tensor:
         """``[*shared, blocks, block, features]`` as ``[*batch, kept axis, features]``."""
-        lists, shared = self.lists, self.layout.shared
+        lists, layout = self.lists, self.layout
         tail = t.shape[self.layout_dim + 2 :]
-        t = t.reshape(*t.shape[: self.layout_dim], *self.own, lists.kept_blocks * lists.kept_block, *tail)
-        t = t.narrow(self.layout_dim + len(self.own), 0, lists.kept_size)
+        packed = [layout.batch[d] for d in layout.packed]
+        first = self.layout_dim + len(self.own)  # the dimension of kept blocks; packed ones move in front of it
+        t = t.reshape(*t.shape[: self.layout_dim], *self.own, lists.kept_blocks, *packed, lists.kept_block, *tail)
+        t = t.movedim(first, first + len(packed)).flatten(first + len(packed), first + len(packed) + 1)
+        t = t.narrow(first + len(packed), 0, lists.kept_size)
         order = [0] * len(self.sizes.batch)
-        for at, d in enumerate((*shared, *self.layout.own)):
+        for at, d in enumerate((*layout.shared, *layout.own, *layout.packed)):
             order[d] = at
         return t.permute((*order, *range(len(order), t.dim()))).contiguous()
 

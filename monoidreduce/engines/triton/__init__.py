@@ -24,7 +24,7 @@ from ..common.evaluate import Sizes
 from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
-from .kernels import elementwise, fold_kernel, topk
+from .kernels import elementwise, fold_kernel, panel_topk, topk
 from .kernels.listed_fold import run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
@@ -120,10 +120,12 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    ready = prepare(fold, leaves, sizes)
-    if ready is None:
+    folds = panel_topk.list_panel_folds(fold) if panel_topk.selects_from_panels(fold) else [fold]
+    every = [prepare(one, leaves, sizes) for one in folds]
+    chosen = [one for ready in every if ready for one in ready.launches if not one.spec.deep and not one.combines]
+    found = {one.over: one.plan for one in chosen}
+    if None in every:
         return {}
-    found = {one.over: one.plan for one in ready.launches if not one.spec.deep and not one.combines}
     return {
         o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
     }
@@ -148,6 +150,8 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    if panel_topk.selects_from_panels(fold):
+        return panel_topk.run(fold, leaves, sizes, _run)
     return _prepare(fold, leaves, sizes)(leaves)
 
 

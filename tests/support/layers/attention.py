@@ -66,6 +66,25 @@ def softcap_attention(q: Row["f"], k: Col["f"], v: Col["d"], cap: float):
     return mr.softmax_mean(cap * torch.tanh(q @ k / cap), v)
 
 
+def _watched(q, k, v):
+    s = q @ k.mT
+    i, j = places(s)
+    seen = i >> 2 >= j >> 2
+    p = softmax(only(seen, s))
+    entropy = logsumexp(only(seen, s)) - (p * s).sum(-1)
+    return p @ v, entropy, (p * (i - j).abs()).sum(-1), p.sum(-2)
+
+
+@layer(_watched, lambda d: d.qkv())
+def watched_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    """Within blocks of four tokens and before them; with the entropy, distance and column sums of the weights."""
+    s = q @ k
+    seen = torch.where(mr.row_index >> 2 >= mr.col_index >> 2, s, -torch.inf)
+    z = mr.logsumexp(seen)
+    distance = mr.softmax_mean(seen, (mr.row_index - mr.col_index).abs().float())
+    return mr.softmax_mean(seen, v), z - mr.softmax_mean(seen, s), distance, mr.sum(torch.exp(seen - z), over="rows")
+
+
 def _documents(q, k, v, row_doc, col_doc):
     s = q @ k.mT
     i, j = places(s)

@@ -42,6 +42,8 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "sinkhorn_half": lambda d: (d.rows(3), d.cols(3), d.cols(), d.cols(), 0.5),
     "potential": lambda d: (d.rows(3), d.cols(3), d.uniform(d.N), 0.1),
     "ranking": lambda d: (d.rows(), d.integers(d.M, high=5), d.cols(), d.integers(d.N, high=5)),
+    "attention_view": lambda d: (d.rows(5), d.cols(5), 0.3),
+    "indexer_loss": lambda d: (d.rows(3), d.cols(3), d.rows(5), d.cols(5)),
     "indexer": lambda d: (d.normal(d.M, 3, 5), d.uniform(d.M, 3), d.cols(5)),
     "any_query": lambda d: (d.normal(d.M, 3, 5), d.cols(5), d.cols(2)),
     "relative_attention": lambda d: (*d.qkv(), d.normal(d.M + d.N - 1)),

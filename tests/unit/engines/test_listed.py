@@ -6,6 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Pair, Row
+from monoidreduce.engines.listed import edge_numbers
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import listed_cases
 
@@ -172,6 +173,28 @@ def test_a_repeated_edge_with_numbers_has_no_maximum_gradient():
     assert found.tolist() == [3.0, -torch.inf]
     with pytest.raises(mr.ArgumentError, match="listed twice"):
         found[0].backward()
+
+
+@mr.op
+def smooth(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = torch.tanh(x @ y) - 0.1 * (mr.row_index - mr.col_index).abs()
+    return mr.softmax_mean(s, v), mr.logsumexp(s, over="rows"), mr.sum(s * x, over="rows"), mr.count(s > 0)
+
+
+@pytest.mark.parametrize("seed", range(0, 36, 3))
+def test_numbers_of_a_few_edges_at_a_time(seed, monkeypatch):
+    """Sums and softmax means over edges on a CPU, which are run without gathering vectors, in many stretches."""
+    monkeypatch.setattr(edge_numbers, "_STRETCH", 5)
+    problem = listed_cases.random_problem(seed)
+    args = problem.args(seed=seed)
+
+    def run(engine):
+        with mr.use(engine=engine):
+            found = smooth(*args, cols=problem.domain)
+            return [*found, *listed_cases.gradients(found, args)]
+
+    for one, other in zip(run("eager"), run("reference"), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # Packed sequences and pages

@@ -32,6 +32,8 @@ LAYERS: dict[str, Callable] = {
     "attention_decode": lambda x, y: ops.attention_decode(
         x[None, None], y[None, None], y[None, None], torch.tensor([len(y)]), window=len(y)
     )[0, 0],
+    "attention_statistics": lambda x, y: ops.attention_statistics(x, y, statistics="entropy", softcap=5.0).entropy,
+    "attention_kl": lambda x, y: ops.attention_kl(x, y, 0.5 * x, y, window=len(y)),
     "contrastive_loss": lambda x, y: ops.contrastive_loss(
         x, y, kind="infonce", labels=(torch.arange(len(x)) % 3, torch.arange(len(y)) % 3), reduction="none"
     ),
@@ -116,7 +118,7 @@ def test_no_features(name):
     out = LAYERS[name](x, y)
     expected = {"max_pool_product": 0.0, "knn": 0.0, "kmeans_assign": 0.0, "laplacian": N}
     expected |= {"kernel_logsumexp": math.log(N), "softmin": -math.log(N), "siglip": N * math.log(2)}
-    expected |= {"contrastive_loss": math.log(N)}
+    expected |= {"contrastive_loss": math.log(N), "attention_statistics": math.log(N), "attention_kl": 0.0}
     assert out.shape[0] == M
     if name in expected:
         assert_close(out, torch.full_like(out, expected[name]), rtol=1e-5, atol=1e-6)

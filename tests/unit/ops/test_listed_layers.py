@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
+from tests.support.allocations import usage
 
 ENGINES = ["eager", "reference"]
 F64 = torch.float64
@@ -404,3 +405,17 @@ def test_nans_stay_in_their_rows():
     x[2] = torch.nan
     y = ops.graph_attention(x[:, 0], x[:, 1], x, mr.edges.from_neighbours(torch.tensor([[1], [2], [1], [4], [5], [0]])))
     assert y.isnan().any(-1).tolist() == [False, True, True, False, False, False]
+
+
+def test_nothing_of_pairs_or_of_edges_with_features_is_allocated():
+    """The largest storage is a list, or the columns themselves; gathered vectors come in pieces."""
+    x, w, many = torch.randn(512, 64), torch.randn(3000, 64), torch.randint(3000, (512, 200))
+    listed, gathered = 512 * 200 * 8, 512 * 200 * 64 * 4
+    found = usage(lambda x, w: ops.sampled_cross_entropy(x, w, torch.arange(512), many), (x, w))
+    assert found.largest <= 2 * listed and found.peak < 0.8 * gathered, found
+    near = mr.edges.from_neighbours(many)
+    found = usage(lambda t, s, v: ops.graph_attention(t, s, v, near), (x[:, 0], w[:, 0], w))
+    assert found.largest <= 2 * listed and found.peak < 0.8 * gathered, found
+    q, cols = torch.randn(2048, 16), mr.blocks(torch.arange(16).unsqueeze(1))
+    found = usage(lambda q: ops.attention(q, q, q, cols=cols), (q,))
+    assert found.largest < 2048 * 2048, found  # a quarter of the scores

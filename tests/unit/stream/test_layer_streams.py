@@ -57,6 +57,10 @@ LAYERS = {
     "chamfer": dict(x=X, y=Y),
     "sinkhorn": dict(x=X, y=Y, eps=0.5, iterations=3),
     "sinkhorn_step": dict(x=X, y=Y, g=normal(N), log_a=normal(M), log_b=normal(N), eps=0.5),
+    "attention_statistics": dict(
+        q=X, k=Y, v=normal(N, 3), causal=True, window=20, statistics=("lse", "entropy", "distance")
+    ),
+    "attention_kl": dict(q=X, k=Y, teacher_q=OTHER, teacher_k=normal(N, D), softcap=3.0, window=30),
 }
 WITH_ROWS_IN_MEMORY = {"maxsim", "cross_entropy_given", "attention biased", "attention_decode"}
 

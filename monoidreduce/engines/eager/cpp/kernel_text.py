@@ -23,7 +23,7 @@ from ....reductions import outputs_of
 from ..tile_code import Reducer
 from . import special_functions, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
-from .tile_text import PAD, TileText
+from .tile_text import MOST_SORTED, PAD, TileText
 
 HEAD = 13  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
@@ -372,6 +372,9 @@ def _finish_lines(k: KernelText, r: Expr) -> list[str]:
         worst = "(-INF)" if params[1] else "INF"
         change = f"if ({k.output(r, 0, 'i0 + i')}[s] == {worst}) {k.output(r, 1, 'i0 + i')}[s] = -1;"
         lines = [f"for (int s = 0; s < {params[0]}; s++) {change}"]
+        if params[0] > MOST_SORTED:
+            heap = f"sort_heap<{params[0]}, {'true' if params[1] else 'false'}>"
+            lines.insert(0, f"{heap}({k.output(r, 0, 'i0 + i')}, {k.output(r, 1, 'i0 + i')});")
     else:
         return []
     return ["for (int i = 0; i < m; i++) {", *lines, "}"]

@@ -438,4 +438,44 @@ static void select_top(const F* x, int n, I j0, F best, int32_t odd, F* value, I
   }
 }
 """,
+    "select_heap": """
+// Many best so far, as a heap with the worst at its root: the last of equals, before all a slot with nothing in it.
+template <bool LARGEST> static bool is_worse(F a, I i, F b, I j) {
+  if (i < 0 || j < 0) return i < 0 && j >= 0;
+  if (a == b || (a != a && b != b)) return i > j;
+  return LARGEST ? a < b || b != b : a > b || a != a;
+}
+template <bool LARGEST> static void sift_down(F v, I at, int size, F* value, I* place) {
+  int s = 0;
+  for (int c; (c = 2 * s + 1) < size; s = c) {
+    if (c + 1 < size && is_worse<LARGEST>(value[c + 1], place[c + 1], value[c], place[c])) c++;
+    if (!is_worse<LARGEST>(value[c], place[c], v, at)) break;
+    value[s] = value[c]; place[s] = place[c];
+  }
+  value[s] = v; place[s] = at;
+}
+template <int TOP, bool LARGEST>
+static void select_heap(const F* x, int n, I j0, F best, int32_t odd, F* value, I* place) {
+  for (int j = 0; j < n;) {
+    const F edge = value[0];
+    const int stop = j + 16 <= n ? j + 16 : n;
+    if (stop - j == 16 && !odd && edge == edge && place[0] >= 0) {
+      if (j == 0 && !(LARGEST ? best > edge : best < edge)) return;
+      int32_t any = 0;
+      for (int l = 0; l < 16; l++) any |= (int32_t)(LARGEST ? x[j + l] > edge : x[j + l] < edge);
+      if (!any) { j = stop; continue; }
+    }
+    for (; j < stop; j++)
+      if (is_worse<LARGEST>(value[0], place[0], x[j], j0 + j)) sift_down<LARGEST>(x[j], j0 + j, TOP, value, place);
+  }
+}
+// A heap as a list, best first.
+template <int TOP, bool LARGEST> static void sort_heap(F* value, I* place) {
+  for (int size = TOP - 1; size > 0; size--) {
+    const F v = value[size]; const I at = place[size];
+    value[size] = value[0]; place[size] = place[0];
+    sift_down<LARGEST>(v, at, size, value, place);
+  }
+}
+""",
 }

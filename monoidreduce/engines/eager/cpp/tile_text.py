@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FEW = 8  # features up to which products are done in the loop over pairs
 FEW_SUMS = 4  # features of a result up to which they are
 PAD = 16  # numbers between two rows of a buffer: rows 2 kB apart would meet in the same lines of the cache
-MOST_K = 64  # of a top-k: its list is kept sorted by insertion
+MOST_SORTED = 64  # of a top-k whose list is kept sorted by insertion; more are kept as a heap
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
@@ -610,8 +610,6 @@ class TileText:
         if not self.k.folds(red) or r.roots[0].dtype != "float":
             raise Unsupported(f"{kind} of integers, or over the kept axis")
         count, largest = (params[0] if kind == "topk" else 1), params[-1]
-        if count > MOST_K:
-            raise Unsupported(f"more than the {MOST_K} best")
         self.begin_loop()
         x = self.get(r.roots[0])
         row = self.k.room.take(("scanned", red), self.k.form.block[1])
@@ -629,6 +627,6 @@ class TileText:
         call = (
             f"select_best<{'true' if largest else 'false'}>"
             if kind == "best"
-            else f"select_top<{count}, {'true' if largest else 'false'}>"
+            else f"{'select_top' if count <= MOST_SORTED else 'select_heap'}<{count}, {'true' if largest else 'false'}>"
         )
         return [*lines, f"{call}({scanned}, n, j0, {best}, {odd}, {values}, {places});"]

@@ -177,6 +177,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             near=bool(spec.near),
             several=any(map(are_several, writer.blocks)),
             stored=any(map(is_stored, spec.fold.reductions)),
+            pair_features=writer.pair_features,
         ),
     )
 

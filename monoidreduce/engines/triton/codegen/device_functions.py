@@ -545,6 +545,19 @@ def unordered64(k):
     return (k ^ ((k >> 63) & 9223372036854775807)).to(tl.float64, bitcast=True)
 
 
+def sum_features(x):
+    return tl.sum(x, len(x.shape) - 1)
+
+
+def split_numbers(x):
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+def split_vectors(x):
+    halves = tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2, x.shape[2]])
+    return tl.split(tl.permute(halves, (0, 1, 3, 2)))
+
+
 def within(at, size, RAGGED: tl.constexpr):
     # which indices of a tile exist; all of them where tiles fill the axis, which the compiler then knows
     if RAGGED:

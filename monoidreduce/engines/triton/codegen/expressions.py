@@ -59,6 +59,7 @@ class ExpressionWriter:
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
         self.state_width = 0  # features of all accumulators that are blocks
+        self.pair_features = 0  # features of all vectors that are held per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
@@ -154,10 +155,10 @@ class ExpressionWriter:
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
-            return self._primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
+            return self.primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
             return self._divide_by_one_factor(e)
-        return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
+        return self.primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def block_of(self, col: Expr) -> str:
         """Which block of 128 columns a column is in, for dropout: one number where a tile lies in one block."""
@@ -285,14 +286,13 @@ class ExpressionWriter:
             return f"({text} != 0)"
         return f"{text}.to({self.float})" if want == "float" else f"{text}.to(tl.int{32 if a.dtype == 'bool' else 64})"
 
-    def _primitive(self, e: Expr, args: list[str]) -> str:
+    def primitive(self, e: Expr, args: list[str]) -> str:
+        """The text of a primitive on the texts of its arguments."""
         p = PRIMITIVES[e.op]
-        if not p.triton:
+        if not p.triton or (e.op == "polygamma" and e.attrs[0] > 2):
             raise Unsupported(f"{e.op} has no Triton text")
         if e.op == "cast":
             return self.convert(args[0], e.args[0], e.attrs[0])
-        if e.op == "polygamma" and e.attrs[0] > 2:
-            raise Unsupported(f"a polygamma function of order {e.attrs[0]}")
         if e.op == "nan_to_num":
             most = torch.finfo(getattr(torch, self.spec.compute)).max
             fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
@@ -327,9 +327,7 @@ class ExpressionWriter:
         return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
 
     def _is_int32_data(self, e: Expr) -> bool:
-        if e.op in _KEEPS_SIZE and e.dtype == "int":
-            return any(map(self._is_int32_data, e.args))
-        return self.spec.type_of.get(e) == "int32"
+        return any(map(self._is_int32_data, e.args)) if e.op in _KEEPS_SIZE else self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
@@ -403,8 +401,8 @@ class ExpressionWriter:
         core, factor = self.linear(whole, unit=1.0)
         text = None if core is whole or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
         if e.op == "div":
-            return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
-        return self._primitive(e, [text or self.argument(whole, "float")])
+            return text or self.primitive(e, [self.argument(a, "float") for a in e.args])
+        return self.primitive(e, [text or self.argument(whole, "float")])
 
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or divided by, where True) numbers, as a literal or a name bound before the loop."""
@@ -459,7 +457,7 @@ class ExpressionWriter:
                 ):
                     self.component(n, f)
         args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
-        return self.bind(key, self._primitive(e, args), folded)
+        return self.bind(key, self.primitive(e, args), folded)
 
     @contextmanager
     def walk(self, width: int) -> Iterator[str]:
@@ -558,7 +556,7 @@ class ExpressionWriter:
         """A squared distance from norms and a split product (``float32_split.py``); close pairs are recomputed from
         whole vectors."""
         pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
-        text = self._primitive(e, [self.argument(a, "float") for a in e.args])
+        text = self.primitive(e, [self.argument(a, "float") for a in e.args])
         name = self.bind((e, "square"), text, True)
         lines, names, self.inside = self.inside, dict(self.inner), []
         total = self.bind((e, "near"), f"tl.zeros([KEPT, FOLDED], {self.float})", True)

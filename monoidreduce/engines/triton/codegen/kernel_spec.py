@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
+from ....reductions import kind_of
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
 NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
@@ -181,6 +182,14 @@ def _read_otherwise(r: Expr) -> list[Expr]:
         if e.op in ("sqdist", "fsum", "famax", "famin") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):
             found += [n for n in topological(e.args) if n.feature is not None]
     return found
+
+
+def pair_vector_leaves(r: Expr) -> list[Expr]:
+    """The vector leaves of which a kernel makes vectors per pair, number by number: not operands of matrix products."""
+    if kind_of(r).vector_lines is None:
+        return []
+    vectors = topological([a for a in r.args if a.feature is not None], stop=lambda e: e.feature is None)
+    return [e for e in vectors if e.op == "leaf" and e.feature is not None]
 
 
 @cache

@@ -65,6 +65,7 @@ class Traits:
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
     stored: bool = False  # sums of vectors are kept in memory
+    pair_features: int = 0  # features of the vectors that are held for every pair of a tile
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .exponents import literal
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Unsupported, padded
 from .label_gather import LabelColumnWriter, can_read_one_column
+from .pair_vectors import MOST, BlockFunctionWriter, pair_vector
 from .stored_sums import StoredSum, is_stored
 
 TOOLS = Tools(
@@ -21,6 +22,8 @@ TOOLS = Tools(
     factored=move_factors_to_weight,
     reads_one_pair=can_read_one_column,
     one_pair=LabelColumnWriter,
+    block_function=BlockFunctionWriter,
+    pair_vector=pair_vector,
     literal=literal,
     padded=padded,
     tiny=TINY,
@@ -31,7 +34,12 @@ def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
     _check(reduction)
-    return kind.lines(kind, place, reduction, scale, v, TOOLS)
+    if not _has_pair_vectors(reduction):
+        return kind.lines(kind, place, reduction, scale, v, TOOLS)
+    lines = kind.vector_lines(kind, place, reduction, scale, v, TOOLS)
+    if v.pair_features > MOST:
+        raise Unsupported(f"a monoid's vectors of more than {MOST} features, with their padding")
+    return lines
 
 
 def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
@@ -41,7 +49,14 @@ def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
     several times a tile; kinds that can do so keep running values per lane, and join them at the end."""
     kind = kind_of(reduction)
     _check(reduction)
+    if _has_pair_vectors(reduction):
+        raise Unsupported("a monoid with vector fields, on a panel")
     return (kind.lane_lines or kind.lines)(kind, place, reduction, ONE, v, TOOLS)
+
+
+def _has_pair_vectors(reduction: Expr) -> bool:
+    """Whether a kernel holds a vector per pair."""
+    return kind_of(reduction).vector_lines is not None and any(a.feature is not None for a in reduction.args)
 
 
 def _check(reduction: Expr) -> None:

@@ -21,6 +21,7 @@ from ....plan.default_tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
+from ....reductions.best import worst
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
@@ -139,6 +140,7 @@ class FoldLaunch:
         # the leaves that masks depend on, and their places
         self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
+        self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self._describe(values)
         self.prepare(values)
@@ -345,9 +347,12 @@ class FoldLaunch:
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
         outputs = [room() for room in self.rooms]
+        if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
+            r = self.fold.reductions[0]
+            outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launched(outputs, leaves, merged):
             return self(leaves, merged)
-        return self._whole(outputs) if self.spec.split or self.lists else outputs
+        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
@@ -431,7 +436,8 @@ class FoldLaunch:
         shape, dtype = result_form(r, k, self.sizes)
         layout = self._layout((r, k))
         shape = shape if layout is None else layout.shape
-        return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
+        stacked = self.spec.split and not self.keeps_pairs
+        return ((self.parts, *shape), dtype) if stacked else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""

@@ -20,11 +20,13 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
+from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module, replay
 from ..launch.launch_cache import Kernels
+from . import select_rows
 
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
@@ -156,8 +158,10 @@ def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
 def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
     """The k best of each row of a matrix, and their places: -1 where there is nothing.
 
-    The smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
+    Few smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
     """
+    if k > MOST_IN_REGISTERS:
+        return select_rows.select(panel, k, largest, compute)
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
     if not largest or not rows or strips < _LONG * k:
         values, at = panel.topk(k, dim=1, largest=largest)

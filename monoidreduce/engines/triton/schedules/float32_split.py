@@ -34,7 +34,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Near, padded
+from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
 from ..launch.launch_cache import Kernels
 
 _TEXT = '''"""Vectors in pieces, and their norms."""
@@ -191,7 +191,7 @@ def _find_uses(fold: Fold) -> tuple[set[Expr], set[tuple[Expr, Expr]], set[tuple
     products: set[Expr] = set()
     distances: set[tuple[Expr, Expr]] = set()
     gaps: set[tuple[Expr, Expr]] = set()
-    others: set[Expr] = set()
+    others = {e for r in fold.reductions for e in pair_vector_leaves(r)}
     for c in (move_factors_to_weight(c) for r in fold.reductions for a in r.args for c in contractions(a, r.attrs[1])):
         roots = [c.weight]
         if c.minus is not None and c.vector is not None:

@@ -64,9 +64,18 @@ def choose_plan(
         return asked
     if tile is not None:
         return KernelPlan(*tile, boxes=2)
+    if kernel.traits.pair_features:
+        return _plan_pair_vectors(kernel)
     if kernel.traits.k_loop:
         return _plan_k_loop(kernel, length, family or FAMILY)
     return _fit_shared_memory(kernel, item, family or FAMILY, boxes)
+
+
+def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
+    """The plan of a kernel that holds a vector per pair: at most 64 registers a thread for a tile's vectors, with which
+    nothing spills (compiled for Hopper; not yet measured on a GPU)."""
+    features = kernel.traits.pair_features
+    return KernelPlan(32, 16, 4, 1) if features <= 16 else KernelPlan(16, 16, 8, 1)
 
 
 def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:

@@ -21,7 +21,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
 from . import float32_split
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
@@ -188,6 +188,7 @@ def _multiplied(fold: Fold) -> frozenset[Expr]:
     walked: set[Expr] = set()
     multiplied: set[Expr] = set()
     for r in fold.reductions:
+        walked |= set(pair_vector_leaves(r))
         for c in (move_factors_to_weight(c) for a in r.args for c in contractions(a, r.attrs[1])):
             roots = [x for x in (c.weight, c.vector, c.minus) if x is not None]
             if c.walk:

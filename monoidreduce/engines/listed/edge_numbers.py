@@ -1,0 +1,312 @@
+"""Sums and softmax means over edges on a CPU: numbers per edge in torch, products by torch's sparse kernels.
+
+Lists of single columns for single rows have no matrix products to make of them. All numbers of a pair are computed for
+a stretch of edges at once; Σ number × vector is ``embedding_bag``, which reads a vector where it lies, and products of
+vectors are ``sampled_addmm``. So no vector is copied for an edge.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from ...program.constructors import ONE
+from ...program.contract import Contraction, contractions
+from ...program.expression import Expr, topological
+from ..common.evaluate import Evaluator, Sizes, to_compute_dtype
+from .lists import Lists
+from .local import LocalFold
+
+_STRETCH = 2**16  # edges whose numbers stay in the cache
+_BATCH = 64  # batch elements, which run one after the other
+_KINDS = ("sum", "soft", "pair")
+
+
+def can_run(local: LocalFold, lists: Lists, sizes: Sizes) -> bool:
+    """True for sums, softmax means and numbers of edges, of single rows and columns on a CPU."""
+    if sizes.device.type != "cpu" or lists.kept_block != 1 or lists.unit != 1 or any(n != 1 for n in lists.batch):
+        return False
+    return 0 < torch.Size(sizes.batch).numel() <= _BATCH and _has_numbers_only(local)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_numbers_only(local: LocalFold) -> bool:
+    """True where a pair holds numbers alone, products of two vectors among them."""
+    if local.fold is None or local.plain or any(name in ("once", "position", "listed") for name, _ in local.extra):
+        return False
+    for r in local.fold.reductions:
+        if r.attrs[0] not in _KINDS or any(c.walk or c.minus is not None for _, c in _contractions(r)):
+            return False
+    inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
+    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
+        return False
+    return all(e.op == "dot" or e.feature is None for e in inside if e.is_pair)
+
+
+def _contractions(r: Expr) -> list[tuple[int, Contraction]]:
+    """The sums that a reduction takes, each with the number of its value."""
+    values = {"sum": r.args[:1], "soft": r.args[1:]}.get(r.attrs[0], ())
+    return [(k, c) for k, value in enumerate(values) for c in contractions(value, r.attrs[1])]
+
+
+def _numbers(local: LocalFold) -> list[Expr]:
+    """The numbers of a pair that the reductions read."""
+    assert local.fold is not None
+    found: list[Expr] = []
+    for r in local.fold.reductions:
+        found += [] if r.attrs[0] == "sum" else r.args[:1]
+        found += [c.weight for _, c in _contractions(r)]
+    return found
+
+
+Shared = dict[tuple[int, Expr], Tensor]  # products of vectors of every edge, by batch element: for both directions
+
+
+def run(
+    local: LocalFold, given: dict[Expr, Any], sizes: Sizes, lists: Lists, over: str, edges: int, shared: Shared
+) -> list[list[Tensor]]:
+    """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``."""
+    count = torch.Size(sizes.batch).numel()
+    found = [_Element(local, given, sizes, lists, over, edges, k, shared).run() for k in range(count)]
+    return [
+        [torch.stack(ts).view(*sizes.batch, *ts[0].shape) if sizes.batch else ts[0] for ts in zip(*each, strict=True)]
+        for each in zip(*found, strict=True)
+    ]
+
+
+class _Element:
+    """One batch element: values of whole rows and columns, from which stretches of edges read."""
+
+    def __init__(
+        self,
+        local: LocalFold,
+        given: dict[Expr, Any],
+        sizes: Sizes,
+        lists: Lists,
+        over: str,
+        edges: int,
+        number: int,
+        shared: Shared,
+    ):
+        assert local.fold is not None
+        self.fold, self.lists, self.over = local.fold, lists, over
+        self.sizes = replace(sizes, batch=())
+        self.ends = torch.cat([lists.start.new_zeros(1), lists.length.cumsum(0)])
+        self.first = int(lists.start[0]) if len(lists.start) else 0  # lists lie one behind the other
+        self.edges, self.number, self.shared = edges, number, shared
+        self.pairs: dict[Expr, Tensor] = {}
+        self.dots: dict[Expr, Tensor] = {}
+        named: dict[str, Any] = {
+            "_row_index": torch.arange(sizes.rows), "_col_index": torch.arange(sizes.cols),
+            "_num_rows": sizes.of("rows"), "_num_cols": sizes.of("cols"),
+        }  # fmt: skip
+        for e in local.leaves:
+            if e in given and isinstance(given[e], Tensor):
+                value = _take(given[e], e, sizes.batch, number)
+                named[e.attrs[0]] = value
+                if e.is_pair:
+                    self.pairs[e] = self._in_list_order(value)
+            elif e in given:
+                named[e.attrs[0]] = given[e]
+        self.whole = Evaluator(self.sizes, named)
+
+    def run(self) -> list[list[Tensor]]:
+        parts = [stretch.run() for stretch in self._stretches()]
+        results = []
+        for k, (r, scale) in enumerate(self.fold.scaled):
+            joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
+            if r.attrs[0] == "pair":
+                joined = [self._in_edge_order(joined[0], self.edges)]
+            if scale is not ONE:
+                factor = self.value(scale)
+                several = isinstance(factor, Tensor) and factor.dim() > 0
+                joined = [joined[0] * (factor.view(-1, *(1,) * (joined[0].dim() - 1)) if several else factor)]
+            results.append(joined)
+        return results
+
+    def value(self, e: Expr) -> Any:
+        """An expression of one side for the whole axis, ``[length(, features)]``; one number where it has no axis."""
+        value = self.whole(e)
+        if not isinstance(value, Tensor):
+            return value
+        value = to_compute_dtype(value, e, self.sizes.compute)
+        tail = value.shape[2:] if e.feature is not None else ()
+        return value.reshape(-1, *tail) if e.rows or e.cols else value.reshape(tail)
+
+    def products(self, e: Expr) -> Tensor:
+        """The product of two vectors for every edge, in the order of these lists."""
+        if e not in self.dots:
+            if (self.number, e) in self.shared:
+                self.dots[e] = self._in_list_order(self.shared[self.number, e])
+            else:
+                kept, folded = e.args if e.args[0].rows == (self.over == "cols") else e.args[::-1]
+                x, y = self.value(kept), self.value(folded)
+                self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._stretches()])
+                self.shared[self.number, e] = self._in_edge_order(self.dots[e], self.edges)
+        return self.dots[e]
+
+    @property
+    def _stored(self) -> slice:
+        return slice(self.first, self.first + int(self.ends[-1]))
+
+    def _in_list_order(self, numbers: Tensor) -> Tensor:
+        entry = self.lists.entry
+        return numbers[self._stored] if entry is None else numbers[entry[self._stored].long()]
+
+    def _in_edge_order(self, numbers: Tensor, edges: int) -> Tensor:
+        found, entry = numbers.new_zeros(edges), self.lists.entry
+        found[self._stored if entry is None else entry[self._stored].long()] = numbers
+        return found
+
+    def _stretches(self) -> list[_Stretch]:
+        """Neighbouring lists with about ``_STRETCH`` edges in all."""
+        last, total = len(self.ends) - 1, int(self.ends[-1])
+        wanted = torch.tensor(range(_STRETCH, total, _STRETCH), dtype=torch.int64)
+        marks = torch.searchsorted(self.ends, wanted).tolist()
+        bounds = sorted({0, *marks, last})
+        pairs = itertools.pairwise(bounds) if last else [(0, 0)]
+        return [_Stretch(self, a, b) for a, b in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """The edges of the lists from ``first`` to ``last``."""
+
+    whole: _Element
+    first: int
+    last: int
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        found = self.whole.ends[self.first : self.last + 1]
+        return found - found[:1]
+
+    @functools.cached_property
+    def edges(self) -> slice:
+        """Which edges these are, counted along the lists."""
+        return slice(int(self.whole.ends[self.first]), int(self.whole.ends[self.last]))
+
+    @functools.cached_property
+    def folded(self) -> Tensor:
+        at = self.whole.first
+        return self.whole.lists.items[at + self.edges.start : at + self.edges.stop]
+
+    @functools.cached_property
+    def kept(self) -> Tensor:
+        return torch.repeat_interleave(self.ends.diff()) + self.first
+
+    @functools.cached_property
+    def evaluate(self) -> Evaluator:
+        count = self.edges.stop - self.edges.start
+        return Evaluator(replace(self.whole.sizes, rows=1, cols=1, batch=(count,)), {})
+
+    def run(self) -> list[list[Tensor]]:
+        return [self._reduce(r) for r in self.whole.fold.reductions]
+
+    def _reduce(self, r: Expr) -> list[Tensor]:
+        if r.attrs[0] == "pair":
+            return [self.number(r.args[0])]
+        if r.attrs[0] == "sum":
+            return [self._sum([c for _, c in _contractions(r)], None)]
+        logit = self.number(r.args[0])
+        peak = torch.segment_reduce(logit, "max", offsets=self.ends, initial=-torch.inf)
+        safe = torch.where(peak.isinf(), 0.0, peak)
+        weight = (logit - safe.index_select(0, self.kept - self.first)).exp_()
+        total = self._add_up(weight)
+        seen = torch.where(total == 0, 1.0, total)  # a row that sees nothing has mean 0
+        means = []
+        for k in range(len(r.args) - 1):
+            value = self._sum([c for at, c in _contractions(r) if at == k], weight)
+            means.append(value / (seen if value.dim() == 1 else seen.unsqueeze(-1)))
+        log_total = total.log()
+        return [log_total + safe, *means, log_total, safe]
+
+    def number(self, e: Expr) -> Tensor:
+        """A number of every edge."""
+        memo, count = self.evaluate.memo, self.edges.stop - self.edges.start
+        for n in topological([e], stop=lambda n: n in memo or n.op == "dot" or not n.is_pair):
+            if n in memo:
+                continue
+            if n.op == "dot":
+                memo[n] = self.whole.products(n)[self.edges].view(-1, 1, 1)
+            elif n.op == "leaf" and n.is_pair:
+                memo[n] = self.whole.pairs[n][self.edges].view(-1, 1, 1)
+            elif not n.is_pair:
+                value = self.whole.value(n)
+                if n.rows or n.cols:
+                    value = value.index_select(0, self._places(n)).view(-1, 1, 1)
+                memo[n] = value.view(1, 1, 1) if isinstance(value, Tensor) and value.dim() == 0 else value
+        found = self.evaluate.to_compute(self.evaluate(e), e)
+        if not isinstance(found, Tensor):
+            kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, self.whole.sizes.compute)
+            return torch.full((count,), found, dtype=kind)
+        return found.reshape(-1).expand(count)
+
+    def _places(self, e: Expr) -> Tensor:
+        return self.kept if e.rows == (self.whole.over == "cols") else self.folded
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product of a kept index's and a folded one's vector for every edge."""
+        more = len(self.folded) > (self.last - self.first) * len(y)  # than a sparse matrix of this shape can have
+        if more or not x.is_floating_point() or not y.is_floating_point() or not _has_sampled_products():
+            return (x.index_select(0, self.kept) * y.index_select(0, self.folded)).sum(-1)
+        pattern = torch.sparse_csr_tensor(
+            self.ends.int(),
+            self.folded.int(),
+            x.new_zeros(len(self.folded)),
+            (self.last - self.first, len(y)),
+            check_invariants=False,
+        )
+        return torch.sparse.sampled_addmm(pattern, x[self.first : self.last], y.T, beta=0.0).values()
+
+    def _sum(self, parts: Sequence[Contraction], weight: Tensor | None) -> Tensor:
+        """Σ weight × value of every list."""
+        total: Tensor | None = None
+        for c in parts:
+            number = self.number(c.weight)
+            number = number if weight is None else number * weight
+            found = self._add_up(number)
+            if c.vector is not None:
+                table, starts = self.whole.value(c.vector), self.ends[:-1]
+                number = number.to(table.dtype).contiguous()
+                found = embedding_bag(self.folded, table, starts, mode="sum", per_sample_weights=number)
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+    def _add_up(self, number: Tensor) -> Tensor:
+        """The sum of numbers of every list."""
+        if number.is_floating_point():
+            return torch.segment_reduce(number.contiguous(), "sum", offsets=self.ends, initial=0.0)
+        total = torch.zeros(self.last - self.first, dtype=torch.int64)
+        return total.index_add_(0, self.kept - self.first, number.long())
+
+
+def _take(value: Tensor, e: Expr, batch: tuple[int, ...], number: int) -> Tensor:
+    """A leaf's numbers for one batch element."""
+    behind = (1 if e.is_pair else e.rows + e.cols) + (e.feature is not None)
+    tail = value.shape[value.dim() - behind :]
+    return value.expand(*batch, *tail).flatten(0, len(batch) - 1)[number] if batch else value.reshape(tail)
+
+
+@functools.cache
+def _has_sampled_products() -> bool:
+    """Whether this build of torch has ``sampled_addmm``. That sparse tensors are in beta state, which torch says once
+    in a process, is said here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            pattern = torch.sparse_csr_tensor(
+                torch.tensor([0, 1]).int(), torch.tensor([0]).int(), torch.ones(1), (1, 1)
+            )
+            return bool(torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0).values() == 2)
+        except RuntimeError:
+            return False

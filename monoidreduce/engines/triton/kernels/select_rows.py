@@ -1,0 +1,258 @@
+"""The k best of each row of a matrix, for k beyond what registers hold as a list.
+
+The k best of a row, the first of equals, lie in those k of its strips of columns that have the best maxima. One pass
+over the matrix finds the maxima. One program instance a row then finds the k-th of them, a threshold that about k
+numbers of the row pass, and collects those, in the order of their columns, from the k strips alone. Where too many pass
+(a sorted row, say), the threshold is first raised to the k-th number itself, bit by bit, by counting. Of what was
+collected, exactly k are chosen in registers and sorted by torch. No atomics, and no step waits for the host.
+
+Numbers are compared as integers that are ordered like them, the best largest: NaN is above all numbers, as in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..codegen.kernel_text import copy_device_functions
+from ..launch.launch_cache import Kernels
+
+_HELD = {4: 16384, 8: 8192}  # strips, and twice the numbers, that a program instance holds, by the bytes of a key
+_SHARE = 4  # k may be this share of them
+_LANES = 2048  # numbers at a time, elsewhere
+_WARPS = 16
+_TEXT = """
+
+@triton.jit
+def ranked(x, LARGEST: tl.constexpr, BITS: tl.constexpr):
+    # integers in the order of the numbers, the best largest; without the lowest bits, which are alike
+    if x.dtype == tl.int64:
+        key = x
+    elif x.dtype == tl.float64:
+        key = ordered64(x)
+    else:
+        key = ordered32(x.to(tl.float32)) >> BITS
+    if LARGEST:
+        return key
+    else:
+        return ~key
+
+
+@triton.jit
+def chosen_of(key, inside, k, TOP: tl.constexpr):
+    # which are among the k largest, the first of equals; how many of these come before each; and the k-th, by counting
+    lowest: tl.constexpr = -(1 << TOP)
+    key = tl.where(inside, key, lowest)
+    least = tl.min(key, 0) * 0 + lowest
+    more, bit = least * 0, least * 0 + (1 << (TOP - 1))
+    for _ in range(TOP + 1):  # bit by bit from above
+        least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= k, more, least)
+        more = least + bit
+        bit = bit >> 1
+    above, equal = inside & (key > least), inside & (key == least)
+    room = k - tl.sum(above.to(tl.int32), 0)
+    mine = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    return mine, tl.cumsum(mine.to(tl.int32), 0) - 1, least
+
+
+@triton.jit
+def strip_maxima(
+    out, x, stride, cols, strips,
+    LARGEST: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, STRIP: tl.constexpr, MANY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    col = at[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    key = ranked(tl.load(x + row * stride + col, mask=col < cols, other=0), LARGEST, BITS)
+    lowest: tl.constexpr = -(1 << TOP)
+    tl.store(out + row * strips + at, tl.max(tl.where(col < cols, key, lowest), 1), mask=at < strips)
+
+
+@triton.jit
+def choose_strips(out, least, maxima, strips, k, TOP: tl.constexpr, STRIPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, STRIPS)
+    key = tl.load(maxima + row * strips + at, mask=at < strips, other=0)
+    mine, place, threshold = chosen_of(key, at < strips, k, TOP)
+    tl.store(out + row * k + place, at, mask=mine)
+    tl.store(least + row, threshold)
+
+
+@triton.jit
+def read_strips(
+    x, chosen, first, cols, k, LARGEST: tl.constexpr, BITS: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr
+):
+    at = first + tl.arange(0, LANES)
+    col = tl.load(chosen + at // STRIP, mask=at < k * STRIP, other=0) * STRIP + at % STRIP
+    inside = (at < k * STRIP) & (col < cols)
+    return ranked(tl.load(x + col, mask=inside, other=0), LARGEST, BITS), col, inside
+
+
+@triton.jit
+def count_above(
+    x, chosen, threshold, cols, k, LARGEST: tl.constexpr, BITS: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr
+):
+    found = tl.full([], 0, tl.int32)
+    for first in range(0, k * STRIP, LANES):
+        key, _, inside = read_strips(x, chosen, first, cols, k, LARGEST, BITS, STRIP, LANES)
+        found += tl.sum((inside & (key > threshold)).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def collect(
+    keys, places, counts, x, chosen, least, stride, cols, k,
+    LARGEST: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    chosen += row * k
+    threshold = tl.load(least + row)
+    above = count_above(x, chosen, threshold, cols, k, LARGEST, BITS, STRIP, LANES)
+    if above > ROOM:  # the k-th number, bit by bit: at least k numbers are above what is one below it
+        lowest: tl.constexpr = -(1 << TOP)
+        low = threshold * 0 + lowest
+        more, bit = low * 0, low * 0 + (1 << (TOP - 1))
+        for _ in range(TOP + 1):
+            enough = count_above(x, chosen, more - 1, cols, k, LARGEST, BITS, STRIP, LANES) >= k
+            low = tl.where(enough, more, low)
+            more = low + bit
+            bit = bit >> 1
+        threshold = low
+        above = count_above(x, chosen, threshold, cols, k, LARGEST, BITS, STRIP, LANES)
+    keys += row * ROOM
+    places += row * ROOM
+    done = tl.full([], 0, tl.int32)
+    same = tl.full([], 0, tl.int32)
+    for first in range(0, k * STRIP, LANES):
+        key, col, inside = read_strips(x, chosen, first, cols, k, LARGEST, BITS, STRIP, LANES)
+        equal = (inside & (key == threshold)).to(tl.int32)
+        mine = (inside & (key > threshold)) | ((equal > 0) & (same + tl.cumsum(equal, 0) <= k - above))
+        place = done + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(keys + place, key, mask=mine)
+        tl.store(places + place, col, mask=mine)
+        done += tl.sum(mine.to(tl.int32), 0)
+        same += tl.sum(equal, 0)
+    tl.store(counts + row, done)
+
+
+@triton.jit
+def choose(
+    keys, places, x, at, counts, stride, cols, k,
+    LARGEST: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, COLLECTED: tl.constexpr, WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    if COLLECTED:
+        inside = lane < tl.load(counts + row)
+        key = tl.load(x + row * stride + lane, mask=inside, other=0)
+        col = tl.load(at + row * stride + lane, mask=inside, other=0)
+    else:
+        inside = lane < cols
+        key = ranked(tl.load(x + row * stride + lane, mask=inside, other=0), LARGEST, BITS)
+        col = lane
+    mine, place, _ = chosen_of(key, inside, k, TOP)
+    tl.store(keys + row * k + place, key, mask=mine)
+    tl.store(places + row * k + place, col, mask=mine)
+
+
+@triton.jit
+def write_sorted(
+    values, indices, keys, places, order, k, size, LARGEST: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    key = tl.load(keys + i, mask=i < size, other=0)
+    at = i // k * k + tl.load(order + i, mask=i < size, other=0)
+    place = tl.load(places + at, mask=i < size, other=0).to(tl.int64)
+    if not LARGEST:
+        key = ~key
+    if values.dtype.element_ty == tl.int64:
+        value = key
+    elif key.dtype == tl.int64:
+        value = unordered64(key)
+    else:
+        value = unordered32((key << BITS) | tl.where(key < 0, (1 << BITS) - 1, 0))
+    if values.dtype.element_ty != tl.int64:
+        place = tl.where(value == (float("-inf") if LARGEST else float("inf")), -1, place)
+    tl.store(values + i, value.to(values.dtype.element_ty), mask=i < size)
+    tl.store(indices + i, place, mask=i < size)
+"""
+_HEADER = '"""The k best of the rows of a matrix."""\n\nimport triton\nimport triton.language as tl\n'
+_kernels = Kernels("".join([_HEADER, *copy_device_functions(_TEXT), _TEXT]))
+
+
+def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+    """The k best numbers ``[rows, k]`` of each row of a matrix, best first and the first of equals first, in
+    ``compute`` (int64 for integers), and their columns, -1 where there is nothing better than an infinity."""
+    rows, cols = matrix.shape
+    whole = not matrix.dtype.is_floating_point
+    item = 8 if whole or matrix.dtype is torch.float64 else 4
+    held, kind = _HELD[item], torch.int64 if item == 8 else torch.int32
+    values = torch.empty(rows, k, dtype=torch.int64 if whole else compute, device=matrix.device)
+    indices = torch.empty(rows, k, dtype=torch.int64, device=matrix.device)
+    if not rows or not k:
+        return [values, indices]
+    if k > held // _SHARE:
+        found, at = matrix.sort(dim=1, descending=largest, stable=True)
+        at = at if whole else at.masked_fill(found == (-torch.inf if largest else torch.inf), -1)
+        return [values.copy_(found[:, :k]), indices.copy_(at[:, :k])]
+    alike = 16 if matrix.dtype is torch.bfloat16 else 0
+    constants = dict(LARGEST=largest, TOP=item * 8 - 1 - alike, BITS=alike)
+    keys, places = (torch.empty(rows, k, dtype=t, device=matrix.device) for t in (kind, torch.int32))
+    if cols <= held // 2:
+        given = (keys, places, matrix, matrix, matrix, matrix.stride(0), cols, k)
+        width = dict(COLLECTED=False, WIDTH=_power(cols))
+    else:
+        collected, at, counts = _collect(matrix, k, held, kind, constants)
+        given = (keys, places, collected, at, counts, collected.shape[1], cols, k)
+        width = dict(COLLECTED=True, WIDTH=collected.shape[1])
+    _kernels("choose", (rows,), given, constants | width, dict(num_warps=_WARPS))
+    keys, order = keys.sort(dim=1, descending=True, stable=True)
+    given = (values, indices, keys, places, order, k, keys.numel())
+    last = dict(LARGEST=largest, BITS=alike, LANES=_LANES)
+    _kernels("write_sorted", (-(-keys.numel() // _LANES),), given, last)
+    return [values, indices]
+
+
+def extra_bytes(cols: int, k: int, item: int) -> int:
+    """Bytes that :func:`select` holds of each row beside its results, numbers being of ``item`` bytes."""
+    key = 8 if item == 8 else 4
+    held = _HELD[key]
+    if k > held // _SHARE:
+        return cols * (item + 8)
+    strips = 0 if cols <= held // 2 else key * -(-cols // _strip(cols, held)) + 4 * k + (key + 4) * _room(k)
+    return strips + k * (2 * key + 12)
+
+
+def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: dict[str, int]) -> tuple[Tensor, ...]:
+    """Keys ``[rows, room]`` of at least k numbers of each row, the k best among them, in the order of their columns;
+    their columns; and how many they are."""
+    (rows, cols), device = matrix.shape, matrix.device
+    strip, room = _strip(cols, held), _room(k)
+    strips = -(-cols // strip)
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    maxima, chosen, least = empty((rows, strips), kind), empty((rows, k), torch.int32), empty(rows, kind)
+    many = max(1, _LANES // strip)
+    grid, given = (rows, -(-strips // many)), (maxima, matrix, matrix.stride(0), cols, strips)
+    _kernels("strip_maxima", grid, given, constants | dict(STRIP=strip, MANY=many))
+    given, width = (chosen, least, maxima, strips, k), dict(TOP=constants["TOP"], STRIPS=_power(strips))
+    _kernels("choose_strips", (rows,), given, width, dict(num_warps=_WARPS))
+    keys, places, counts = empty((rows, room), kind), empty((rows, room), torch.int32), empty(rows, torch.int32)
+    given = (keys, places, counts, matrix, chosen, least, matrix.stride(0), cols, k)
+    _kernels("collect", (rows,), given, constants | dict(STRIP=strip, LANES=_LANES, ROOM=room))
+    return keys, places, counts
+
+
+def _strip(cols: int, held: int) -> int:
+    """Columns of a strip: as few as leave no more strips than a program instance holds."""
+    return _power(-(-cols // held))
+
+
+def _room(k: int) -> int:
+    """Numbers of a row that may be collected: random ones are little more than k."""
+    return 2 * _power(k)
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,49 @@
+"""Monoids with vector fields are kernels: values and gradients, whole, split, over rows, masked, in three types."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from tests.support import own_monoids as own
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("op", ["attention", "pooled"])
+def test_kernels(op, splits):
+    args, plan = own.problem(19, 53), KernelPlan(16, 16, 4, 1, splits)
+    expected = own.with_gradients(lambda *given: own.plain(op, *given), args)
+    with mr.use(engine="triton"), use_plan({"cols": plan, "rows": plan}):
+        found = own.with_gradients(getattr(own, op), args)
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_over_rows_with_masks_and_batches():
+    """Folded over rows, hidden pairs, vectors of rows times numbers of pairs, a letter of a full block."""
+    gen = torch.Generator().manual_seed(1)
+    x, v, y = (torch.randn(shape, generator=gen) for shape in ((2, 37, 5), (2, 37, 16), (21, 5)))
+
+    @mr.op
+    def seen(x: mr.Row["d"], v: mr.Row["e"], y: mr.Col["d"]):
+        near = mr.col_index <= mr.row_index
+        found = mr.reduce(own.Pooled, s=torch.where(near, x @ y, 0.0) * v, q=0.0, over="rows")
+        return found.s, found.q
+
+    plan = KernelPlan(16, 16, 4, 1)
+    results = []
+    for engine in ("triton", "reference"):
+        with mr.use(engine=engine), use_plan({"cols": plan, "rows": plan}):
+            results.append(own.with_gradients(seen, (x, v, y)))
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-3)
+
+
+def test_more_features_than_registers_hold_fall_back():
+    args = own.problem(5, 9)
+    wide = torch.randn(9, 80, dtype=torch.float64)
+    with mr.use(engine="triton"), pytest.warns(mr.errors.FallbackWarning, match="64 features"):
+        found = own.attention(args[0], args[1], wide)[0]
+    torch.testing.assert_close(found, (args[0] @ args[1].T).softmax(1) @ wide)
