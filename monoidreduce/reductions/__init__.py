@@ -25,22 +25,8 @@ from .sum import Sum
 from .topk import TopK
 from .user import User
 
-KINDS: dict[str, Reduction] = {
-    kind.name: kind
-    for kind in (
-        Softmax(),
-        Best(),
-        Sum(),
-        Pick(),
-        Picks(),
-        TopK(),
-        Moments(),
-        User(),
-        Pair(),
-        Panel(),
-        Histogram(),
-    )  # fmt: skip
-}
+_ALL = (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel(), Histogram())
+KINDS: dict[str, Reduction] = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(reduction: Expr) -> Reduction:
