@@ -180,6 +180,39 @@ def clouds() -> Iterator[Work]:
         yield Work(f"10 nearest N100000 D{d} float32{note}", knn, peers, args, how, forward_only=True)
 
 
+@mr.op
+@no_type_check
+def best_products(x: mr.Row["d"], y: mr.Col["d"], k: int):
+    return mr.topk(x @ y, k)
+
+
+def _chunked_best(x, y, k):
+    return torch.cat([(part @ y.mT).topk(k).values for part in x.split(LIST_ROWS)])
+
+
+def _chunked_nearest(x, y, k):
+    return torch.cat([torch.cdist(part, y).topk(k, largest=False).values for part in x.split(LIST_ROWS)])
+
+
+LIST_ROWS = 256  # of the chunked torch form: 1 GB of float32 at a time
+
+
+def long_lists() -> Iterator[Work]:
+    """The best of a million columns, beside torch in chunks of rows: from panels of products (bfloat16, 64 and 512
+    features) and from panels that a generated kernel writes (distances in three dimensions)."""
+    for k in (256, 2048):
+        for d in (64, 512):
+            ours = lambda x, y, k=k: best_products(x, y, k).values
+            peer = lambda x, y, k=k: _chunked_best(x, y, k)
+            name = f"best {k} of products 4096×1000000 D{d}"
+            yield Work(name, ours, {"chunked torch": peer}, _made((4096, d), (1_000_000, d)), forward_only=True)
+        args = lambda: [torch.randn(n, 3, device="cuda") for n in (4096, 1_000_000)]
+        ours = lambda x, y, k=k: ops.knn(x, y, k).values
+        peer = lambda x, y, k=k: _chunked_nearest(x, y, k)
+        name = f"nearest {k} of 4096×1000000 D3 float32"
+        yield Work(name, ours, {"chunked torch": peer}, args, forward_only=True)
+
+
 INDEXER = ((4096, 32, 128), (4096, 32), (32768, 128))  # several queries and weights a row, one key a column
 INDEXER_ROWS = 256  # of the chunked torch form: 0.5 GB of products at a time
 

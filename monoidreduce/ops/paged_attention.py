@@ -73,7 +73,8 @@ def attention_paged(
 
     Shapes: ``q`` [S, H, M, f], ``k_pages`` [pages, page, Hkv, f] and ``v_pages`` [pages, page, Hkv, d], with Hkv
     dividing H, give [S, H, M, d]. The other options are those of :func:`attention`. What pages hold beyond a sequence's
-    length is not read. ``pages.append`` writes new tokens.
+    length is not read. ``pages.append`` writes new tokens. Pages may be stored in 8 bits: ``mr.scaled(numbers, scale)``
+    with a scale for each token and head, [pages, page, Hkv].
 
     Raises :class:`ColumnListError` for pages that do not exist, :class:`ShapeError`, :class:`DTypeError`,
     :class:`DeviceError` or :class:`ArgumentError` as :func:`attention` does.
@@ -90,7 +91,7 @@ def attention_paged(
     checks.domain("pages", pages, "pages")
     checks.tensor("q", q, "[S, H, M, f]", 4, 4)
     for name, store in (("k_pages", k_pages), ("v_pages", v_pages)):
-        checks.tensor(name, store, "[pages, page, heads, features]", 4, 4)
+        checks.vectors(name, store, "[pages, page, heads, features]", 4, 4)
         if store.shape[1] != pages.page or store.shape[:3] != k_pages.shape[:3]:
             raise ShapeError(
                 detail=f"k_pages has shape {tuple(k_pages.shape)} and v_pages {tuple(v_pages.shape)}, but a page holds "

@@ -147,7 +147,7 @@ def _count_draws(top_p: float, classes: int) -> int:
     """How many draws without replacement miss a nucleus of at least this mass with probability ``_MISSED`` at most."""
     if top_p < _LEAST_P:
         raise ArgumentError(
-            detail=f"top_p is {top_p}, and there is no top_k: below {_LEAST_P} too much would be compared for each pair",
+            detail=f"top_p is {top_p}, and there is no top_k: below {_LEAST_P} each pair is compared too often",
             fix="Give top_k as well (top_k=1000, say), or take the best class with linear_argmax",
         )
     return min(classes, math.ceil(math.log(_MISSED) / math.log1p(-top_p)))
@@ -188,7 +188,8 @@ def linear_sample(
     cost nothing.
 
     Raises :class:`ArgumentError` for a seed that is no integer, a temperature that is not above 0, a ``top_k`` below 1,
-    a ``top_p`` or ``min_p`` outside of 0 to 1, a ``top_p`` below 0.05 without ``top_k``, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
+    a ``top_p`` or ``min_p`` outside of 0 to 1, a ``top_p`` below 0.05 without ``top_k``, :class:`ShapeError`,
+    :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
 
     >>> import torch
     >>> from monoidreduce.ops import linear_sample

@@ -217,7 +217,7 @@ def split_scale(x: Expr) -> tuple[Expr, Expr]:
             if vector.feature is not None and number.feature is None:
                 scale, inner = split_scale(vector)
                 if inner.is_stored:
-                    return apply("mul", scale, number), inner
+                    return number if scale is ONE else apply("mul", scale, number), inner
     return ONE, x
 
 
@@ -240,7 +240,9 @@ def dot(a: Expr, b: Expr) -> Expr:
     if sides is not None:
         (s, x), (t, y) = map(split_scale, sides)
         product = node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest(sides))
-        return apply("mul", product, apply("mul", s, t))
+        for scale in (s, t):
+            product = product if scale is ONE else apply("mul", product, scale)
+        return product
     return fsum(apply("mul", a, b))
 
 

@@ -377,7 +377,8 @@ def topk_mean(score: Any, value: Any, k: int, *, over: str = "cols") -> torch.Te
         return (weight * best.gather(Symbol(_number(value)))).sum(-1)
     at = col_index if over == "cols" else row_index
     chosen = torch.where(at == best.indices, best._once(weight), 0.0).sum(-1)
-    return sum(cast(torch.Tensor, chosen * Symbol(_number(value))), over=over)
+    vector: Any = Symbol(_number(value))
+    return sum(vector * chosen, over=over)
 
 
 @check_call

@@ -25,8 +25,10 @@ from .sum import Sum
 from .topk import TopK
 from .user import User
 
-_ALL = (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel(), Histogram())
-KINDS: dict[str, Reduction] = {kind.name: kind for kind in _ALL}
+KINDS: dict[str, Reduction] = {
+    kind.name: kind
+    for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel(), Histogram())
+}
 
 
 def kind_of(reduction: Expr) -> Reduction:

@@ -157,14 +157,14 @@ def _eliminate(
             (known,) = constructors.substitute((known,), results)
             if not depends(known) and hidden not in b:
                 rest[hidden] = constructors.apply("sub", whole, known)
-    for n, e in found.items():
-        if e is None or not depends(e):
+    made = dict(found)
+    for n, g in found.items():
+        if g is None or not depends(g):
             continue
-        (e,) = constructors.substitute((_gather_products(e, rest),), {**rest, **results})
-        if depends(e):
+        (made[n],) = constructors.substitute((_gather_products(g, rest),), {**rest, **results})
+        if depends(made[n]):
             return None
-        found[n] = e
-    return found
+    return made
 
 
 def _gather_products(e: Expr, known: Mapping[Expr, Expr]) -> Expr:

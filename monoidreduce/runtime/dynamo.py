@@ -146,7 +146,10 @@ class Compiled:
                 choices += (chosen, named.pop(chosen))
         if RESERVED in named:  # a domain is a fixed choice and some tensors
             domain = named.pop(RESERVED)
-            choices += (RESERVED, domain.form)
+            kind, *sizes = domain.form
+            choices += (RESERVED, kind)
+            for at, size in enumerate(sizes):  # a number that the compiler left open is no fixed choice
+                named[f"_{RESERVED}_form_{at}"] = size
             for at, tensor in enumerate(domain.tensors()):
                 named[f"_{RESERVED}_{at}"] = tensor
         call = self._call_name(total, *choices)
@@ -170,9 +173,9 @@ class Compiled:
         self, choices: Choices, *args: Any, total: bool = False, **kwargs: Any
     ) -> tuple[list[Tensor], Any]:
         chosen = dict(choices)
-        form = chosen.pop(RESERVED, None)
-        if form is not None:
-            return self._run_over_in_graph(form, chosen, args, kwargs, total)
+        kind = chosen.pop(RESERVED, None)
+        if kind is not None:
+            return self._run_over_in_graph(kind, chosen, args, kwargs, total)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
         device = call_context.autocast_device((*given, *named.values()))
@@ -188,9 +191,11 @@ class Compiled:
         return results, plan.traced.pack(list(range(len(results))))
 
     def _run_over_in_graph(
-        self, form: tuple, chosen: dict[str, Any], args: tuple, kwargs: dict[str, Any], total: bool
+        self, kind: str, chosen: dict[str, Any], args: tuple, kwargs: dict[str, Any], total: bool
     ) -> tuple[list[Tensor], Any]:
         """The same over the pairs of a domain."""
+        sizes = [kwargs.pop(n) for n in sorted(n for n in kwargs if n.startswith(f"_{RESERVED}_form_"))]
+        form = (kind, *(size if isinstance(size, bool) else int(size) for size in sizes))
         tensors = [kwargs.pop(n) for n in sorted(n for n in kwargs if n.startswith(f"_{RESERVED}_"))]
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         op, call = self._restrict(tuple(values), {**kwargs, **chosen, RESERVED: restore(form, tuple(tensors))})

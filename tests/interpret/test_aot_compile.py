@@ -131,9 +131,13 @@ def test_small_kernels_compile(capability, tmp_path):
     found = list(map(json.loads, said.stdout.splitlines()))
     assert {kernel["kernel"] for kernel in found} == {
         "best_listed",
+        "choose",
+        "choose_strips",
+        "collect",
         "nearest",
         "run_sums",
         "shift",
+        "strip_maxima",
         "unite_best",
         "unite_softmax",
         "unite_sum",

@@ -13,7 +13,7 @@ from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
-from tests.support import gluon_simulator, internals
+from tests.support import gluon_simulator, internals, listed_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -107,7 +107,7 @@ def edges(rows, cols, most, long=0):
 TILES = {"cols": KernelPlan(16, 32), "rows": KernelPlan(16, 16)}
 SPLIT = {"cols": KernelPlan(16, 16, parts=3), "rows": KernelPlan(16, 32, parts=2)}
 CASES = {
-    "tiles divide blocks, the last is cut": (lambda: blocks((), 70, 100, (32, 32), 3), (), (), 70, 100, TILES),
+    "tiles divide blocks, the last is cut": (lambda: blocks((), 40, 80, (32, 32), 3), (), (), 40, 80, TILES),
     "whole blocks, named twice, of each batch element": (
         lambda: blocks((2,), 32, 128, (16, 64), 3, True),
         (2,),
@@ -116,8 +116,8 @@ CASES = {
         128,
         TILES,
     ),
-    "odd blocks, shared heads": (lambda: blocks((2, 1), 40, 96, (20, 24), 3), (2, 2), (2, 1), 40, 96, TILES),
-    "splits": (lambda: blocks((), 40, 200, (20, 40), 5), (), (), 40, 200, SPLIT),
+    "odd blocks, shared heads": (lambda: blocks((2, 1), 24, 72, (20, 24), 3), (2, 2), (2, 1), 24, 72, TILES),
+    "splits": (lambda: blocks((), 24, 160, (20, 40), 4), (), (), 24, 160, SPLIT),
     "one long list": (lambda: blocks((), 16, 150, (16, 16), 20, True), (), (), 16, 150, SPLIT),
     "default plans": (lambda: blocks((2,), 40, 90, (40, 30), 3), (2,), (1,), 40, 90, {}),
     "edges": (lambda: edges(9, 12, 9, 50), (), (), 9, 12, {}),
@@ -310,3 +310,23 @@ def test_lists_are_not_kept_alive(run):
         del domain
         gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 6, 7, 9, 10))])
+def test_random_lists(seed):
+    """Of all kinds of reductions, in float64; gradients of maxima are gathered."""
+    listed_cases.check_random_lists(seed, "triton")
+
+
+@mr.op
+def scaled_weights(q: Row["f"], k: Col["f"], v: Col["d"], factor: float):
+    return mr.softmax_mean(factor * (q @ k), v)
+
+
+def test_numbers_in_float64(run):
+    """A Python number is a tensor in a kernel of float64."""
+    domain, make = edges(5, 7, 6), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 16, generator=make, dtype=torch.float64) for n in (5, 7, 7))
+    with run(), torch.no_grad():
+        found = scaled_weights(q, k, v, 0.3, cols=domain)
+    torch.testing.assert_close(found, softmax(0.3 * (q @ k.mT), domain.mask(5, 7))[1] @ v)

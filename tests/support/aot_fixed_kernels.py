@@ -38,6 +38,8 @@ def selected(name, kind, key, largest=True, **constants):
     signature |= {"values": kind, "indices": "*i64", "order": "*i64"}
     bits = 16 if kind == "*bf16" else 0
     constants = {"LARGEST": largest, "TOP": int(key[1:]) - 1 - bits, "BITS": bits, **constants}
+    known = ("LARGEST",) if name == "choose_strips" else ()
+    constants = {k: v for k, v in constants.items() if k not in (*known, *(("BITS",) if known else ()))}
     return select_rows._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
 
 
@@ -75,12 +77,9 @@ CASES = [
         4,
     ),
     selected("strip_maxima", "*bf16", "i32", STRIP=64, MANY=32),
-    selected("choose_strips", "*fp32", "i32", STRIPS=16384),
     selected("choose_strips", "*fp64", "i64", STRIPS=8192),
     selected("collect", "*fp32", "i32", STRIP=64, LANES=2048, ROOM=4096),
-    selected("collect", "*i64", "i64", False, STRIP=64, LANES=2048, ROOM=4096),
     selected("choose", "*fp32", "i32", COLLECTED=True, WIDTH=8192),
-    selected("choose", "*bf16", "i32", False, COLLECTED=False, WIDTH=8192),
     (point_search._TEXT, "nearest", NEAREST, {"D": 3, "SLOTS": 16, "POINTS": 128, "BOXES": 512}, 4),
 ]
 

@@ -12,7 +12,14 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases, large_topk_cases, listed_cases, logmeanexp, own_monoids, table_cases
+from tests.support import (
+    label_arithmetic_cases,
+    large_topk_cases,
+    listed_cases,
+    logmeanexp,
+    own_monoids,
+    table_cases,
+)
 from tests.support import several_vectors as several_vectors_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
@@ -660,6 +667,17 @@ def new_kind(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) 
         return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
 
 
+def large_topk(group: Any, divided: tuple[str, ...]) -> list[Tensor]:
+    """Lists of many columns, what is gathered at their winners, and the gradients of x, y and c."""
+    cut = lambda t, axis: _split(t, 0, group.rank(), group.size()) if axis in divided else t
+    x, *others = large_topk_cases.arguments()
+    with mr.shard(**{axis: group for axis in divided}):
+        found, gradients = large_topk_cases.derive(
+            large_topk_cases.winners, [cut(x, "rows"), *(cut(t, "cols") for t in others)]
+        )
+    return [*found, *gradients]
+
+
 def tables(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
     """A layer that looks up a table, on this rank's part: its values and gradients."""
     case = next(c for c in table_cases.CASES if c.name == name)
@@ -674,17 +692,6 @@ def tables(group: Any, name: str, divided: tuple[str, ...], args: list[Tensor]) 
         values = [found] if isinstance(found, Tensor) else list(found)
         grads = torch.autograd.grad([v.sum() for v in values], [a for a in given if a.requires_grad])
         return [*(v.detach() for v in values), *grads]
-
-
-def large_topk(group: Any, divided: tuple[str, ...]) -> list[Tensor]:
-    """Lists of many columns, what is gathered at their winners, and the gradients of x, y and c."""
-    cut = lambda t, axis: _split(t, 0, group.rank(), group.size()) if axis in divided else t
-    x, *others = large_topk_cases.arguments()
-    with mr.shard(**{axis: group for axis in divided}):
-        found, gradients = large_topk_cases.derive(
-            large_topk_cases.winners, [cut(x, "rows"), *(cut(t, "cols") for t in others)]
-        )
-    return [*found, *gradients]
 
 
 def listed_rows(group: Any, args: list[Tensor], degrees: Tensor, index: Tensor, numbers: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
 from ...reductions.derived_gradient import gradient_road
-from .evaluate import Evaluator, Sizes, traced_length
+from .evaluate import Evaluator, Sizes
 from .matmul import free_memory
 from .shard import Axis, Ranges, Shard
 
@@ -138,7 +138,7 @@ class Blocks:
     def cut(self, order: int) -> tuple[list[slice], list[slice]]:
         """The slices of the kept and of the folded axis."""
         kept, folded = (self.sizes.rows, self.sizes.cols) if self.over_cols else (self.sizes.cols, self.sizes.rows)
-        return cut_axes(self.reduction, self.sizes, traced_length(kept), traced_length(folded), order)
+        return cut_axes(self.reduction, self.sizes, int(kept), int(folded), order)  # a compiler compiles for these
 
     def leaf_slice(self, k: int, value: Tensor, kept: slice, folded: slice) -> Tensor:
         e = self.fold.leaves[k]
@@ -195,11 +195,9 @@ class Blocks:
     def _block_sizes(self, rows: slice, cols: slice) -> Sizes:
         shard = self.sizes.shard
         own = Shard(Axis((((0, self.sizes.rows),),)), Axis((((0, self.sizes.cols),),))) if shard is None else shard
-        axes = [
-            Axis((_cut_ranges(axis.own, at),), whole=axis.total) for axis, at in ((own.rows, rows), (own.cols, cols))
-        ]
-        shapes = {"rows": rows.stop - rows.start, "cols": cols.stop - cols.start}
-        return replace(self.sizes, **shapes, shard=Shard(*axes, batch=own.batch))
+        part = lambda axis, at: Axis((_cut_ranges(axis.own, at),), whole=axis.total)
+        place = Shard(part(own.rows, rows), part(own.cols, cols), batch=own.batch)
+        return replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start, shard=place)
 
     def _zeros(self, k: int) -> Tensor:
         feature, _ = outputs_of(self.reduction)[k]
@@ -270,8 +268,8 @@ def _with_tangents(function: Function, order: int) -> Function:
 
     def pushed(*values: Tensor) -> tuple[Tensor, ...]:
         half = len(values) // 2
-        found, moved = torch.func.jvp(inner, values[:half], values[half:])
-        return *found, *moved
+        pair: Any = torch.func.jvp(inner, values[:half], values[half:])
+        return *pair[0], *pair[1]
 
     return pushed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,9 +86,10 @@ def find_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, ove
 def _without_memory_of(tensors: Sequence[Tensor], lists: Lists) -> Lists:
     """The same lists with tensors of their own: what is cached for a tensor must not keep it alive."""
     given = {t.untyped_storage()._cdata for t in tensors}
-    held = {f.name: getattr(lists, f.name) for f in fields(lists)}
+    held: dict[str, Any] = {f.name: getattr(lists, f.name) for f in fields(lists)}
     mine = {n: v for n, v in held.items() if isinstance(v, Tensor) and v.untyped_storage()._cdata in given}
-    return replace(lists, **{n: v.clone() for n, v in mine.items()}) if mine else lists
+    own: dict[str, Any] = {n: v.clone() for n, v in mine.items()}
+    return replace(lists, **own) if mine else lists
 
 
 def _make_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, over: str, ordered: bool) -> Lists:

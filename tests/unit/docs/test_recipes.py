@@ -49,6 +49,8 @@ INPUTS: dict[str, Callable[[Draw], tuple]] = {
     "relative_attention": lambda d: (*d.qkv(), d.normal(d.M + d.N - 1)),
     "swin_attention": lambda d: (*d.qkv(), d.integers(d.M, high=49), d.integers(d.N, high=49), d.normal(169), 7),
     "graphormer": lambda d: (*d.qkv(), d.integers(d.M, d.N, high=6), d.normal(6)),
+    "nearest_say": lambda d: (d.rows(3), d.cols(3), d.cols()),
+    "attention_to_best": lambda d: (*d.qkv(), 9),
     "cox": lambda d: (d.rows(), d.uniform(d.M), d.integers(d.M).bool(), d.cols(), d.uniform(d.N)),
 }
 

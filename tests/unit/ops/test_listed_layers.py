@@ -419,3 +419,19 @@ def test_nothing_of_pairs_or_of_edges_with_features_is_allocated():
     q, cols = torch.randn(2048, 16), mr.blocks(torch.arange(16).unsqueeze(1))
     found = usage(lambda q: ops.attention(q, q, q, cols=cols), (q,))
     assert found.largest < 2048 * 2048, found  # a quarter of the scores
+
+
+def test_pages_and_blocks_of_8_bit_numbers():
+    k, q = torch.randn(4, 8, 2, 16, dtype=F64), torch.randn(2, 4, 3, 16, dtype=F64)
+    scale = k.abs().amax(-1) / 127
+    small = (k / scale.unsqueeze(-1)).round().to(torch.int8)
+    held = mr.pages(torch.tensor([[3, 1], [2, 0]]), torch.tensor([11, 5]), page=8)
+    exact = small.double() * scale.unsqueeze(-1)
+    stored = mr.scaled(small, scale)
+    torch.testing.assert_close(ops.attention_paged(q, stored, stored, held), ops.attention_paged(q, exact, exact, held))
+    cols = mr.blocks.from_mask(torch.rand(1, 2) > 0.3, 8, 4)
+    each = [t.transpose(1, 2) for t in (small, scale, exact)]
+    stored = mr.scaled(each[0], each[1])
+    rows = torch.randn(4, 2, 5, 16, dtype=F64)
+    ours, wanted = ops.attention(rows, stored, stored, cols=cols), ops.attention(rows, each[2], each[2], cols=cols)
+    torch.testing.assert_close(ours, wanted)

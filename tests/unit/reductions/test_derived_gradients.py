@@ -106,10 +106,11 @@ def test_transforms():
 
 
 def test_torch_compile():
-    args = own.problem()
+    compiled = torch.compile(own.product_sum, backend="aot_eager", fullgraph=True, dynamic=True)
     with mr.use(engine="eager"):
-        compiled = torch.compile(own.product_sum, backend="aot_eager", fullgraph=True)
-        assert_right("product_sum", own.with_gradients(compiled, args), args)
+        for cols in (5, 9):
+            args = own.problem(3, cols)
+            assert_right("product_sum", own.with_gradients(compiled, args), args)
 
 
 @pytest.mark.parametrize("op", ["product_sum", "variance", "attention"])

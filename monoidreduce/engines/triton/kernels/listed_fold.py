@@ -37,6 +37,7 @@ from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, co
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .prepared_fold import list_kernels, merge_batches_and_strides
 
+_LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
 _KINDS = (*_SPLIT_KINDS, "moments", "user")
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
@@ -124,7 +125,6 @@ class ListedLaunch(FoldLaunch):
         steps: tuple[int, ...],
     ):
         self.lists_of, self.steps = lists, steps
-        self.given: tuple[Tensor, ...] = ()  # the tensors of the lists, during a call
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -280,11 +280,12 @@ class ListedLaunch(FoldLaunch):
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
 
-    def _converted(self, values: Leaves) -> list[Any]:
-        return [*super()._converted(values), *self.given]
+    def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
+        super().prepare({e: v for e, v in values.items() if e is not _LISTS}, plan)
 
-    def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
-        return super().launched(outputs, [*leaves, *self.given], merged)
+    def _converted(self, values: Leaves) -> list[Any]:
+        own = {e: v for e, v in values.items() if e is not _LISTS}
+        return [*super()._converted(own), *values.get(_LISTS, ())]
 
 
 class PreparedListedFold:
@@ -310,16 +311,18 @@ class PreparedListedFold:
         found: list[Tensor] = []
         for one in self.launches:
             own = lists(one.over)
-            one.given = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
-            shape = _strides(own.batch, self.sizes.batch)
-            merged = lambda one=one, shape=shape: {
-                e: v
-                for e, v in merge_batches_and_strides(self.fold, leaves, self.sizes, (shape,))[0].items()
-                if e in one.fold.leaves
-            }
-            found += one([given[e] for e in one.fold.leaves], merged)
-            one.given = ()  # prepared folds keep no tensors alive
+            tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
+            merged = functools.partial(self._merged, one, leaves, own, tensors)
+            found += one([*(given[e] for e in one.fold.leaves), *tensors], merged)
         return [found[k] for k in self.order]
+
+    def _merged(
+        self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
+    ) -> dict[Expr, Any]:
+        """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
+        strides = _strides(lists.batch, self.sizes.batch)
+        values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
+        return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
 
 
 def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:

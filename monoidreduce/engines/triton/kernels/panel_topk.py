@@ -50,7 +50,8 @@ def is_large(r: Expr) -> bool:
 def write_pairs(fold: Fold) -> Fold:
     """The fold that writes the pairs which the only reduction of ``fold`` selects from."""
     (r,) = fold.reductions
-    return replace(fold, reductions=(reduce_node("panel", *r.attrs[1:], r.args),))
+    _, over, params = r.attrs
+    return replace(fold, reductions=(reduce_node("panel", over, params, r.args),))
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> list[Tensor]:

@@ -201,7 +201,7 @@ def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[
     constants = dict(LARGEST=largest, TOP=item * 8 - 1 - alike, BITS=alike)
     keys, places = (torch.empty(rows, k, dtype=t, device=matrix.device) for t in (kind, torch.int32))
     if cols <= held // 2:
-        given = (keys, places, matrix, matrix, matrix, matrix.stride(0), cols, k)
+        given: tuple = (keys, places, matrix, matrix, matrix, matrix.stride(0), cols, k)
         width = dict(COLLECTED=False, WIDTH=_power(cols))
     else:
         collected, at, counts = _collect(matrix, k, held, kind, constants)
@@ -234,7 +234,8 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
     empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
     maxima, chosen, least = empty((rows, strips), kind), empty((rows, k), torch.int32), empty(rows, kind)
     many = max(1, _LANES // strip)
-    grid, given = (rows, -(-strips // many)), (maxima, matrix, matrix.stride(0), cols, strips)
+    grid = (rows, -(-strips // many))
+    given: tuple = (maxima, matrix, matrix.stride(0), cols, strips)
     _kernels("strip_maxima", grid, given, constants | dict(STRIP=strip, MANY=many))
     given, width = (chosen, least, maxima, strips, k), dict(TOP=constants["TOP"], STRIPS=_power(strips))
     _kernels("choose_strips", (rows,), given, width, dict(num_warps=_WARPS))
