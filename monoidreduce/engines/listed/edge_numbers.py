@@ -46,7 +46,7 @@ def _has_numbers_only(local: LocalFold) -> bool:
         if r.attrs[0] not in _KINDS or any(c.walk or c.minus is not None for _, c in _contractions(r)):
             return False
     inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
-    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
+    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component", "lookup") for e in inside if e.is_pair):
         return False
     return all(e.op == "dot" or e.feature is None for e in inside if e.is_pair)
 
