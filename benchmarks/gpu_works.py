@@ -90,11 +90,11 @@ def attention_statistics() -> Iterator[Work]:
     padded = lambda q, k, v: F.pad(ops.attention(q, k, v), (0, 2))
 
     def rows(q, k, v):
-        found = ops.attention_statistics(q, k, v, statistics=("entropy", "distance"))
+        found: Any = ops.attention_statistics(q, k, v, statistics=("entropy", "distance"))
         return torch.cat((found.values, torch.stack((found.entropy, found.distance), -1).to(q.dtype)), -1)
 
     yield Work("attention, entropy, distance", rows, {"our plain attention": padded}, _qkv)
-    sums = lambda q, k: ops.attention_statistics(q, k, statistics="column_sums").column_sums
+    sums = lambda q, k: ops.attention_statistics(q, k, statistics=("column_sums",)).column_sums
     plain = {"our plain attention": lambda q, k: ops.attention(q, k, k)}
     yield Work("attention, column sums alone", sums, plain, lambda: _qkv()[:2])
     teacher = _qkv()[:2]

@@ -155,11 +155,11 @@ class UnknownFunctionError(TraceError):
     >>> import torch, monoidreduce as mr
     >>> @mr.op
     ... def odd(x: mr.Row["d"], y: mr.Col["d"]):
-    ...     return mr.sum(torch.lgamma(x @ y))
+    ...     return mr.sum(torch.i0(x @ y))
     >>> odd(torch.zeros(2, 3), torch.zeros(4, 3))
     Traceback (most recent call last):
     ...
-    monoidreduce.errors.UnknownFunctionError: the pair language has no lgamma...
+    monoidreduce.errors.UnknownFunctionError: the pair language has no i0...
     """
 
     what = "the pair language has no {name}"

@@ -140,7 +140,7 @@ def _check_key(given: tuple) -> tuple | None:
 
 
 def tensor(
-    name: str, value: Any, shape: str, least: int, most: int | None = None, kinds: tuple[type, ...] = (Tensor,)
+    name: str, value: Any, shape: str, least: int, most: int | None = None, kinds: tuple[Any, ...] = (Tensor,)
 ) -> None:
     """A tensor with at least ``least`` and at most ``most`` dimensions; ``shape`` says which, for the message.
     ``kinds``: what it may be."""

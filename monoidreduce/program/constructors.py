@@ -362,7 +362,7 @@ def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
     if e.op == "spread":
         return spread(args[0], e.attrs[0])
     if e.op == "einsum":
-        return several.einsum(e.attrs[0], *args, e.feature)
+        return several.einsum(e.attrs[0], args[0], args[1], e.feature)
     if e.op == "reduce":
         return reduce_node(e.attrs[0], e.attrs[1], e.attrs[2], args)
     rows, cols, _ = (True, True, None) if e.op in LISTED else join(args)

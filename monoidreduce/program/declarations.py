@@ -41,7 +41,7 @@ class _Side(type):
                 fix="A Pair is one number per pair; give what depends on one side only as Row or Col",
             )
         several = isinstance(feature, tuple)
-        names = feature if several else (feature,)
+        names: tuple[Any, ...] = feature if several else (feature,)
         if len(names) > 2 or (several and len(names) < 2) or not all(map(_is_name, names)):
             raise DeclarationError(
                 detail=f"{cls.__name__}[{feature!r}] is not a declaration",

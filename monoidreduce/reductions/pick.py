@@ -135,7 +135,7 @@ class Pick(Gather):
             return [None, torch.where(hit, g[0] * vector, 0.0), torch.where(hit, g[0] * value, 0.0)]
         product = is_product(vector.expr)
         inner: Any = Symbol(fsum(inner_product(vector.expr, g[0].expr))) if product else g[0] @ vector
-        weight = torch.where(hit, value, 0.0)
+        weight: Any = torch.where(hit, value, 0.0)
         if value.expr.feature is not None:  # one match per feature of the target (a top-k), all with the same vector
             weight = weight.sum()
         return [None, torch.where(hit, inner, 0.0), weight * g[0]]

@@ -179,7 +179,8 @@ class Evaluator:
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
             shape, both = (self.sizes.rows, self.sizes.cols), kind_of(e).both_axes
-            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, shape if both else size)
+            sides: Any = shape
+            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, sides if both else size)
             return listed_pairs.reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 

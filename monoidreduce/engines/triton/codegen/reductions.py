@@ -36,6 +36,7 @@ def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines
     _check(reduction)
     if not _has_pair_vectors(reduction):
         return kind.lines(kind, place, reduction, scale, v, TOOLS)
+    assert kind.vector_lines is not None
     lines = kind.vector_lines(kind, place, reduction, scale, v, TOOLS)
     if v.pair_features > MOST:
         raise Unsupported(f"a monoid's vectors of more than {MOST} features, with their padding")
