@@ -24,7 +24,12 @@ _NUMBER, _BATCH, _VECTOR = "number", "batch", "vector"  # what has a scale of it
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """Vectors ``values[..., f] * scale``: what :func:`scaled` returns."""
+    """Vectors ``values[..., f] * scale``: what :func:`scaled` returns, and ops take in place of a tensor.
+
+    >>> import torch, monoidreduce as mr
+    >>> mr.scaled(torch.zeros(3, 4, dtype=torch.int8), 0.5)
+    mr.scaled(int8[3, 4], 0.5)
+    """
 
     values: Tensor
     scale: Tensor | float

@@ -209,7 +209,7 @@ def linear_sample(
             checks.between(name, share, 0.0, 1.0)
     top_p = None if top_p is None or top_p >= 1 else float(top_p)
     floor = math.log(min_p) if min_p else None
-    if top_k is not None and top_k < classes:
+    if top_k is not None and top_k != classes:
         found = _sample_from_list(_list_best(rows, weight, seed, int(top_k), **head), floor, top_p)
     elif (top_p is not None or floor is not None) and classes:
         draws = 0 if top_p is None else _count_draws(top_p, classes)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import domains
-from ...domains import Domain
+from ...domains import Domain, restore
 from ...errors import EngineError
 from ...program.constructors import find_listed, listed_node
 from ...program.expression import Expr, topological
@@ -26,7 +25,7 @@ def restore_domain(form: tuple, tensors: Sequence[Tensor]) -> Domain:
     if form[0] == "pages":  # sequences are the only batch dimension that a table has
         table, lengths = tensors
         tensors = table.reshape(-1, table.shape[-1]), lengths.reshape(-1)
-    return domains.restore(form, tuple(tensors))
+    return restore(form, tuple(tensors))
 
 
 def count_pairs(e: Expr, tensors: Sequence[Tensor], rows: int, cols: int) -> Tensor:

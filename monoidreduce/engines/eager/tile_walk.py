@@ -13,6 +13,7 @@ from torch import Tensor
 from ...plan import tiles as plan
 from ...program.conditions import conditions, ranged
 from ...program.contract import interval
+from ...program.declarations import STORED
 from ...program.expression import Expr, index, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold
@@ -164,7 +165,7 @@ class BatchChunk:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
             elif e.rows == rows:
-                v = v[:, which].to(compute) if e.is_stored else v[:, which]
+                v = v[:, which].to(compute) if v.dtype in STORED and e.dtype == "float" else v[:, which]
                 if e.feature is not None:
                     values[e] = matmul.to_operand(v, compute, self.narrow)
                 else:

@@ -25,6 +25,7 @@ LAYERS = {
     "knn": dict(x=X, y=Y, k=3, exclude_self=True),
     "kmeans_assign": dict(x=X, centroids=Y),
     "maxsim": dict(q=X, d=Y),
+    "lightning_indexer": dict(q=normal(M, 2, Y.shape[-1]), k=Y, weight=normal(M, 2).abs(), best=3),
     "kernel_sum": dict(x=X, y=Y, b=normal(N, 2)),
     "kernel_sum of numbers": dict(x=X, y=Y, b=normal(N)),
     "kernel_logsumexp": dict(x=X, y=Y, log_weights=normal(N)),
