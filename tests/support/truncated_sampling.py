@@ -44,7 +44,7 @@ LIMITS = [
     dict(top_p=0.8, min_p=0.05, temperature=2.0),
     dict(top_k=20, top_p=0.7, min_p=0.02),
     dict(top_k=5, top_p=0.0),
-    dict(top_k=arguments()[1].shape[0], top_p=1.0, min_p=0.0),
+    dict(top_k=53, top_p=1.0, min_p=0.0),
 ]
 
 
