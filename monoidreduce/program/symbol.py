@@ -443,6 +443,9 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
             fix=f"It takes {arity} values{' and ' + ', '.join(names) if names else ''}",
         )
     exprs = [expr_of(t) for t in tensors]
+    for key, value in attributes.items():  # part of the program: a number given at the call is fixed in its trace
+        if isinstance(value, Symbol):
+            attributes[key] = float(value) if value.expr.dtype == "float" else int(value)
     check_truth_values(primitive.name, [e.dtype == "bool" for e in exprs])
     if alpha != 1:
         exprs[1] = constructors.apply("mul", exprs[1], alpha)

@@ -850,6 +850,23 @@ def test_a_number_that_is_looked_at_is_fixed():
     assert op(X, Y, np.bool_(True), 3)[1] == 0
 
 
+def test_an_option_of_a_function_may_be_a_number_given_at_the_call():
+    @mr.op
+    def leaky(x: Row, y: Col, slope: float):
+        return mr.sum(F.leaky_relu(x * y, slope))
+
+    x, y = torch.randn(5), torch.randn(7)
+    for slope in (0.2, 0.5):
+        torch.testing.assert_close(leaky(x, y, slope), F.leaky_relu(x[:, None] * y, slope).sum(-1))
+
+    @mr.op
+    def by_row(x: Row, y: Col):
+        return mr.sum(F.leaky_relu(x * y, x))
+
+    with pytest.raises(mr.TraceError, match="differs from pair to pair"):
+        by_row(x, y)
+
+
 def test_a_number_that_was_looked_at_is_still_a_number():
     """Fixed or not, it may stand wherever torch wants a tensor."""
 
