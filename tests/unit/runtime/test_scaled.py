@@ -78,7 +78,7 @@ def test_nothing_of_the_size_of_wide_columns_is_allocated():
     assert watch.largest <= 8e6 and watch.peak <= 12e6
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_inside_a_compiled_function(backend):
     q, k, v = cases.problem(cases.attention, torch.int8, dtype=torch.float32)
     run = lambda q, k, s, v: cases.attention(q, mr.scaled(k, s), v) * 2
