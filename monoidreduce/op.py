@@ -235,12 +235,9 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
-        if _any_scaled(args, kwargs):
-            stored, named = self._stored(args, kwargs)
-            return stored.program(**named)
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
-            return op.program(**call.values)
+        if (found := self._variant(args, kwargs)) is not None:
+            op, named = found
+            return op.program(**named)
         return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
@@ -266,12 +263,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
-        if _any_scaled(args, kwargs):
-            stored, named = self._stored(args, kwargs)
-            return stored.cost(**named, backward=backward, device=device, ranks=ranks)
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
-            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
+        if (found := self._variant(args, kwargs)) is not None:
+            op, named = found
+            return op.cost(**named, backward=backward, device=device, ranks=ranks)
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
     def explain(
@@ -293,12 +287,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
-        if _any_scaled(args, kwargs):
-            stored, named = self._stored(args, kwargs)
-            return stored.explain(**named, backward=backward, measure=measure, passes=passes)
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
-            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
+        if (found := self._variant(args, kwargs)) is not None:
+            op, named = found
+            return op.explain(**named, backward=backward, measure=measure, passes=passes)
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -407,6 +398,16 @@ class Op(dynamo.Compiled, Generic[Result]):
         program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
+
+    def _variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]] | None:
+        """The op that runs a call with stored arguments or listed columns, and its arguments by name; None where that
+        is this one."""
+        if _any_scaled(args, kwargs):
+            return self._stored(args, kwargs)
+        if declarations.RESERVED in kwargs:
+            op, call = self._restrict(args, kwargs)
+            return op, call.values
+        return None
 
     # Over some of the pairs
 
