@@ -134,6 +134,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(run, name):
     make, batch, shared, rows, cols, plans = CASES[name]

@@ -49,6 +49,7 @@ def parts(op, shape, width, seed=0):
     return fold, [log + peak, *map(seen, means), log, torch.where(log.isinf(), 0.0, peak)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(2, 59), (5, 2, 111), (3, 1), (64, 7)], ids=str)
 @pytest.mark.parametrize(("op", "width"), [(attention, 64), (attention, 111), (attention, 1), (several, 16), (loss, 8)])
 def test_as_torch_has_it(op, width, shape):
