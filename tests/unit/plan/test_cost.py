@@ -144,6 +144,7 @@ def farthest_from_all(x: mr.Row["d"], y: mr.Col["d"]):
     return mr.min(square), mr.min(square, over="rows")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [neighbours, farthest_from_all], ids=["lists", "least"])
 def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     """How many points a block meets at once is theirs to say: up to a tile of them. C++ holds less."""

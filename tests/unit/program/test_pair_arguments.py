@@ -260,6 +260,7 @@ def test_a_shared_bias_costs_its_own_gradient_only(shape, monkeypatch):
     assert used.peak <= own + 24 * (args[0].numel() * 4) + 16 * TILE[0] * TILE[1] * 8, f"{used.peak:,} bytes"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "pair",
     [
