@@ -1,10 +1,11 @@
 """Triton's interpreter, quicker: what it does again at every call is done once, and the numbers stay the same.
 
-Most of its time goes into five things. Every call of a device function puts the interpreter's words in place of the
+Most of its time goes into a few things. Every call of a device function puts the interpreter's words in place of the
 language's anew; every sum and product of whole numbers is computed a second time to see whether it overflowed, for an
 assertion that is made in debug mode alone; a table of types is built wherever it is read; the shapes of tensors are
-wrapped and counted again for each tensor; and every operation derives the type and shape of its result from those of
-its operands, however often it met their like. A version of Triton that does these things otherwise is left as it is.
+wrapped and counted again for each tensor; every operation derives the type and shape of its result from those of
+its operands, however often it met their like; bfloat16 is taken apart into signs, exponents and significands. A version
+of Triton that does these things otherwise is left as it is.
 """
 
 import functools
@@ -28,6 +29,8 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
     if hasattr(interpreter, "_get_np_dtype"):
         patch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
+    if hasattr(interpreter, "_convert_float"):
+        patch.setattr(interpreter, "_convert_float", _by_shifts(interpreter._convert_float))
     if _parameters(tl.block_type) == ["element_ty", "shape"] and _parameters(tl.tensor) == ["handle", "type"]:
         _count_shapes_once(patch)
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "interpreter_semantic"):
@@ -49,6 +52,24 @@ def _by_name(look_up):
         return known[kind.name]
 
     return found
+
+
+def _by_shifts(convert):
+    """A conversion of floats; float32 and bfloat16, which are cut off or filled up, have their bits shifted. Denormal
+    numbers, of which the interpreter has a view of its own, do not."""
+
+    @functools.wraps(convert)
+    def converted(given, source, target, rounding):
+        names = (source.name, target.name)
+        if rounding is None and names in (("fp32", "bf16"), ("bf16", "fp32")):
+            down = names[0] == "fp32"
+            bits = np.ascontiguousarray(given).view(np.uint32 if down else np.uint16)
+            size = bits & (0x7FFFFFFF if down else 0x7FFF)
+            if not np.any((size < (0x800000 if down else 0x80)) & (size != 0)):
+                return (bits >> 16).astype(np.uint16) if down else bits.astype(np.uint32) << 16
+        return convert(given, source, target, rounding)
+
+    return converted
 
 
 def _parameters(kind):
