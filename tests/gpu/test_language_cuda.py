@@ -98,7 +98,7 @@ def test_winners():
     args = large_topk_cases.arguments()
     found = large_topk_cases.derive(large_topk_cases.winners, [a.cuda() for a in args])
     right = large_topk_cases.derive(large_topk_cases.winners, args)
-    for one, other in zip(sum(found, []), sum(right, []), strict=True):
+    for one, other in zip((*found[0], *found[1]), (*right[0], *right[1]), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4)
 
 
