@@ -211,6 +211,7 @@ def paged(page, most, lengths, heads=2):
     return domain, *stores
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, page, plan", [
     (1, 16, None),
     (3, 64, None),

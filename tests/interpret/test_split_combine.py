@@ -95,6 +95,7 @@ def test_the_best_and_sums_as_torch_has_them(shape, dtype, seed):
             torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [attention, several, loss, most])
 def test_cut_walks_are_launches(by_address, op, seed):
     """The same as walks that were not cut, forward and backward, in calls that find their launches again."""

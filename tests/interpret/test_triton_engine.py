@@ -198,6 +198,7 @@ def test_nothing_to_fold():
 # Bounds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["causal_attention", "window_attention", "document_attention", "padded_attention", "prefix_attention"]
 )
@@ -342,6 +343,7 @@ def has_no_kernel(layer, args):
     return any(r.attrs[0] == "topk" for r in reductions)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", by_name(ZOO))
 def test_nothing_else_falls_back(layer, seed, monkeypatch):
     args = draw(layer, 9, 12, seed)

@@ -124,6 +124,7 @@ RANDOM = ("dropout_attention", "categorical_sample")  # each problem of a batch 
 UNBATCHED = [layer for layer in ZOO if not has_own_batch(layer) and layer.name not in RANDOM]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", named(UNBATCHED))
 def test_batches_broadcast(layer, seed):
     args = batched(layer, 19, 37, seed)

@@ -128,6 +128,7 @@ def problem(sample, seed, dtype=FLOAT64):
     return args, {n: v for n, v in options.items() if v is not None}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sample", SAMPLES, ids=shown)
 def test_every_two_options_together(sample, seed):
     args, options = problem(sample, seed)
