@@ -46,7 +46,7 @@ def unaligned(a):
 VIEWS = [transposed, strided, unaligned]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("view", VIEWS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_views_are_as_good_as_contiguous_tensors(layer, view, seed):
