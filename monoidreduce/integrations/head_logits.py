@@ -6,8 +6,7 @@ or reshapes rows (done to the hidden states), scales, caps (kept as numbers), ad
 cross-entropy, which becomes :func:`ops.linear_cross_entropy`. All else that a model's forward does (router losses,
 images, its outputs) stays its own. What cannot be remembered is refused with the model's class and what to do.
 
-Which heads there are is in ``model_heads.py``. This file may import
-both, the errors and the ops.
+Which heads there are is in ``model_heads.py``. This file may import that one, the errors and the ops.
 """
 
 from __future__ import annotations
