@@ -7,6 +7,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, Table
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import histogram
+from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import table_cases as tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
@@ -14,8 +15,10 @@ CASES = [pytest.param(case, id=case.name) for case in tables.CASES if case.name 
 PLAN = KernelPlan(16, 16, 4, 1)
 
 
+@pytest.mark.parametrize("bands", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
+def test_kernels(case, bands, monkeypatch):
+    monkeypatch.setattr(spec_from_tensors, "MANY", 0 if bands else 2**22)
     args = case.problem(21, 50, (2,), 20)
     with mr.use(engine="triton"), use_plan({"cols": PLAN, "rows": PLAN}):
         tables.assert_right(case, tables.with_gradients(case.op, args), args)

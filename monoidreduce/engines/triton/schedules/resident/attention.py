@@ -142,7 +142,7 @@ def find_operands(spec: Spec) -> Operands | None:
         return None
     queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
     values = sums[0].vector
-    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
+    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
     copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
@@ -216,6 +216,7 @@ class _PairValues(ExpressionWriter):
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
+    pair_layout = "score"
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -453,12 +454,12 @@ class _Text:
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
         """The loop over whole tiles, and what comes before it. With softcap, the polynomial runs where the first tile
-        showed that it applies. Queries are held in registers unless softcap or ALiBi need these."""
+        showed that it applies. Queries are held in registers unless softcap, ALiBi or a band need these."""
         n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
-        elif not self.alibi and self.schedule.holds_queries:
+        elif not self.alibi and not self.spec.fold.tables and self.schedule.holds_queries:
             block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")

@@ -18,6 +18,7 @@ from ...codegen.dropout import match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
+from ...codegen.lookups import LOOK_UP_BAND
 from ...codegen.reductions import known
 from .. import gluon_parts
 from ..gluon_parts import (
@@ -95,12 +96,15 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     if any("coin(" in line for line in generated):
         return None
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
+    functions += LOOK_UP_BAND if spec.fold.tables else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
     return made and replace(made, alone=True)
 
 
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
+
+    pair_layout = "score0"
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)

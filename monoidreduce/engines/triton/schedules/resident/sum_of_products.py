@@ -23,6 +23,7 @@ from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
+from ...codegen.lookups import LOOK_UP_BAND
 from ...codegen.reductions import known
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -111,6 +112,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
+    functions += LOOK_UP_BAND if spec.fold.tables else ""
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
 
 
@@ -120,6 +122,7 @@ class _PairValues(ExpressionWriter):
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
         self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
+        self.pair_layout = ""  # the name of a score, which is laid out as all pairs are
 
     def _shift(self, number: Expr, total: Expr) -> str:
         return f"shift{self.shifts.index((number, total))}_here[None, :]"
@@ -344,6 +347,7 @@ class _ConsumerText:
     def __init__(self, text: _KernelText, at: int):
         self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
         self.v = _PairValues(self.spec, text.dots, text.shifts)
+        self.v.pair_layout = self._score(self.work.dots[0])
         self.residents = {e: self._memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
         self.weights = [f"weight{k}" for k in range(len(self.work.products))]
 
