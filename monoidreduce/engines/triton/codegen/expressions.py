@@ -8,6 +8,7 @@ axis is bound once, before the loop.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from ....program.expression import Expr, const, topological, widest
+from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
@@ -38,6 +40,15 @@ _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
+
+
+@functools.lru_cache(maxsize=1024)
+def compares_pairs(fold: Fold) -> bool:
+    """True when a number of a pair is compared with a result that was one of them, as a user's minimum is in its
+    gradient: every kernel must then round it alike, however it is used."""
+    under = topological(fold.reductions)
+    equal = any(e.op in ("eq", "ne") and e.is_pair and e.args[0].dtype == "float" for e in under)
+    return equal or any(r.attrs[0] == "user" for r in fold.reductions)
 
 
 class ExpressionWriter:
@@ -512,14 +523,21 @@ class ExpressionWriter:
                 self._near(e, name, norms)
             return name
 
-        def part(f: str) -> str:
+        def factors(f: str) -> tuple[str, str]:
             a, b = self.component(x, f), self.component(y, f)
             if e.op == "dot":
-                return f"{a} * {b}"
+                return a, b
             gap = self.bind((e, f, "gap"), f"{a} - {b}", True)
-            return f"{gap} * {gap}"
+            return gap, gap
 
-        return self._walked(x, part, e)
+        width = self.spec.width(x.feature)
+        if e.dtype == "float" and 0 < width <= TINY and compares_pairs(self.spec.fold):
+            self.prepare_walk(x)
+            text = " * ".join(factors("0"))
+            for f in range(1, width):  # by now the compiler has nothing to decide on
+                text = f"tl.fma({', '.join(factors(str(f)))}, {text})"
+            return text
+        return self._walked(x, lambda f: " * ".join(factors(f)), e)
 
     def _near(self, e: Expr, square: str, norms: list[str]) -> None:
         """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""
