@@ -77,7 +77,7 @@ def _qkv_and_table() -> list[torch.Tensor]:
 
 
 def _relative_flex() -> Callable:
-    """The same by FlexAttention, whose gradient of the table is by atomics. Its own tiles do not fit in shared memory."""
+    """The same by FlexAttention, whose gradient of the table is by atomics. Its own tiles are too large."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)

@@ -247,7 +247,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
         peak = max(peak, done + _run_launch(call, one))
         if one.parts > 1 or one.lists:
             peak = max(peak, done + _run_combine(one, sizes))
-        done += _sum_bytes(made[o] for o in one.fold.outputs)
+        done += _sum_bytes(made[o] for o in one.made)
     return max(peak, done)
 
 

@@ -71,6 +71,7 @@ class Spec:
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property

@@ -20,6 +20,7 @@ from ....program.constructors import apply, look_up, substitute
 from ....program.diagonals import is_along_diagonals
 from ....program.expression import Expr, index, node, size, topological
 from ....program.lower import Fold
+from ....reductions.histogram import add_at
 from ...common.evaluate import Evaluator, Sizes
 from ..codegen.lookups import BAND_ROOM, name_band
 
@@ -59,6 +60,16 @@ class DiagonalIndex:
         found = Evaluator(replace(self.sizes, device=device), leaves, indices)(self.index)
         whole = (*self.sizes.batch, 1, step.numel())
         return found.expand(whole).reshape(-1, step.numel()) if found.numel() > step.numel() else found.view(1, -1)
+
+
+def add_diagonals(sums: Tensor, at: slice | Tensor, entries: int) -> Tensor:
+    """The entries of a table from sums over every diagonal, ``[batch, rows + cols - 1]`` from the last column on."""
+    total = sums.new_zeros(sums.shape[0], entries)
+    if isinstance(at, slice):
+        total[:, at] = sums
+    else:
+        add_at(total, sums, at)
+    return total
 
 
 @dataclass(frozen=True)

@@ -288,6 +288,11 @@ class FoldLaunch:
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
+    def made(self) -> tuple[tuple[Expr, int], ...]:
+        """The results, in the order in which a call returns them."""
+        return self.fold.outputs
+
+    @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 

@@ -14,12 +14,11 @@ from ....plan import settings
 from ....program.diagonals import is_along_diagonals
 from ....program.lower import Fold
 from ....reductions import kind_of
-from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import padded
 from ..schedules.kernel_plan import KernelPlan
-from .diagonal_bands import DiagonalIndex
+from .diagonal_bands import DiagonalIndex, add_diagonals
 from .fold_kernel import FoldLaunch, Leaves
 
 _MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
@@ -90,13 +89,7 @@ class HistogramLaunch(FoldLaunch):
         found[:, :-1] += above
         first = -(-cols // block) * block - (cols - 1)
         sums = found.view(self.count, -1)[:, first : first + rows + cols - 1]  # i - j from 1 - cols on
-        total = parts.new_zeros(self.count, self.table_size)
-        at = self.places(leaves)
-        if isinstance(at, slice):
-            total[:, at] = sums
-        else:
-            add_at(total, sums, at)
-        return total
+        return add_diagonals(sums, self.places(leaves), self.table_size)
 
 
 def list_histograms(fold: Fold) -> list[Fold]:

@@ -6,6 +6,7 @@ no kernel needs are gathered by torch. :class:`PreparedFold` is made once and ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -30,6 +31,7 @@ from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import pick
 from .diagonal_bands import Bands, rewrite_fold
+from .diagonal_launch import DiagonalLaunch
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import HistogramLaunch, list_histograms
 from .record_launches import Made
@@ -62,9 +64,22 @@ class PreparedFold:
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
-        self.launches += [HistogramLaunch(one, values, self.batch, sizes) for one in list_histograms(fold)]
-        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
+        for one in list_histograms(fold):
+            if not self._join_histogram(one, values, layouts):
+                self.launches.append(HistogramLaunch(one, values, self.batch, sizes))
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
         self.order = [found.index(o) for o in fold.outputs]
+
+    def _join_histogram(self, histogram: Fold, values: Leaves, layouts: Layouts) -> bool:
+        """Let the kernel of a gradient of rows add up a histogram too, where it is one that can."""
+        for k, one in enumerate(self.launches):
+            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.staged:
+                continue
+            with contextlib.suppress(Unsupported):
+                (r,) = histogram.reductions
+                self.launches[k] = DiagonalLaunch(one.fold, r, values, self.batch, self.sizes, layouts)
+                return True
+        return False
 
     def extend(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves of ``inner``, the fold that is launched."""
