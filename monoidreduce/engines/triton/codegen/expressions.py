@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ....program.constructors import apply
 from ....program.expression import Expr, const, topological, widest
 from ....program.lower import Fold
 from ....program.philox import DRAWS
@@ -154,6 +155,8 @@ class ExpressionWriter:
             return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
+        if e.op == "cast" and e.is_pair and (distance := self._cast_distance(e)) is not None:
+            return distance
         if e.op == "lookup":
             return lookups.write_lookup(self, *e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
@@ -438,6 +441,15 @@ class ExpressionWriter:
         if not self.spec.folds(index) or not self.spec.keeps(at) or self.spec.folds(at):
             return None
         return self.bind((a, "gap"), self.apart(self.number(at)), True)
+
+    def _cast_distance(self, e: Expr) -> str | None:
+        """``(i - j).abs().float()`` or ``(i - j).float()`` as float32; None for anything else."""
+        (a,) = e.args
+        if e.dtype != "float" or (found := self.index_distance(a, "float")) is not None:
+            return found if e.dtype == "float" else None
+        if a.op == "abs" and a.args[0].op == "sub":  # the other way round
+            return self.index_distance(apply("abs", apply("sub", *a.args[0].args[::-1])), "float")
+        return None
 
     def apart(self, at: str) -> str:
         """Kept indices minus the folded indices of a tile, as float32."""
