@@ -11,7 +11,7 @@ from monoidreduce.program.gradient import FoldGradient
 from monoidreduce.program.lower import Lowered
 from monoidreduce.program.printer import format_outputs
 
-PASSES = ["normal form", "merge softmax", "group reductions", "hoist one-sided"]
+PASSES = ["normal form", "collect weights", "merge softmax", "group reductions", "hoist one-sided"]
 
 
 @mr.op
