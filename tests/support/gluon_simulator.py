@@ -77,7 +77,7 @@ class Shared:
 
 
 class Padded:
-    """Shared memory with gaps: after every ``interval`` elements, in the order of ``bases``, come ``gap`` unused ones."""
+    """Shared memory with gaps: ``gap`` unused elements after every ``interval``, in the order of ``bases``."""
 
     def __init__(self, kind, shape, layout):
         (((self.interval, self.gap),), bases, _, of) = layout
