@@ -8,7 +8,6 @@ axis is bound once, before the loop.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import torch
 
 from ....program.constructors import apply
 from ....program.expression import Expr, const, topological, widest
-from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
@@ -41,15 +39,6 @@ _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
-
-
-@functools.lru_cache(maxsize=1024)
-def compares_pairs(fold: Fold) -> bool:
-    """True when a number of a pair is compared with a result that was one of them, as a user's minimum is in its
-    gradient: every kernel must then round it alike, however it is used."""
-    under = topological(fold.reductions)
-    equal = any(e.op in ("eq", "ne") and e.is_pair and e.args[0].dtype == "float" for e in under)
-    return equal or any(r.attrs[0] == "user" for r in fold.reductions)
 
 
 class ExpressionWriter:
@@ -543,7 +532,7 @@ class ExpressionWriter:
             return gap, gap
 
         width = self.spec.width(x.feature)
-        if e.dtype == "float" and 0 < width <= TINY and compares_pairs(self.spec.fold):
+        if e.dtype == "float" and 0 < width <= TINY and self.spec.compares_pairs:
             self.prepare_walk(x)
             text = " * ".join(factors("0"))
             for f in range(1, width):  # by now the compiler has nothing to decide on

@@ -94,6 +94,14 @@ class Spec:
         return frozenset(e for e, own in zip(self.fold.leaves, self.eighths, strict=False) if own)
 
     @cached_property
+    def compares_pairs(self) -> bool:
+        """True when a number of a pair is compared with a result that was one of them, as a user's minimum is in its
+        gradient: every kernel must then round it alike, however it is used."""
+        under = topological(self.fold.reductions)
+        equal = any(e.op in ("eq", "ne") and e.is_pair and e.args[0].dtype == "float" for e in under)
+        return equal or any(r.attrs[0] == "user" for r in self.fold.reductions)
+
+    @cached_property
     def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:
         """The squared distances that are recomputed for close pairs, and the vectors that they are recomputed from."""
         return dict(self.near)
