@@ -50,6 +50,7 @@ def restrict(outputs: tuple[Expr, ...], form: Form) -> tuple[Expr, ...]:
     }
     if form[0] == "jagged":
         exists = apply("eq", inputs["_cols_row_sequence"], inputs["_cols_col_sequence"])
+        exists = apply("stretches", exists) if len(form) > 2 else exists
         outputs = _move_indices(outputs, form, inputs)
     else:
         exists = listed_node("listed", form, tuple(inputs.values()))

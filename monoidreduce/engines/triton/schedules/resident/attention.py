@@ -116,7 +116,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
     if not hopper.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
-    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
+    short = spec_from_tensors.walks_are_short(spec)
     few = count * length < schedule.kept * spec_from_tensors.processors(device)
     return None if short or few or write_kernel(spec, schedule) is None else schedule.tile
 
