@@ -126,7 +126,7 @@ def _idle_table(fold: Fold, device: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def find_stretches(fold: Fold) -> Expr | None:
-    """The condition that holds in stretches of both axes and that all reductions are under; None where there is none."""
+    """The condition that holds in stretches of both axes, under which all reductions are; None where there is none."""
     found = {e for e in topological(whole_tile_conditions(fold)) if e.op == "stretches"}
     (one, *others) = found or (None,)
     if one is None or others or [a.op for a in one.args[0].args] != ["leaf", "leaf"]:

@@ -157,6 +157,8 @@ class ListedLaunch(FoldLaunch):
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
         if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
             return None
+        if any(self.before):  # what is converted has the batch dimensions of the call
+            return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
             return None
