@@ -27,8 +27,8 @@ from ....program.philox import DRAWS
 from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Sizes
 from ...common.listed_pairs import restore_domain
-from ..codegen import compiler, few_rows
-from ..codegen.kernel_spec import NARROW, Listing, Unsupported
+from ..codegen import compiler, few_rows, listed
+from ..codegen.kernel_spec import NARROW, Listing, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.availability import available
 from ..schedules import spec_from_tensors
@@ -142,6 +142,7 @@ class ListedLaunch(FoldLaunch):
         self.before = ((), tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
+        self.may_guess = spec.guess
         self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
@@ -180,7 +181,11 @@ class ListedLaunch(FoldLaunch):
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
-        copied = () if lists.ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
+        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
+        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+        staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
+        copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
         few = not any(dims is not None for dims in copied)
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
         tile = 1 if single else plan.block_folded
@@ -190,23 +195,27 @@ class ListedLaunch(FoldLaunch):
             self.spec = replace(self.spec, guess=False)
             self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
         else:
-            joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-            self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+            guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
+            self.spec = replace(tiled, guess=guess)
             plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
-            self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+            self.plan = staged or plain
         if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
             tiles = max(lists.kept_block // self.plan.block_kept, 1)
             gathered = self.spec.listed.gathered if self.spec.listed else True
             self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
         return copied
 
-    def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+    def _guesses_staged(self, spec: Spec) -> bool:
+        """Whether a hand-scheduled kernel may guess a maximum where indices are compared: all see a list's first tile."""
+        return self.may_guess and bool(listed.find_upper_limits(spec))
+
+    def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists_of
         if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(self.spec, boxes=boxes)
+        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
         tile = self._turns(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)

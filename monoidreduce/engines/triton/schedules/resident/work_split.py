@@ -89,6 +89,8 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
+    if spec.listed is not None and spec.listed.ends:  # what blocks hold beyond the end of a list is not cleared
+        return ()
     if walks_are_short(spec) or (spec.bounds and len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
