@@ -39,18 +39,19 @@ def expected(op, args, domain, cotangent):
 
 
 DOMAINS = {
-    "blocks": [mr.blocks(torch.tensor([[2, 0], [1, 1], [0, 3]]), torch.tensor(n), 16, 16) for n in ([2, 2, 0], [0, 1, 2])],
+    "blocks": [
+        mr.blocks(torch.tensor([[2, 0], [1, 1], [0, 3]]), torch.tensor(n), 16, 16) for n in ([2, 2, 0], [0, 1, 2])
+    ],
     "edges": [mr.edges(torch.tensor([0, n, 5, *[9] * 46]), torch.arange(9) * n) for n in (1, 4)],
     "jagged": [mr.jagged(torch.tensor([0, n, 40])) for n in (7, 20)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DOMAINS)
 def test_forward_and_backward(by_address, name):
     counts = []
     for seed, domain in enumerate((*DOMAINS[name], DOMAINS[name][0])):
-        args = drawn(seed, (48, 16), (64, 16), (64, 8))
-        args = [t[: t.shape[0] // 2 * 2] for t in args] if name != "jagged" else drawn(seed, *[(40, 16)] * 3)
+        args = drawn(seed, *([(40, 16)] * 3 if name == "jagged" else [(48, 16), (64, 16), (64, 8)]))
         y = attention(*args, cols=domain)
         found = [y, *torch.autograd.grad(y, args, torch.cos(y.detach()))]
         for one, other in zip(found, expected(attention, args, domain, torch.cos(y.detach())), strict=True):
