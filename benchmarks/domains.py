@@ -4,8 +4,8 @@
 
 Each work is one call of ours beside what people use for it: FlexAttention with the same blocks (making its mask is not
 counted), fla's native sparse attention, FlashAttention's varlen, gathers in plain torch, also compiled; of pages, the
-share of the memory bandwidth by the bytes that are read. Before anything is timed, results are compared. Times are taken in turns. On a CPU the works
-are the same and smaller, in float32, beside plain torch.
+share of the memory bandwidth by the bytes that are read. Before anything is timed, results are compared. Times are
+taken in turns. On a CPU the works are the same and smaller, in float32, beside plain torch.
 """
 
 from __future__ import annotations
