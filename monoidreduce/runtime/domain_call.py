@@ -16,10 +16,13 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
+from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import traced_length
+from ..engines.common.listed_pairs import restore_domain
 from ..errors import ArgumentError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.domain import inputs_of
+from . import layer_replay
 
 _LONG = 1024  # columns of a sequence, on average, from which on the start-up of a warp-specialised kernel pays
 
@@ -64,14 +67,23 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
     domain.check(rows, cols)
     form = domain.form
     if isinstance(domain, Jagged):
-        form += ("long",) if (long := _is_long(domain, rows, cols)) else ()
-        found = domain._once("sequences", (rows, cols), lambda: _sequences(domain, rows, cols, long))
+        form += ("long",) if _is_long(domain, rows, cols) else ()
+        found = tuple(_sequence(*domain.tensors(), form, rows, cols, k) for k in range(4))
     else:
         found = domain.tensors()
         if isinstance(domain, Edges):
             _check_numbers_of_edges(parameters, given, domain)
     names = [name for name, _ in inputs_of(form)]
     return DomainCall(form, {**values, **dict(zip(names, found, strict=True))})
+
+
+@layer_replay.step
+def _sequence(*given: Any) -> Tensor:
+    """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
+    *tensors, form, rows, cols, place = given
+    make = lambda: _sequences(restore_domain(form, tensors), rows, cols, len(form) > 2)
+    parts = ("sequences", form, rows, cols, *tensors)
+    return unchanged_tensors.compute_once(parts, make, tensors[0].device)[place]
 
 
 def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
