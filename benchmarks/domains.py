@@ -167,7 +167,10 @@ def _flex_documents(lengths: Tensor, total: int) -> Call:
     full = meet & alone[:, None] & alone
     lists: list[Tensor] = []
     for kept in (meet & ~full, full):
-        lists += [kept.sum(1)[None, None].int(), kept.int().argsort(1, descending=True, stable=True)[None, None].int()]
+        lists += [
+            kept.sum(1)[None, None].int(),
+            torch.argsort(kept.int(), dim=1, descending=True, stable=True)[None, None].int(),
+        ]
     mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 128), mask_mod=same)
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: flex(q, k, v, block_mask=mask)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
+from ..domains.base import is_plain
 from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import traced_length
 from ..engines.common.listed_pairs import restore_domain
@@ -83,6 +84,8 @@ def _sequence(*given: Any) -> Tensor:
     *tensors, form, rows, cols, place = given
     make = lambda: _sequences(restore_domain(form, tensors), rows, cols, len(form) > 2)
     parts = ("sequences", form, rows, cols, *tensors)
+    if not is_plain(*tensors):
+        return make()[place]
     return unchanged_tensors.compute_once(parts, make, tensors[0].device)[place]
 
 

@@ -1,11 +1,15 @@
 """Calls over lists are recorded and replayed: with other tensors, other lists of the same form, and lists that change
 in place."""
 
+import sys
+
 import pytest
 import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+
+attention_layer = sys.modules["monoidreduce.ops.attention"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -88,3 +92,32 @@ def test_lists_change_in_place(by_address):
             with mr.use(engine="reference"):
                 torch.testing.assert_close(found, attention(*args, cols=domain), rtol=1e-5, atol=1e-5)
     assert by_address
+
+
+@pytest.mark.parametrize("name", ["blocks", "jagged", "pages"])
+def test_layers(monkeypatch, by_address, name):
+    """A layer's own Python is replayed too: with other tensors and other lists of the same kind, and not where lists
+    are looked at."""
+    calls = []
+    monkeypatch.setattr("monoidreduce.domains.base.can_inspect", lambda *given: False)  # as on a GPU
+    check = attention_layer._check_domain
+    monkeypatch.setattr(attention_layer, "_check_domain", lambda *a, **k: calls.append(1) or check(*a, **k))
+    make = torch.Generator().manual_seed(0)
+    for step in range(5):
+        if name == "pages":
+            domain = mr.pages(torch.randperm(8, generator=make).view(2, 4), torch.tensor([20 + step, 33]), page=16)
+            q, k, v = (torch.randn(s, generator=make) for s in ((2, 4, 1, 16), (8, 16, 2, 16), (8, 16, 2, 16)))
+        else:
+            index = torch.randint(0, 3, (3, 2), generator=make)
+            domain = mr.jagged(torch.tensor([0, 9 + step, 48])) if name == "jagged" else mr.blocks(index, None, 16, 16)
+            q, k, v = (torch.randn(2, 48, 16, generator=make).requires_grad_() for _ in range(3))
+        with mr.use(check=step == 4):
+            found = mr.ops.attention(q, k, v, cols=domain)
+            grads = () if name == "pages" else torch.autograd.grad(found, (q, k, v), torch.ones_like(found))
+        with mr.use(engine="reference", check=True):
+            wanted = mr.ops.attention(q, k, v, cols=domain)
+            right = () if name == "pages" else torch.autograd.grad(wanted, (q, k, v), torch.ones_like(found))
+        calls.pop()
+        for one, other in zip((found, *grads), (wanted, *right), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+    assert len(calls) == 3  # the first is called, the second recorded, the last one checked
