@@ -652,10 +652,6 @@ class ExpressionWriter:
         """A line that adds a tile's Σ_j weight_ij × vector_j to a running sum."""
         return f"{total} = tl.dot({weight}, {block}, acc={total}{self.options()})"
 
-    def tile_count(self) -> str:
-        """How many folded indices of a tile exist."""
-        return "tl.minimum(folded_size - start, FOLDED)" if self.masked else "FOLDED"
-
     def operand_type(self) -> str:
         """The type of matrix products' operands."""
         return self.spec.narrow or self.spec.compute
