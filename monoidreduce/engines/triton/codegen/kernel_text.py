@@ -68,6 +68,7 @@ class Traits:
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
     pair_features: int = 0  # features of the vectors that are held for every pair of a tile
+    held_pairs: int = 0  # floats per pair that are held at the same time, at most
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,16 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 row = place.format("kept_lane[:, None]") + (f" + {first}" if first else "")
                 lines.append(f"tl.store({row} + {lane}[None, :], {text}, mask={mask})")
     return lines
+
+
+def count_held(text: str, names: set[str]) -> int:
+    """How many of these names have been bound, and are yet to be read, where they are most."""
+    lines = [set(re.findall(r"\w+", line)) & names for line in text.splitlines()]
+    found: dict[str, list[int]] = {}
+    for at, named in enumerate(lines):
+        for name in named:
+            found[name] = [found.get(name, [at])[0], at]
+    return max([0, *(sum(first <= at < last for first, last in found.values()) for at in range(len(lines)))])
 
 
 @functools.cache
