@@ -99,7 +99,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     plain = compiler.compile_fold(spec)
     if work[0].alone:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
-    if plain.shifts and (spec.line or len(work) == 1):
+    if plain.shifts and (spec.line or (len(work) == 1 and len(work[0].places) == 1)):
         return None
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = _KernelText(spec, work, names, plain.shifts, even)
