@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,12 +260,11 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
 
 def count_held(text: str, names: set[str]) -> int:
     """How many of these names have been bound, and are yet to be read, where they are most."""
-    lines = [set(re.findall(r"\w+", line)) & names for line in text.splitlines()]
-    found: dict[str, list[int]] = {}
-    for at, named in enumerate(lines):
-        for name in named:
-            found[name] = [found.get(name, [at])[0], at]
-    return max([0, *(sum(first <= at < last for first, last in found.values()) for at in range(len(lines)))])
+    found: dict[str, tuple[int, int]] = {}  # the first and the last line that has a name
+    for at, line in enumerate(text.splitlines()):
+        found |= {name: (found.get(name, (at,))[0], at) for name in re.findall(r"\w+", line) if name in names}
+    changes = sorted(change for first, last in found.values() for change in ((first, 1), (last, -1)))
+    return max([0, *itertools.accumulate(step for _, step in changes)])
 
 
 @functools.cache
