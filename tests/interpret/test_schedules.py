@@ -365,3 +365,22 @@ def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():
         kernel = kernel_text.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
         cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, boxes=True).block_folded
     assert cut == {3: 128, 4: 64, 8: 32, 100: 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "guesses", "staged"),
+    [
+        ((64, 16, 128, 64), False, False),
+        ((64, 16, 257, 64), True, False),
+        ((64, 16, 128, 128), False, False),
+        ((64, 16, 256, 128), True, True),
+        ((2, 16, 128, 64), True, False),  # few pairs: nothing to gain
+    ],
+)
+def test_short_loops_have_a_running_maximum(shape, guesses, staged, monkeypatch):
+    internals.forget_launches(monkeypatch)
+    internals.pretend_device(monkeypatch, descriptors=True, warp_specialised=True)
+    found = internals.collect_launches(monkeypatch)
+    with mr.use(engine="triton"), torch.no_grad():
+        attention(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)), 0.125)
+    assert [(call.kernel.traits.guesses, call.kernel.staged) for call in found] == [(guesses, staged)]
