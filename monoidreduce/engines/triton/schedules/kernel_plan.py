@@ -25,7 +25,7 @@ LONG_TILES = 16  # of a split
 # pairs of 128 features, a logsumexp with 384 of them and its gradients: 3.59 ms, with half the tile 1.53 (1.58 with two
 # stages). With 256 of them half the tile takes 0.87 and 1.10 of the time of two sums.
 HELD = 256
-NARROWEST = 32  # folded indices to which a tile is cut for registers' sake
+NARROWEST = 64  # folded indices to which a tile is cut for registers' sake
 
 
 @dataclass(frozen=True)
