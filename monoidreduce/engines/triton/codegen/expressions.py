@@ -566,11 +566,13 @@ class ExpressionWriter:
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
             return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"
-        text = ""
+        text, kind = "", self.spec.multiplies_eight_bits(kept, folded)
+        options = f", out_dtype=tl.{kind}" if kind else self.options()
         for at in self.spec.slices(x.feature):
             more = f", acc={text}" if text else ""
-            text = f"tl.dot({self.block(kept, at=at)}, tl.trans({self.block(folded, at=at)}){more}{self.options()})"
-        return text
+            blocks = [self.block(e, at=at, stored=bool(kind)) for e in (kept, folded)]
+            text = f"tl.dot({blocks[0]}, tl.trans({blocks[1]}){more}{options})"
+        return f"{text}.to(tl.float32)" if kind == "int32" else text
 
     def products(self, *roots: Expr) -> None:
         """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
@@ -592,12 +594,15 @@ class ExpressionWriter:
         name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
         return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
 
-    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
-        """A leaf's vectors ``[axis, features]`` in the operand type.
+    def block(
+        self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False
+    ) -> str:
+        """A leaf's vectors ``[axis, features]`` in the operand type, or as they are ``stored``.
 
         ``piece``: one 16-bit part of float32 vectors; ``at``: one slice of the features (``Spec.slices``)."""
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
         name, folded = f"{name}_block" if piece is None else f"{name}_block_{piece}", self.spec.folds(e)
+        name = f"{name}_stored" if stored else name
         self.blocks[e] = None
         width = self.spec.width(e.feature)
         whole, first = padded(width), (piece or 0) * padded(width)
@@ -607,7 +612,7 @@ class ExpressionWriter:
             first, size = at
             lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
             name = f"{name}_{first}" if first else name
-        key = (e, "block", piece, first)
+        key = (e, "stored block" if stored else "block", piece, first)
         if folded and e in self.spec.box_of:
             return self.bind(key, self.load_by_descriptor(e, "start", str(first)), True, name)
         side = "folded" if folded else "kept"
@@ -618,7 +623,7 @@ class ExpressionWriter:
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
-        wanted = self.operand_type() if piece is None else kind
+        wanted = self.operand_type() if piece is None and not stored else kind
         text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 

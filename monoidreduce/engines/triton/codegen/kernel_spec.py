@@ -71,6 +71,7 @@ class Spec:
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    eight: bool = False  # the device multiplies 8-bit vectors by each other
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property
@@ -137,6 +138,15 @@ class Spec:
     def zero(self, e: Expr) -> str:
         """What is read of a leaf's vectors outside of their mask."""
         return "0.0" if self.type_of[e] in EIGHT_BITS else "0"
+
+    def multiplies_eight_bits(self, x: Expr, y: Expr) -> str:
+        """How a product of two leaves is taken by the matrix units for 8 bits, as they are stored: ``"int32"`` or
+        ``"float32"``, the type of its sums; empty where it is not."""
+        kinds = {self.type_of[x], self.type_of[y]}
+        deep = self.deep and self.width(x.feature) > WIDEST
+        if not self.eight or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
+            return ""
+        return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
 
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""

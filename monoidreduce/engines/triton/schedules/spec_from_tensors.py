@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,11 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split
+from . import float32_split, stored_distances
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...]]  # conversions of leaves before the launch
+# What is made of leaves before the launch: vectors in pieces, conversions, squared norms
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -47,6 +49,7 @@ def describe_fold(
 ) -> tuple[Spec, Before]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
+    fold, norms = stored_distances.rewrite_fold(fold, values, sizes, pairs)
     rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
@@ -97,10 +100,11 @@ def describe_fold(
         raw=fold.exact,
         native=narrow is not None and has_tanh(sizes.device),
         pieces=rewritten.pieces,
+        eight=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, (splits, tuple(casts))
+    return spec, (splits, tuple(casts), norms)
 
 
 def _is_in_eighths(v: Any) -> bool:
@@ -115,8 +119,10 @@ def convert_leaves(
     values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes
 ) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
-    splits, casts = before
-    found = float32_split.split_leaves(splits, values, len(batch))
+    splits, casts, norms = before
+    found = float32_split.split_leaves(splits, values, len(batch)) | stored_distances.compute_norms(
+        norms, values, len(batch)
+    )
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):
@@ -152,6 +158,14 @@ def has_tanh(device: torch.device) -> bool:
     if not _is_present(device) or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 5)
+
+
+@functools.cache
+def multiplies_eight_bits(device: torch.device) -> bool:
+    """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
+    if not _is_present(device):
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
