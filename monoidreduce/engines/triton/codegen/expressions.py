@@ -20,7 +20,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
 from . import device_functions, k_loop, lookups, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
+from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -594,9 +594,7 @@ class ExpressionWriter:
         name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
         return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
 
-    def block(
-        self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False
-    ) -> str:
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
         """A leaf's vectors ``[axis, features]`` in the operand type, or as they are ``stored``.
 
         ``piece``: one 16-bit part of float32 vectors; ``at``: one slice of the features (``Spec.slices``)."""
@@ -613,8 +611,11 @@ class ExpressionWriter:
             lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
             name = f"{name}_{first}" if first else name
         key = (e, "stored block" if stored else "block", piece, first)
+        wanted = self.operand_type() if piece is None and not stored else kind
         if folded and e in self.spec.box_of:
-            return self.bind(key, self.load_by_descriptor(e, "start", str(first)), True, name)
+            text = self.load_by_descriptor(e, "start", str(first))
+            text = widen(text, kind, wanted) if kind in EIGHT_BITS and kind != wanted else text
+            return self.bind(key, text, True, name)
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
@@ -623,7 +624,6 @@ class ExpressionWriter:
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
         text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
-        wanted = self.operand_type() if piece is None and not stored else kind
         text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 

@@ -148,6 +148,14 @@ class Spec:
             return ""
         return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
 
+    @cached_property
+    def is_stored_softmax(self) -> bool:
+        """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
+        (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]
+        return (
+            self.eight and not others and r.attrs[0] == "soft" and all(self.type_of[e] in EIGHT_BITS for e in vectors)
+        )
+
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
@@ -228,6 +236,15 @@ def box_name(x: str, k: int = 0) -> str:
     ('x1_box', 'x1_box1')
     """
     return f"{x}_box{k or ''}"
+
+
+def gluon_type(kind: str) -> str:
+    """The name that Triton has for a type of torch.
+
+    >>> gluon_type("float8_e4m3fn"), gluon_type("bfloat16")
+    ('float8e4nv', 'bfloat16')
+    """
+    return {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(kind, kind)
 
 
 def widen(text: str, kind: str, wanted: str) -> str:

@@ -23,11 +23,11 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split, stored_distances
+from . import float32_split, stored_distances, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
-# What is made of leaves before the launch: vectors in pieces, conversions, squared norms
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...]]
+# What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...], tuple[Expr, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -104,7 +104,7 @@ def describe_fold(
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, (splits, tuple(casts), norms)
+    return spec, (splits, tuple(casts), norms, ())
 
 
 def _is_in_eighths(v: Any) -> bool:
@@ -119,7 +119,7 @@ def convert_leaves(
     values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes
 ) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
-    splits, casts, norms = before
+    splits, casts, norms, turned = before
     found = float32_split.split_leaves(splits, values, len(batch)) | stored_distances.compute_norms(
         norms, values, len(batch)
     )
@@ -134,7 +134,7 @@ def convert_leaves(
             found[e] = kept.expand(*batch, -1, -1)
         else:
             found[e] = v.to(dtype)
-    return found
+    return found | turned_values.turn_leaves(turned, found, len(batch))
 
 
 def _is_present(device: torch.device) -> bool:

@@ -31,7 +31,7 @@ from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Slices, Spec
+from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -83,12 +83,15 @@ class AttentionSchedule:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
 
-    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
-        """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
-        ``staged`` features of results that are stored through memory of their own. ``folded``, ``ring``: if others."""
+    def shared_bytes(
+        self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0, item: int = 2
+    ) -> int:
+        """The resident tile and two rings of blocks, of ``item`` bytes a number, for queries and values of so many
+        features; and ``staged`` features of results that are stored through 16-bit memory of their own. ``folded``,
+        ``ring``: if others."""
         folded, ring = folded or self.folded, ring or self.ring
         in_flight = ring * queries + (ring + self.more_values) * values
-        return 2 * (self.kept * (queries + staged) + folded * in_flight)
+        return item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
 
 
 SCHEDULES = (
@@ -97,6 +100,9 @@ SCHEDULES = (
     AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
 )
 
+# Queries, keys and values in 8-bit floats
+STORED_SCHEDULES = (AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40)),)
+_HEADROOM = 8.0  # weights of 8-bit floats are at most 2 to this power: the largest such float is 448
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
@@ -145,7 +151,11 @@ def find_operands(spec: Spec) -> Operands | None:
     vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
-    copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
+    copied = keys in spec.box_of and values in spec.box_of
+    if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
+        copied &= sums[0].weight is ONE and spec.listed is None
+    else:
+        copied &= spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
 
 
@@ -157,13 +167,15 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
-    staged = sum(size for _, size in _find_staged(queries, values))
+    stored = spec.is_stored_softmax
+    staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
     if max(widths) <= _NARROW:
         return None
-    for schedule in SCHEDULES:
+    for schedule in STORED_SCHEDULES if stored else SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
+        item = 1 if stored else 2
+        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, item) <= _SHARED:
             return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
     return None
 
@@ -197,6 +209,8 @@ def write_kernel(
     operands, schedule = find_operands(spec), schedule or find_schedule(spec)
     if operands is None or schedule is None:
         return None
+    if spec.is_stored_softmax:
+        spec = replace(spec, guess=False)  # 8-bit floats have no range for a guessed maximum
     plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
@@ -206,7 +220,8 @@ def write_kernel(
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
     made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
+    turned = operands.values if spec.is_stored_softmax else None
+    return made and replace(made, made=text.softcap.coefficients() if text.softcap else (), turned=turned)
 
 
 class _PairValues(ExpressionWriter):
@@ -243,6 +258,7 @@ class _Text:
 
     def __init__(self, spec: Spec, schedule: AttentionSchedule, operands: Operands, even: bool, aligned: bool):
         self.spec, self.schedule, self.operands, self.narrow = spec, schedule, operands, f"tl.{spec.narrow}"
+        self.stored = spec.is_stored_softmax
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
@@ -263,9 +279,12 @@ class _Text:
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
         self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
-        self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
+        self.values = Ring.of(
+            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, turned=self.stored
+        )
+        soft.headroom = _HEADROOM if self.stored else 0.0
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.staged = _find_staged(self.keys.slices, self.values.slices)
+        self.staged = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
         self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
         self.rows = VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
@@ -277,6 +296,9 @@ class _Text:
         if self.v.toss:
             self.weights, self.operand, self.last = f"join_words({rounded})", "operand", "split_words(weights, WEIGHTS)"
             self.unpack = [f"operand = {self.last}"]
+        elif self.stored:
+            self.weights, self.last = f"join_bytes({self.n}_part)", "split_bytes(weights, WEIGHTS)"
+            self.unpack, self.operand = [f"operand = {self.last}"], "operand"
         else:
             weights = f"tl.convert_layout({rounded}, WEIGHTS)"
             self.weights = f"pack_pairs({weights})" if self.spec.bounds or self.softcap else weights
@@ -305,6 +327,12 @@ class _Text:
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
         return "\n".join(text.format(**holes) for text in called)
 
+    @property
+    def kinds(self) -> list[str]:
+        """The types of queries, keys and values in shared memory."""
+        leaves = (self.operands.queries, self.operands.keys, self.operands.values)
+        return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
+
     def _opening(self) -> list[str]:
         return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
 
@@ -327,14 +355,17 @@ class _Text:
     def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
-        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {self.narrow})".format
-        tiles = zip([*self.residents, *self.staging], [*self.keys.slices, *self.staged], strict=True)
+        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
+        queries, keys, values = self.kinds
+        tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
+        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staged, strict=True)]
         allocate = [
             *(
-                gluon_parts.allocate(name, self.narrow, f"[{groups}, {kept}, {size}]", layout(size))
-                for name, (_, size) in tiles
+                gluon_parts.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
+                for name, kind, size in tiles
             ),
-            *(line for r in both for line in r.allocate_blocks(self.narrow)),
+            *self.keys.allocate_blocks(keys),
+            *self.values.allocate_blocks(values),
             gluon_parts.allocate_barriers("retry_full", groups),
             gluon_parts.allocate_barriers("done", 1),
             *(line for r in both for line in r.allocate_barriers()),
@@ -381,7 +412,8 @@ class _Text:
         }
         queries, own = self.operands.queries, [*self.residents, *self.staging]
         width = self.spec.width(queries.feature)
-        load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents)
+        zero = self.spec.zero(queries)
+        load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents, zero)
         begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
         results = self._results()
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
@@ -390,7 +422,7 @@ class _Text:
             attention_template.CONSUMER,
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
-            layouts=[*gluon_parts.layouts(self.values.slices), *self.rows.layouts()],
+            layouts=[*gluon_parts.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
             opening=self._opening(),
             lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
             before=v.before,
@@ -435,6 +467,7 @@ class _Text:
 
         ``ahead``: numbers that are loaded while both MMAs run."""
         totals, operand = self.totals, self.operand
+        held = "weights" if self.stored else operand
         return [
             self.keys.wait(),
             *self._start_scores("step", queries),
@@ -445,7 +478,7 @@ class _Text:
             self.keys.release(),
             *enter,
             *arithmetic,
-            f"{totals}, {operand} = warpgroup_mma_wait(0, deps=[{totals}, {operand}])",
+            f"{totals}, {held} = warpgroup_mma_wait(0, deps=[{totals}, {held}])",
             self.values.release("(step - 1)"),
             *([] if self.guesses else self._rescale()),
             f"weights = {self.weights}",
@@ -459,7 +492,8 @@ class _Text:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
         elif not self.alibi and self.schedule.holds_queries:
-            block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
+            packed = 4 if self.stored else 2
+            block, held = f"{leaf_name(self.operands.queries)}_block", f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
@@ -556,7 +590,7 @@ class _Text:
 
     def _find_memory(self) -> list[str]:
         """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
-        free = list(zip(self.keys.slices, self.residents, strict=True))
+        free = [] if self.stored else list(zip(self.keys.slices, self.residents, strict=True))
         own = dict(zip(self.staged, self.staging, strict=True))
         found = []
         for each in self.values.slices:
