@@ -458,9 +458,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         return getattr(self, self._name_stored(*forms)), given
 
     @dynamo.constant
-    def _name_stored(self, *forms: tuple[str, str]) -> str:
+    def _name_stored(self, *forms: tuple[str, tuple]) -> str:
         """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
-        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        name = "_stored_" + "_".join(f"{n}_{form}_{str(wide)[6:]}" for n, (form, wide) in forms)
         if not hasattr(self, name):
             body, parameters = make_body(self.function, self.parameters, dict(forms))
             setattr(self, name, Op(body, parameters=parameters))

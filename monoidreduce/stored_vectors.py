@@ -22,6 +22,10 @@ from .program.declarations import STORED, Parameter
 _NUMBER, _BATCH, _VECTOR = "number", "batch", "vector"  # what has a scale of its own: all, a batch element, a vector
 
 
+_WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Form = tuple[str, torch.dtype]  # what has a scale of its own, and the type that the vectors stand for
+
+
 @dataclass(frozen=True, eq=False)
 class Scaled:
     """Vectors ``values[..., f] * scale``: what :func:`scaled` returns, and ops take in place of a tensor.
@@ -33,6 +37,7 @@ class Scaled:
 
     values: Tensor
     scale: Tensor | float
+    wide: torch.dtype = torch.float32  # the type that the vectors stand for
 
     @property
     def shape(self) -> torch.Size:
@@ -61,7 +66,7 @@ class Scaled:
         scale = self.scale
         if isinstance(scale, Tensor) and scale.dim() == self.values.dim() - 1 and len(scale) == len(self.values):
             scale = scale[at]
-        found = Scaled(self.values[at], scale)
+        found = replace(self, values=self.values[at], scale=scale)
         return found if isinstance(at, slice) else found.dequantize()
 
     def unsqueeze(self, dim: int) -> Scaled:
@@ -71,7 +76,12 @@ class Scaled:
         scale = self.scale
         if isinstance(scale, Tensor) and scale.dim() >= -dim - 1:
             scale = scale.unsqueeze(dim + 1)
-        return Scaled(self.values.unsqueeze(dim), scale)
+        return replace(self, values=self.values.unsqueeze(dim), scale=scale)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Scaled:
+        """The same vectors on another device."""
+        move = lambda t: t.to(device, non_blocking=non_blocking) if isinstance(t, Tensor) else t
+        return replace(self, values=move(self.values), scale=move(self.scale))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors as a plain tensor, for comparison: as many times larger as ``dtype`` is.
@@ -94,13 +104,20 @@ class Scaled:
         return _BATCH if self.scale.shape[-1] == 1 and self.values.shape[-2] != 1 else _VECTOR
 
 
-def scaled(values: Tensor, scale: Tensor | float) -> Scaled:
+def scaled(values: Tensor, scale: Tensor | float, *, wide: torch.dtype | None = None) -> Scaled:
     """Vectors stored as small numbers with a scale, for any ``Row["f"]`` or ``Col["f"]`` of an op.
 
     ``values`` [..., N, f] are int8, float8_e4m3fn or float8_e5m2. ``scale``: one number (a float, or a tensor without
     dimensions), or a tensor [..., N] with one for each vector; of size 1 in its last dimension, [..., 1], one for each
     batch element (a head, say). The layer computes with ``values * scale``, which is never in memory as a whole: each
-    tile is widened when it is read. Gradients flow to all other arguments, and to the scale.
+    tile is widened when it is read. Gradients flow to all other arguments, and to the scale. ``wide`` is the type that
+    the vectors stand for, by default that of a tensor of scales, or float32: a layer whose vectors are all stored has
+    results of this type.
+
+    On GPUs with matrix units for 8 bits (NVIDIA's, from Ada on), products of vectors that are stored on both sides are
+    taken as they are stored: of int8 exactly, of FP8 with sums of 14 bits or more, less than was rounded when they were
+    stored. Attention of FP8 queries, keys and values also rounds its weights to FP8, where no column of the values has
+    a scale of its own.
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -123,7 +140,10 @@ def scaled(values: Tensor, scale: Tensor | float) -> Scaled:
         _check_scale(values, scale)
     elif not isinstance(scale, float | int) or isinstance(scale, bool):
         raise ArgumentError(detail=f"scale was given {shown(scale)}", fix="Give a number or a tensor of them")
-    return Scaled(values, scale if isinstance(scale, Tensor) else float(scale))
+    if wide is not None and wide not in _WIDE:
+        raise DTypeError(detail=f"wide was given {wide}", fix="Give float64, float32, float16 or bfloat16")
+    wide = wide or (scale.dtype if isinstance(scale, Tensor) else torch.float32)
+    return Scaled(values, scale if isinstance(scale, Tensor) else float(scale), wide)
 
 
 def _check_scale(values: Tensor, scale: Tensor) -> None:
@@ -149,15 +169,15 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_"
 
 
-def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, Form]], dict[str, Any]]:
     """The form of each argument that is scaled, and all arguments with the scales apart."""
-    forms: list[tuple[str, str]] = []
+    forms: list[tuple[str, Form]] = []
     apart: dict[str, Any] = {}
     for name, value in given.items():
         if not isinstance(value, Scaled):
             apart[name] = value
             continue
-        forms.append((name, value.form))
+        forms.append((name, (value.form, value.wide)))
         apart[name] = value.values
         scale = value.scale
         if value.form == _BATCH:
@@ -169,7 +189,7 @@ def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, str]], di
 
 
 def make_body(
-    function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, str]
+    function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, Form]
 ) -> tuple[Callable, dict[str, Parameter]]:
     """The body of a layer for stored arguments, which multiplies each by its scale, and its parameters: the scales are
     further ones."""
@@ -183,9 +203,10 @@ def make_body(
                 detail=f"{name} is declared {p}, but was given mr.scaled(...)",
                 fix='Only vectors of rows and columns, Row["f"] and Col["f"], may be stored so',
             )
-        axis = {_NUMBER: "number", _BATCH: "batch"}.get(forms[name], p.axis)
+        form, wide = forms[name]
+        axis = {_NUMBER: "number", _BATCH: "batch"}.get(form, p.axis)
         python = float if axis == "number" else None
-        found[name] = replace(p, stored="vectors")
+        found[name] = replace(p, stored="vectors", wide=wide)
         found[scale_name(name)] = Parameter(scale_name(name), axis, None, False, ..., python, stored="scale")
 
     @functools.wraps(function)

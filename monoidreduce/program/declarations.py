@@ -184,6 +184,7 @@ class Parameter:
     default: Any
     python: type | None = None  # float, int or bool for numbers
     stored: str = ""  # "vectors" of small numbers, or their "scale" (``stored_vectors.py``)
+    wide: torch.dtype | None = None  # the type that stored vectors stand for
 
     def expr(self, dtype: str) -> Expr:
         return node(

@@ -63,6 +63,7 @@ class AttentionSchedule:
     ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
+    item: int = 2  # bytes of a number of queries, keys and values
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
@@ -83,15 +84,12 @@ class AttentionSchedule:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
 
-    def shared_bytes(
-        self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0, item: int = 2
-    ) -> int:
-        """The resident tile and two rings of blocks, of ``item`` bytes a number, for queries and values of so many
-        features; and ``staged`` features of results that are stored through 16-bit memory of their own. ``folded``,
-        ``ring``: if others."""
+    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
+        """The resident tile and two rings of blocks for queries and values of so many features; and ``staged`` features
+        of results that are stored through 16-bit memory of their own. ``folded``, ``ring``: if others."""
         folded, ring = folded or self.folded, ring or self.ring
         in_flight = ring * queries + (ring + self.more_values) * values
-        return item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
+        return self.item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
 
 
 SCHEDULES = (
@@ -101,7 +99,7 @@ SCHEDULES = (
 )
 
 # Queries, keys and values in 8-bit floats
-STORED_SCHEDULES = (AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40)),)
+STORED_SCHEDULES = (AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40), item=1),)
 _HEADROOM = 8.0  # weights of 8-bit floats are at most 2 to this power: the largest such float is 448
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
@@ -110,7 +108,7 @@ _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
-    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in SCHEDULES)
+    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES))
     return plan.boxes == 2 and kept and hopper.runs_warp_specialized(device)
 
 
@@ -174,8 +172,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     for schedule in STORED_SCHEDULES if stored else SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        item = 1 if stored else 2
-        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, item) <= _SHARED:
+        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
             return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
     return None
 
