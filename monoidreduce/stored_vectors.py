@@ -78,6 +78,16 @@ class Scaled:
             scale = scale.unsqueeze(dim + 1)
         return replace(self, values=self.values.unsqueeze(dim), scale=scale)
 
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Scaled:
+        """The same vectors with one batch dimension split, counted from the end as in torch."""
+        if dim > -3:
+            raise ShapeError(detail=f"dimension {dim} is no batch dimension of {self!r}", fix="Give -3 or less")
+        scale = self.scale
+        if isinstance(scale, Tensor) and scale.dim() >= -dim - 1:
+            alone = scale.shape[dim + 1] == 1
+            scale = scale.unflatten(dim + 1, (1,) * len(sizes) if alone else sizes)
+        return replace(self, values=self.values.unflatten(dim, sizes), scale=scale)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Scaled:
         """The same vectors on another device."""
         move = lambda t: t.to(device, non_blocking=non_blocking) if isinstance(t, Tensor) else t

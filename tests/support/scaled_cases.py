@@ -29,6 +29,11 @@ def near(x: Row["f"], y: Col["f"]):
     return mr.topk(mr.sqdist(x, y), 3, largest=False).values
 
 
+@mr.op
+def best(x: Row["f"], y: Col["f"]):
+    return mr.max(x @ y)
+
+
 def store(x, kind, scales="vector"):
     """A tensor in 8 bits; ``scales``: of each ``"vector"``, each ``"batch"`` element or one ``"number"``."""
     most = x.abs().amax(-1)

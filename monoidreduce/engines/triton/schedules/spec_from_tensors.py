@@ -55,9 +55,7 @@ def describe_fold(
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
-    narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
-    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
-        narrow = torch.bfloat16  # which holds all numbers of 8 bits
+    narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     types, rooms, casts = [], [], []
@@ -105,6 +103,13 @@ def describe_fold(
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return spec, (splits, tuple(casts), norms, ())
+
+
+def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | None:
+    """The 16-bit type of matrix products of these vectors, if there is one."""
+    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
+        return torch.bfloat16  # which holds all numbers of 8 bits
+    return next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
 
 
 def _is_in_eighths(v: Any) -> bool:

@@ -64,6 +64,7 @@ class AttentionSchedule:
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
     item: int = 2  # bytes of a number of queries, keys and values
+    adds_apart: bool = False  # sums of a tile are added up in registers: those of 8-bit products have 14 bits
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
@@ -429,7 +430,7 @@ class _Text:
             sums=self._zero_sums(),
             first_scores=[self.keys.wait("0"), *self._start_scores("0", self.residents)],
             release_first=[self.keys.release("0")],
-            totals=self.totals,
+            totals=self.sums,
             enter_first=enter_tile(self.order.any()),
             first_cut=arithmetic["first_cut"],
             first_whole=arithmetic["first_whole"],
@@ -438,12 +439,22 @@ class _Text:
             whole=whole,
             cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), self.residents),
             last_sums=self._start_sums("(steps - 1)", self.last),
-            retry=retry,
+            retry=[*self._add_sums(), *retry],
             results=results,
         )
         return text, generated
 
+    @property
+    def sums(self) -> str:
+        """What the second MMA writes: the accumulators, or the sums of one tile."""
+        return f"{self.n}_sums" if self.schedule.adds_apart else self.totals
+
     def _zero_sums(self) -> list[str]:
+        """Empty accumulators."""
+        apart = [f"no_sums = tl.zeros([KEPT, {self.values.slices[0][1]}], tl.float32, SUMS)"]
+        return [*(apart if self.schedule.adds_apart else []), *self._zero_totals()]
+
+    def _zero_totals(self) -> list[str]:
         return [
             f"{total} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})"
             for k, (total, (_, size)) in enumerate(zip(self.v.totals, self.values.slices, strict=True))
@@ -455,7 +466,11 @@ class _Text:
 
     def _start_sums(self, step: str, weights: str) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
-        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, self.values.blocks(step))]
+        blocks = self.values.blocks(step)
+        if self.schedule.adds_apart:
+            start = f"{self.sums} = warpgroup_mma({weights}, {blocks[0]}, no_sums, use_acc=False, is_async=True)"
+            return [self.values.wait(step), start]
+        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, blocks)]
 
     def _step(
         self, arithmetic: list[str], enter: list[str], queries: Sequence[str], ahead: Sequence[str] = ()
@@ -463,7 +478,7 @@ class _Text:
         """One tile: start its scores and the sums of the tile before, weigh the scores while the sums run.
 
         ``ahead``: numbers that are loaded while both MMAs run."""
-        totals, operand = self.totals, self.operand
+        totals, operand = self.sums, self.operand
         held = "weights" if self.stored else operand
         return [
             self.keys.wait(),
@@ -477,7 +492,7 @@ class _Text:
             *arithmetic,
             f"{totals}, {held} = warpgroup_mma_wait(0, deps=[{totals}, {held}])",
             self.values.release("(step - 1)"),
-            *([] if self.guesses else self._rescale()),
+            *([] if self.guesses else self._add_sums() or self._rescale()),
             f"weights = {self.weights}",
         ]
 
@@ -534,12 +549,21 @@ class _Text:
         """The softmax's running values."""
         n, rows = self.n, "tl.SliceLayout(1, SCORES)"
         if not self.guesses:
+            lines = [f"{n}_before = tl.zeros([KEPT], tl.float32, {rows})"] if self.schedule.adds_apart else []
             return [
+                *lines,
                 f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
                 f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
             ]
         largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
         return [f"{n}_total = lanes(zeros)", *largest]
+
+    def _add_sums(self) -> list[str]:
+        """Add the sums of the tile before, where they are apart, to accumulators that follow a tile later."""
+        if not self.schedule.adds_apart:
+            return []
+        kept = f"tl.convert_layout({self.n}_before, tl.SliceLayout(1, SUMS))[:, None]"
+        return [f"{self.totals} = {self.totals} * {kept} + {self.sums}", f"{self.n}_before = {self.n}_shrink"]
 
     def _rescale(self) -> list[str]:
         """Rescale the accumulators to the new running maximum."""
