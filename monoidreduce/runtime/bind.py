@@ -109,6 +109,8 @@ def sizes_of(
             floats[name] = value.dtype
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
+            if p.packing is not None and p.packing[0] == 4 and axis == p.feature:
+                length *= 2  # two in a byte
             if not lists and (length != 1 or p.axis != "pairs"):  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:

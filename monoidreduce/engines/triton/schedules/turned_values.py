@@ -28,7 +28,8 @@ def turn(out, x, cols, inner, outer_step, step, col, feature, out_step, room, WI
     # of sixteen columns, 8 b + 2 t + e comes to stand at 4 t + 2 b + e
     at = (place // 16) * 16 + (place // 2 % 2) * 8 + (place % 16 // 4) * 2 + place % 2
     lane, batch = tl.arange(0, WIDTH), tl.program_id(1).to(tl.int64)
-    block = x + batch // inner * outer_step + batch % inner * step + at.to(tl.int64)[:, None] * col + lane[None, :] * feature
+    x += batch // inner * outer_step + batch % inner * step
+    block = x + at.to(tl.int64)[:, None] * col + lane[None, :] * feature
     block = tl.load(block, mask=(at < cols)[:, None], other=0)
     turned = out + batch * out_step + lane.to(tl.int64)[:, None] * room + place[None, :]
     tl.store(turned, tl.trans(block), mask=(place < room)[None, :])
