@@ -628,5 +628,10 @@ def weighted_thirds(weight, x, y, z):
     return product_of_thirds(a, b, c, x, y, z)
 
 
+def both_halves(x):
+    # 4-bit numbers, two in a byte, each with an offset of 8
+    return tl.interleave(x & 15, x >> 4).to(tl.int8) - 8
+
+
 def of_thirds(x, y, z):
     return x.to(tl.float32) + (y.to(tl.float32) + z.to(tl.float32))

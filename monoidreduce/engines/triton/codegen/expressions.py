@@ -18,7 +18,7 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, lookups, random_functions, several, special_functions
+from . import device_functions, k_loop, lookups, packed_vectors, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -233,7 +233,13 @@ class ExpressionWriter:
         return self._loaded(text, e, kind)
 
     def leaf_component(self, e: Expr, f: str) -> str:
-        """Feature ``f`` of a leaf, loaded."""
+        """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
+        if e.packing is not None:
+            return packed_vectors.write_component(self, e, f)
+        return self._loaded(self.load_component(e, f), e, self.spec.type_of[e])
+
+    def load_component(self, e: Expr, f: str) -> str:
+        """Number ``f`` of each of a leaf's vectors, as it is stored."""
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
@@ -244,7 +250,12 @@ class ExpressionWriter:
             mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
-        return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
+        return f"tl.load({at}{mask}){shape}"
+
+    def axis_offset(self, e: Expr, side: str) -> str:
+        """Where the vectors of a tile lie from a leaf's pointer on."""
+        folded = f"folded_lane[:, None] * {self.stride(e, 's')}"
+        return folded if side == "folded" else self.kept_offset(e, "[:, None]")
 
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
@@ -617,13 +628,16 @@ class ExpressionWriter:
             text = widen(text, kind, wanted) if kind in EIGHT_BITS and kind != wanted else text
             return self.bind(key, text, True, name)
         side = "folded" if folded else "kept"
+        if e.packing is not None:
+            size = whole if at is None else at[1]
+            text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
+            return self.bind(key, text, folded, name)
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
         mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
-        rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
-        text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        text = f"tl.load({base} + {self.axis_offset(e, side)} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
         text = text if kind == wanted else widen(text, kind, wanted)
         return self.bind(key, text, folded, name)
 

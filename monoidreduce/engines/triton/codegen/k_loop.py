@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
+from . import packed_vectors
 from .kernel_spec import WIDEST, Spec, widen
 
 if TYPE_CHECKING:
@@ -143,14 +144,13 @@ def _dot(total: str, blocks: list[str], eight: str = "") -> str:
 def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str, eight: str) -> None:
     width = v.spec.width(kept.feature)
     lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
-    sides = [(*_vectors(v, e, side, lane), bool(eight)) for e, side in ((kept, "kept"), (folded, "folded"))]
-    whole = width // DEPTH * DEPTH
-    v.inside += _loop(total, whole, [_block(v, *side, "d", "") for side in sides], eight)
+    sides, whole = ((kept, "kept"), (folded, "folded")), width // DEPTH * DEPTH
+    blocks = [_block(v, e, side, lane, bool(eight)) for e, side in sides]
+    v.inside += _loop(total, whole, [block("d", "") for block in blocks], eight)
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
-        ends = [mask + v.spec.zero(e) for e in (kept, folded)]
-        blocks = [_block(v, *side, str(whole), end) for side, end in zip(sides, ends, strict=True)]
-        v.inside.append(_dot(total, blocks, eight))
+        ends = [block(str(whole), mask + v.spec.zero(e)) for block, (e, _) in zip(blocks, sides, strict=True)]
+        v.inside.append(_dot(total, ends, eight))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
@@ -161,6 +161,15 @@ def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, s
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _block(v: ExpressionWriter, vectors: str, stride: str, kind: str, stored: bool, at: str, mask: str) -> str:
-    text = f"tl.load({vectors} + {at} * {stride}{mask})"
-    return text if stored or kind == v.operand_type() else widen(text, kind, v.operand_type())
+def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> Callable[[str, str], str]:
+    """What writes a block of a tile's vectors, from a feature on and with a mask; ``stored``: as they are stored."""
+    wanted = v.operand_type()
+    if e.packing is not None:
+        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, side, v.masked, wanted)
+    vectors, stride, kind = _vectors(v, e, side, lane)
+
+    def write(at: str, mask: str) -> str:
+        text = f"tl.load({vectors} + {at} * {stride}{mask})"
+        return text if stored or kind == wanted else widen(text, kind, wanted)
+
+    return write

@@ -137,12 +137,14 @@ class Spec:
 
     def zero(self, e: Expr) -> str:
         """What is read of a leaf's vectors outside of their mask."""
+        if e.packing is not None and e.packing[0] == 4:
+            return "136"  # two zeros, each with its offset of 8
         return "0.0" if self.type_of[e] in EIGHT_BITS else "0"
 
     def multiplies_eight_bits(self, x: Expr, y: Expr) -> str:
         """How a product of two leaves is taken by the matrix units for 8 bits, as they are stored: ``"int32"`` or
         ``"float32"``, the type of its sums; empty where it is not."""
-        kinds = {self.type_of[x], self.type_of[y]}
+        kinds = {self.type_of[e] if e.packing is None else "" for e in (x, y)}
         deep = self.deep and self.width(x.feature) > WIDEST
         if not self.eight or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
             return ""

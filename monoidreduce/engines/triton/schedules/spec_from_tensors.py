@@ -69,6 +69,8 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
+        elif e in fold.packed:
+            pass  # widened where it is loaded
         elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
@@ -107,6 +109,8 @@ def describe_fold(
 
 def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | None:
     """The 16-bit type of matrix products of these vectors, if there is one."""
+    scales = {a for e in vectors if e.packing is not None for a in e.args}
+    vectors = {e: v for e, v in vectors.items() if e not in scales}
     if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
         return torch.bfloat16  # which holds all numbers of 8 bits
     return next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)

@@ -54,9 +54,8 @@ def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: in
     """The fold with products in place of distances of stored vectors, from each other or from 16-bit ones."""
     if pairs < max(MANY, 2) or sizes.compute is not torch.float32 or not any(e.is_stored for e in fold.leaves):
         return fold, ()
-    small = {
-        e for e in fold.leaves if e.is_stored or (isinstance(v := values[e], Tensor) and v.dtype in matmul.SIXTEEN)
-    }
+    sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
+    small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
     wide = {e for e in small if e.feature is not None and TINY < sizes.of(str(e.feature)) <= WIDEST}
     return _rewrite(fold, frozenset(wide))
 
