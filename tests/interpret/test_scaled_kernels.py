@@ -101,3 +101,39 @@ def test_weights_with_scales_of_their_own_are_not_rounded_to_8_bits(monkeypatch)
     with mr.use(engine="triton"), use_plan(BY_TURNS):
         cases.attention(q, k, v)
     assert not any(c.kernel.staged for c in seen)
+
+
+@pytest.mark.parametrize("name", cases.PACKED)
+def test_blocks_and_4_bits_in_kernels(name, seed):
+    torch.manual_seed(seed)
+    for op, width in ((cases.attention, 24), (cases.mlp, 6), (cases.near, 40), (cases.attention, 128)):
+        x, *rest = cases.problem(op, cases.PACKED[name], width=width, rows=20, cols=37)
+        x.requires_grad_()
+        exact = op(x, *widen(rest, torch.float64))
+        with mr.use(engine="triton"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = op(x, *rest)
+            gradient = torch.autograd.grad(found.square().sum(), x)[0]
+        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("name", cases.PACKED)
+def test_blocks_and_4_bits_in_k_loops(name, seed):
+    torch.manual_seed(seed)
+    x, y = torch.randn(20, 300, dtype=torch.float16), cases.PACKED[name](torch.randn(37, 300) / 4)
+    with mr.use(engine="triton"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cases.best(x, y)
+    exact = cases.best(x.double(), y.dequantize(torch.float64))
+    torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=1e-2)
+
+
+def test_pages_of_4_bits():
+    q = torch.randn(2, 4, 1, 32)
+    k, v = (cases.store_blocks(torch.randn(5, 16, 2, 32), 16) for _ in range(2))
+    pages = mr.pages(torch.tensor([[4, 1], [2, 0]]), torch.tensor([20, 3]), page=16)
+    with mr.use(engine="triton"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ops.attention_paged(q, k, v, pages)
+    torch.testing.assert_close(found, ops.attention_paged(q, *widen((k, v), torch.float32), pages))

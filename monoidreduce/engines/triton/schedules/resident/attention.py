@@ -64,7 +64,6 @@ class AttentionSchedule:
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
     item: int = 2  # bytes of a number of queries, keys and values
-    adds_apart: bool = False  # sums of a tile are added up in registers: those of 8-bit products have 14 bits
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
@@ -101,7 +100,9 @@ SCHEDULES = (
 
 # Queries, keys and values in 8-bit floats
 STORED_SCHEDULES = (AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40), item=1),)
-_HEADROOM = 8.0  # weights of 8-bit floats are at most 2 to this power: the largest such float is 448
+# In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
+# and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
+_LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
@@ -207,8 +208,6 @@ def write_kernel(
     operands, schedule = find_operands(spec), schedule or find_schedule(spec)
     if operands is None or schedule is None:
         return None
-    if spec.is_stored_softmax:
-        spec = replace(spec, guess=False)  # 8-bit floats have no range for a guessed maximum
     plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
@@ -271,16 +270,18 @@ class _Text:
         self.guesses = soft.level
         soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
         soft.compensates = self.guesses and soft.rounded[0]
+        if self.stored:
+            soft.headroom, soft.above = _LARGEST, -_GUESSED
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
-        self.softcap = match_softcap(soft, logit) if self.guesses else None
-        self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
+        forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
+        self.softcap = match_softcap(soft, logit) if forms else None
+        self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
         self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(
             operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, turned=self.stored
         )
-        soft.headroom = _HEADROOM if self.stored else 0.0
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
         self.staged = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
         self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
@@ -430,7 +431,7 @@ class _Text:
             sums=self._zero_sums(),
             first_scores=[self.keys.wait("0"), *self._start_scores("0", self.residents)],
             release_first=[self.keys.release("0")],
-            totals=self.sums,
+            totals=self.totals,
             enter_first=enter_tile(self.order.any()),
             first_cut=arithmetic["first_cut"],
             first_whole=arithmetic["first_whole"],
@@ -439,22 +440,12 @@ class _Text:
             whole=whole,
             cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), self.residents),
             last_sums=self._start_sums("(steps - 1)", self.last),
-            retry=[*self._add_sums(), *retry],
+            retry=retry,
             results=results,
         )
         return text, generated
 
-    @property
-    def sums(self) -> str:
-        """What the second MMA writes: the accumulators, or the sums of one tile."""
-        return f"{self.n}_sums" if self.schedule.adds_apart else self.totals
-
     def _zero_sums(self) -> list[str]:
-        """Empty accumulators."""
-        apart = [f"no_sums = tl.zeros([KEPT, {self.values.slices[0][1]}], tl.float32, SUMS)"]
-        return [*(apart if self.schedule.adds_apart else []), *self._zero_totals()]
-
-    def _zero_totals(self) -> list[str]:
         return [
             f"{total} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})"
             for k, (total, (_, size)) in enumerate(zip(self.v.totals, self.values.slices, strict=True))
@@ -466,11 +457,7 @@ class _Text:
 
     def _start_sums(self, step: str, weights: str) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
-        blocks = self.values.blocks(step)
-        if self.schedule.adds_apart:
-            start = f"{self.sums} = warpgroup_mma({weights}, {blocks[0]}, no_sums, use_acc=False, is_async=True)"
-            return [self.values.wait(step), start]
-        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, blocks)]
+        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, self.values.blocks(step))]
 
     def _step(
         self, arithmetic: list[str], enter: list[str], queries: Sequence[str], ahead: Sequence[str] = ()
@@ -478,7 +465,7 @@ class _Text:
         """One tile: start its scores and the sums of the tile before, weigh the scores while the sums run.
 
         ``ahead``: numbers that are loaded while both MMAs run."""
-        totals, operand = self.sums, self.operand
+        totals, operand = self.totals, self.operand
         held = "weights" if self.stored else operand
         return [
             self.keys.wait(),
@@ -490,10 +477,11 @@ class _Text:
             self.keys.release(),
             *enter,
             *arithmetic,
+            *([f"packed = {self.weights}"] if self.stored else []),  # few registers: while the sums run
             f"{totals}, {held} = warpgroup_mma_wait(0, deps=[{totals}, {held}])",
             self.values.release("(step - 1)"),
-            *([] if self.guesses else self._add_sums() or self._rescale()),
-            f"weights = {self.weights}",
+            *([] if self.guesses else self._rescale()),
+            f"weights = {'packed' if self.stored else self.weights}",
         ]
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
@@ -549,21 +537,12 @@ class _Text:
         """The softmax's running values."""
         n, rows = self.n, "tl.SliceLayout(1, SCORES)"
         if not self.guesses:
-            lines = [f"{n}_before = tl.zeros([KEPT], tl.float32, {rows})"] if self.schedule.adds_apart else []
             return [
-                *lines,
                 f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
                 f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
             ]
         largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
         return [f"{n}_total = lanes(zeros)", *largest]
-
-    def _add_sums(self) -> list[str]:
-        """Add the sums of the tile before, where they are apart, to accumulators that follow a tile later."""
-        if not self.schedule.adds_apart:
-            return []
-        kept = f"tl.convert_layout({self.n}_before, tl.SliceLayout(1, SUMS))[:, None]"
-        return [f"{self.totals} = {self.totals} * {kept} + {self.sums}", f"{self.n}_before = {self.n}_shrink"]
 
     def _rescale(self) -> list[str]:
         """Rescale the accumulators to the new running maximum."""
@@ -573,11 +552,16 @@ class _Text:
     def _retry(self, arithmetic: list[str]) -> list[str]:
         """Check the guessed maximum; compute rows again where it was wrong."""
         n, rows, compensates = self.n, "tl.SliceLayout(1, SCORES)", self.soft.compensates
+        kind = "tl.float8e4nv" if self.stored else self.narrow
         rounding = [
-            f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), {self.narrow})",
+            f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), {kind})",
             f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
         ]
         right = f" & {self.softcap.was_right()}" if self.softcap else ""
+        if self.stored:
+            most, (low, high) = f"tl.max(tl.cast({n}_largest, tl.float32, bitcast=True), 1)", _IN_RANGE
+            rounding.append(f"{n}_most = tl.convert_layout({most}, {rows})")
+            right = f" & ({n}_most >= {low}) & ({n}_most <= {high})"
         text = fill(
             attention_template.RETRY,
             n=n,
