@@ -15,7 +15,7 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
 from . import packed_vectors
-from .kernel_spec import WIDEST, Spec, widen
+from .kernel_spec import WIDEST, Spec
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
@@ -170,6 +170,6 @@ def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> 
 
     def write(at: str, mask: str) -> str:
         text = f"tl.load({vectors} + {at} * {stride}{mask})"
-        return text if stored or kind == wanted else widen(text, kind, wanted)
+        return text if stored or kind == wanted else v.widen_block(text, kind, wanted)
 
     return write

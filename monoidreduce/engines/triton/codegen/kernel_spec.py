@@ -151,6 +151,13 @@ class Spec:
         return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
 
     @cached_property
+    def multiplies_only_eight_bits(self) -> bool:
+        """Whether all products are taken by the matrix units for 8 bits."""
+        products = [e for e in topological(self.fold.reductions) if e.op in ("dot", "sqdist")]
+        plain = all(e.op == "dot" and all(a.op == "leaf" for a in e.args) for e in products)
+        return bool(products) and plain and all(self.multiplies_eight_bits(*e.args) for e in products)
+
+    @cached_property
     def is_stored_softmax(self) -> bool:
         """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
         (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]

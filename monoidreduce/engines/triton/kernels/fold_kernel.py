@@ -212,6 +212,7 @@ class FoldLaunch:
         sizes, device = self.sizes, self.sizes.device
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
+        item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
         copied = (
             descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
