@@ -17,6 +17,7 @@ from tests.support.warp_specialised_attention_cases import BY_TURNS
 OPS = [cases.attention, cases.head, cases.mlp, cases.near]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "width"),
     [*((op, width) for op in OPS for width in (5, 24)), (cases.head, 300)],
