@@ -19,7 +19,16 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, lookups, packed_vectors, random_functions, several, special_functions
+from . import (
+    close_pairs,
+    device_functions,
+    k_loop,
+    lookups,
+    packed_vectors,
+    random_functions,
+    several,
+    special_functions,
+)
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -31,7 +40,6 @@ _TYPED = (  # need typed constants
 )  # fmt: skip
 _KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
-_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
 _NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
@@ -153,7 +161,7 @@ class ExpressionWriter:
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
-            return self._distance(e)
+            return close_pairs.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
@@ -532,7 +540,7 @@ class ExpressionWriter:
                 return square
             name = self.bind((e, "square"), square, True)
             if self.spec.exact:
-                self._near(e, name, norms)
+                close_pairs.recompute(self, e, name, norms)
             return name
 
         def factors(f: str) -> tuple[str, str]:
@@ -550,34 +558,6 @@ class ExpressionWriter:
                 text = f"tl.fma({', '.join(factors(str(f)))}, {text})"
             return text
         return self._walked(x, lambda f: " * ".join(factors(f)), e)
-
-    def _near(self, e: Expr, square: str, norms: list[str]) -> None:
-        """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""
-        close = f"tl.max(tl.where({square} < {_CLOSE} * ({norms[0]} + {norms[1]}), 1, 0))"
-        lines, self.inside = self.inside, []
-        names = dict(self.inner)
-        self.inside.append(f"{square} = tl.zeros([KEPT, FOLDED], {self.float})")
-        with self.walk(self.spec.width(e.args[0].feature)) as f:
-            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in e.args), True)
-            self.inside.append(f"{square} += {gap} * {gap}")
-        lines += [f"if {close} > 0:", *(f"    {line}" for line in self.inside)]
-        self.inside, self.inner = lines, names
-
-    def _distance(self, e: Expr) -> str:
-        """A squared distance from norms and a split product (``float32_split.py``); close pairs are recomputed from
-        whole vectors."""
-        pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
-        text = self.primitive(e, [self.argument(a, "float") for a in e.args])
-        name = self.bind((e, "square"), text, True)
-        lines, names, self.inside = self.inside, dict(self.inner), []
-        total = self.bind((e, "near"), f"tl.zeros([KEPT, FOLDED], {self.float})", True)
-        with self.walk(self.spec.width(pair[0].feature)) as f:
-            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in pair), True)
-            self.inside.append(f"{total} += {gap} * {gap}")
-        self.inside.append(f"{name} = tl.where({name} < {_CLOSE} * {norms}, {total}, {name})")
-        lines += [f"if tl.min({name} - {_CLOSE} * {norms}) < 0:", *(f"    {line}" for line in self.inside)]
-        self.inside, self.inner = lines, names
-        return name
 
     def _norm(self, v: Expr) -> str:
         """The squared norm of a leaf's vectors."""
@@ -644,7 +624,11 @@ class ExpressionWriter:
         wanted = self.operand_type() if piece is None and not stored else kind
         if folded and e in self.spec.box_of:
             text = self.load_by_descriptor(e, "start", str(first))
-            text = self.widen_block(text, kind, wanted) if kind in EIGHT_BITS and kind != wanted else text
+            text = (
+                packed_vectors.widen_block(self.spec, text, kind, wanted)
+                if kind in EIGHT_BITS and kind != wanted
+                else text
+            )
             return self.bind(key, text, True, name)
         side = "folded" if folded else "kept"
         if e.packing is not None:
@@ -657,14 +641,8 @@ class ExpressionWriter:
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
         text = f"tl.load({base} + {self.axis_offset(e, side)} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
-        text = text if kind == wanted else self.widen_block(text, kind, wanted)
+        text = text if kind == wanted else packed_vectors.widen_block(self.spec, text, kind, wanted)
         return self.bind(key, text, folded, name)
-
-    def widen_block(self, text: str, kind: str, wanted: str) -> str:
-        """A loaded block in the operand type. From 8 bits to bfloat16 four numbers are converted at once, by a function
-        that the compiler does not move behind the change of layout: single bytes would be read from shared memory."""
-        fast = self.spec.native and self.spec.eight and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
-        return f"bfloat16_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
     def split_blocks(self, e: Expr) -> str:
         """The 16-bit parts of a leaf's split float32 vectors, as arguments."""

@@ -170,6 +170,6 @@ def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> 
 
     def write(at: str, mask: str) -> str:
         text = f"tl.load({vectors} + {at} * {stride}{mask})"
-        return text if stored or kind == wanted else v.widen_block(text, kind, wanted)
+        return text if stored or kind == wanted else packed_vectors.widen_block(v.spec, text, kind, wanted)
 
     return write

@@ -9,10 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....program.expression import Expr
-from .kernel_spec import widen
+from .kernel_spec import EIGHT_BITS, Spec, widen
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
+
+
+def widen_block(spec: Spec, text: str, kind: str, wanted: str) -> str:
+    """A loaded block in the operand type. From 8 bits to bfloat16 four numbers are converted at once, by a function
+    that the compiler does not move behind the change of layout: single bytes would be read from shared memory."""
+    fast = spec.native and spec.eight and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
+    return f"bfloat16_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
 
 def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, side: str, masked: bool, wanted: str) -> str:
