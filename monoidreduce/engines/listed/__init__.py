@@ -7,6 +7,7 @@ Memory is that of one batch of pieces; nothing has the size of rows × columns, 
 order of combination depends on the lists alone.
 """
 
+from .packed import run as run_packed
 from .run import run
 
-__all__ = ["run"]
+__all__ = ["run", "run_packed"]

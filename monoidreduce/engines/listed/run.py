@@ -266,18 +266,8 @@ class _Run:
         """Results of all kept blocks, each as if its list were empty."""
         if kind_of(r).per_pair:
             return []
-        shared, block = self.layout.shared_sizes, self.kept_block
-        found = []
-        for k, (feature, _) in enumerate(outputs_of(r)):
-            tail = () if feature is None else (self.sizes.of(str(feature)),)
-            dtype = result_form(r, k, self.sizes)[1]
-            found.append(torch.empty(0, *shared, 1, block, *tail, dtype=dtype, device=self.sizes.device))
-        kind = kind_of(r)
-        nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
-        return [
-            t.expand(*shared, self.blocks, *t.shape[self.layout_dim + 1 :]).to(f.dtype).contiguous()
-            for t, f in zip(nothing, found, strict=True)
-        ]
+        lead = *self.layout.shared_sizes, self.blocks, self.kept_block
+        return [t.expand(*lead, *t.shape[1:]).contiguous() for t in results_of_nothing(r, self.sizes)]
 
     def _keep_parts(self, parts: list[list[Tensor]], count: int, piece: Piece, found: list[list[Tensor]]) -> None:
         """Put the states of some pieces among the parts, which are allocated when the first are known."""
@@ -303,6 +293,17 @@ class _Run:
         for at, d in enumerate((*layout.shared, *layout.own, *layout.packed)):
             order[d] = at
         return t.permute((*order, *range(len(order), t.dim()))).contiguous()
+
+
+def results_of_nothing(r: Expr, sizes: Sizes) -> list[Tensor]:
+    """The results of a reduction that folds no pair, of one kept index: ``[1(, features)]``."""
+    found = []
+    for k, (feature, _) in enumerate(outputs_of(r)):
+        tail = () if feature is None else (sizes.of(str(feature)),)
+        found.append(torch.empty(0, 1, *tail, dtype=result_form(r, k, sizes)[1], device=sizes.device))
+    kind = kind_of(r)
+    nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
+    return [t.to(f.dtype) for t, f in zip(nothing, found, strict=True)]
 
 
 def _zeros_per_pair(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:
