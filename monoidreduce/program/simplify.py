@@ -95,6 +95,8 @@ def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
         return apply("sub", a, b.args[0])
     if a.op == "neg":
         return apply("sub", b, a.args[0])
+    if _is_mask(a) and _is_mask(b) and a.args[0] is b.args[0] and says_which_pairs_exist(a.args[0]):
+        return apply("where", a.args[0], apply("add", a.args[1], b.args[1]), a.args[2])
     return None
 
 
@@ -122,13 +124,23 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
             return apply("neg", other)
         if one.op == "neg":
             return apply("neg", apply("mul", one.args[0], other))
-        if not one.is_pair and one.feature is None and _is_mask(other):  # push factors under a mask
+        hides = _is_mask(other) and (not one.is_pair or says_which_pairs_exist(other.args[0]))
+        if one.feature is None and hides:  # push factors under a mask
             return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
         if other.op == "mul" and other.is_pair and not one.is_pair and one.feature is None and one.dtype == "float":
             for pair, number in (other.args, other.args[::-1]):
                 if pair.is_pair and _can_multiply_first(number, one):  # one factor per pair instead of two
                     return apply("mul", pair, apply("mul", number, one))
     return None
+
+
+def says_which_pairs_exist(c: Expr) -> bool:
+    """True for a condition of listed pairs, or of packed sequences: their numbers are equal. What is computed of a pair
+    that does not exist may be anything, so nothing is to be multiplied by the 0 that stands for it."""
+    if c.op == "logical_and":
+        return any(says_which_pairs_exist(a) for a in c.args)
+    sides = [(a.rows, a.cols) for a in c.args if a.op in ("leaf", "input") and a.dtype == "int" and a.feature is None]
+    return c.op == "listed" or (c.op == "eq" and sides == [(True, False), (False, True)])
 
 
 def _is_mask(e: Expr) -> bool:
@@ -150,6 +162,8 @@ def _can_multiply_first(a: Expr, b: Expr) -> bool:
 
 def _div(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
+    if b.is_pair and b.feature is None and _is_mask(a) and says_which_pairs_exist(a.args[0]):
+        return apply("where", a.args[0], apply("div", a.args[1], b), a.args[2])
     if is_constant(a, 0) and _has_result_shape(a, args):
         return ZERO
     return a if is_constant(b, 1) and _has_result_shape(a, args) and a.dtype == "float" else None

@@ -190,7 +190,8 @@ def _walk(
     program = logit_rounding.marked(program, asking, sizes)
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
-    choose = engine == "auto" and not program.is_listed
+    packed = "_cols_row_sequence" in names and sizes.device.type == "cpu"  # folded sequence by sequence
+    choose = engine == "auto" and not program.is_listed and not packed
     rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if choose else passes
     steps, own = make_steps(engine, program, numbers), () if total else forms
     run = _with_replay(steps, rows, sizes, own) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)

@@ -135,7 +135,8 @@ def _bind_pages(
             at = value.dim() - tail - 1
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
-    tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), domain.lengths.view(sequences, *ones)
+    lengths = domain._once("lengths", (), domain.lengths.long)  # one tensor for all calls, which find their lists by it
+    tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]
     return DomainCall(domain.form, {**moved, **dict(zip(names, tensors, strict=True))}, grouped)
 

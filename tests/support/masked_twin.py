@@ -187,23 +187,42 @@ def _places(pages: Pages) -> Tensor:
     return pages.table[:, place // pages.page] * pages.page + place % pages.page
 
 
-def make_domain(kind: str) -> tuple[Domain, int, int]:
-    """A domain and the sizes of a call: ragged ends, an empty list, one of all columns, a column that no list has."""
+def make_domain(kind: str, empty: bool = True) -> tuple[Domain, int, int]:
+    """A domain and the sizes of a call: ragged ends, a list of all columns, and with ``empty`` lists without any and
+    columns that no list has."""
     if kind == "pages":
         table = torch.tensor([[5, 2, 7], [1, 0, 0], [2, 3, 4], [6, 6, 6]])  # page 2 is two sequences'
+        if not empty:
+            return mr.pages(table[[0, 2]], torch.tensor([12, 12]), page=4), 3, 32
         return mr.pages(table, torch.tensor([9, 3, 12, 0]), page=4), 3, 32
     chance = torch.Generator().manual_seed(3)
     rows, cols = 11, 13
     if kind == "jagged":
-        return mr.jagged(torch.tensor([0, 4, 4, 5, 7, 10]), torch.tensor([0, 3, 5, 5, 9, 12])), rows, cols
+        own, other = ([0, 4, 4, 5, 7, 10], [0, 3, 5, 5, 9, 12]) if empty else ([0, 4, 5, 9, 11], [0, 3, 7, 9, 13])
+        return mr.jagged(torch.tensor(own), torch.tensor(other)), rows, cols
     if kind == "blocks":
         keep = torch.rand(4, 5, generator=chance) > 0.5
-        keep[1], keep[2], keep[[0, 3], 4] = False, True, False
+        keep[:, 0] = keep[2] = True
+        if empty:
+            keep[1] = keep[:, 4] = False
         return mr.blocks.from_mask(keep, rows=3, cols=3), rows, cols
     keep = torch.rand(rows, cols, generator=chance) > 0.6
-    keep[2], keep[5], keep[:, 7] = False, True, False
+    keep[:, 0] = keep[5] = True
+    if empty:
+        keep[2] = keep[:, 7] = False
     owner, index = keep.nonzero().unbind(1)
     order = torch.rand(len(owner), generator=chance).argsort()
     order = order[owner[order].argsort(stable=True)]  # not sorted within a list
     pointer = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
     return mr.edges(pointer, index[order]), rows, cols
+
+
+def make_repeats(kind: str) -> tuple[Domain, int, int]:
+    """Lists that name columns several times, one of them long, one empty."""
+    chance = torch.Generator().manual_seed(4)
+    if kind == "blocks":
+        index = torch.randint(0, 5, (4, 6), generator=chance)
+        return mr.blocks(index, torch.tensor([6, 0, 3, 5]), rows=3, cols=3), 11, 13
+    lengths = torch.tensor([3, 0, 500, 1, 7])
+    pointer = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return mr.edges(pointer, torch.randint(0, 13, (int(pointer[-1]),), generator=chance)), 5, 13

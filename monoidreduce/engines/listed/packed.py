@@ -2,8 +2,8 @@
 
 Pairs of two sequences would be the identity, because a condition ``row's number == column's number`` says so
 (``mr.jagged``, documents). Where these numbers rise along both axes, only the stretches of equal numbers are folded,
-without the condition. So a sequence costs what it would alone, and what others hold, NaN or memory that was never
-written, does not reach it.
+without the condition. So a sequence costs what it would alone, and what lies beyond the last one is never read. Short
+neighbours are one stretch, with the condition.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ..common.evaluate import Sizes, pair_result_form
 from ..common.result_layout import allocate_result
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
+
+_SHORT = 2**14  # pairs that take less time than a fold takes to begin
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     return outputs
 
 
-def _run_stretch(fold: Fold, leaves: list[Any], sizes: Sizes, s: Stretch, engine: Engine, outputs: list[Tensor]) -> None:
+def _run_stretch(
+    fold: Fold, leaves: list[Any], sizes: Sizes, s: Stretch, engine: Engine, outputs: list[Tensor]
+) -> None:
     row, col = Range(s.rows, s.rows.start), Range(s.cols, s.cols.start)
     own = replace(sizes, rows=s.rows.stop - s.rows.start, cols=s.cols.stop - s.cols.start)
     placed, fed = offset_fold(fold)
@@ -138,9 +142,17 @@ def _make_stretches(rows: Tensor, cols: Tensor) -> tuple[Stretch, ...] | None:
     found, sides = [], []
     for t in (rows, cols):
         numbers, counts = torch.unique_consecutive(t, return_counts=True)
-        ends = counts.cumsum(0)
-        sides.append({n: slice(b - c, b) for n, b, c in zip(numbers.tolist(), ends.tolist(), counts.tolist(), strict=True)})
-    for n, own in sides[0].items():
-        if n in sides[1]:
-            found.append(Stretch(own, sides[1][n], True))
+        places = zip(numbers.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
+        sides.append({n: slice(end - count, end) for n, end, count in places})
+    for row, col in ((own, sides[1][n]) for n, own in sides[0].items() if n in sides[1]):
+        if found and _is_short(found[-1], row, col):
+            found[-1] = Stretch(slice(found[-1].rows.start, row.stop), slice(found[-1].cols.start, col.stop), False)
+        else:
+            found.append(Stretch(row, col, True))
     return tuple(found)
+
+
+def _is_short(last: Stretch, row: slice, col: slice) -> bool:
+    """Whether a sequence joins the stretch that ends where it begins."""
+    adjacent = last.rows.stop == row.start and last.cols.stop == col.start
+    return adjacent and (row.stop - last.rows.start) * (col.stop - last.cols.start) <= _SHORT
