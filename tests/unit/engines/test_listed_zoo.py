@@ -19,16 +19,30 @@ SOME = (
 )  # fmt: skip
 
 
-def cases(kinds=KINDS, make=make_domain, keep=lambda layer, kind: True):
+def cases(kinds=KINDS, make=make_domain, keep=lambda layer, kind: True, some=SOME):
+    """Each layer over each domain where it makes sense; without those of ``some``, slow."""
     found = []
     for kind in kinds:
         for layer in ZOO:
-            per_pair = any(p.axis == "pairs" for p in layer.parameters)
-            if (kind == "pages" and per_pair) or not keep(layer, kind):  # columns in pages have no numbers per pair
+            if (kind == "pages" and has_pairs(layer)) or not keep(layer, kind):  # pages have no numbers per pair
                 continue
-            marks = () if layer.name in SOME else (pytest.mark.slow,)
+            marks = () if layer.name in some else (pytest.mark.slow,)
             found.append(pytest.param(Case(layer, *make(kind)), id=f"{layer.name}-{kind}", marks=marks))
     return found
+
+
+def has_pairs(layer):
+    return any(p.axis == "pairs" for p in layer.parameters)
+
+
+def is_placed(layer, kind):
+    """Random numbers of pages are those of the positions; the twin's rows count from 0."""
+    return kind != "pages" or layer.name not in DRAWS
+
+
+def without_empty_lists(kind):
+    """Of rows and columns that have no pair, the dense call does not know all derivatives."""
+    return make_domain(kind, empty=False)
 
 
 def where_defined(got: Result, truth: Result, also: Result) -> Result:
@@ -37,11 +51,7 @@ def where_defined(got: Result, truth: Result, also: Result) -> Result:
     return Result(got.values, {n: torch.where(hidden[n], torch.nan, g) for n, g in got.grads.items()})
 
 
-# Random numbers of pages are those of the positions; the twin's rows count from 0.
-PLACED = cases(keep=lambda layer, kind: kind != "pages" or layer.name not in DRAWS)
-
-
-@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize("case", cases(keep=is_placed))
 def test_values_and_gradients(case, seed):
     args = case.args(seed)
     truth = run(case.dense, args)
@@ -82,41 +92,25 @@ def second(function, args):
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(
-        make=lambda kind: make_domain(kind, empty=False),
-        keep=lambda layer, kind: layer.differentiable and (kind != "pages" or layer.name not in DRAWS),
-    ),
+    "case", cases(make=without_empty_lists, keep=lambda l, k: l.differentiable and is_placed(l, k), some=SOME[:5])
 )
 def test_second_derivatives(case, seed):
-    """Without rows and columns that have no pair, whose derivatives the dense call does not know."""
     args = case.args(seed)
     truth = second(case.dense, args)
     found = second(case.listed, args)
     assert_equal(where_defined(found, truth, truth), truth, rtol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize(
-    "case",
-    cases(
-        make=lambda kind: make_domain(kind, empty=False),
-        keep=lambda layer, kind: kind != "pages" or layer.name not in DRAWS,
-    ),
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("case", cases(make=without_empty_lists, keep=is_placed, some=SOME[:7]))
 def test_error_is_at_most_twice_that_of_the_dense_call(case, dtype, seed):
     args = case.args(seed, dtype)
     found, plain, truth = run(case.listed, args), run(case.dense, args), run(case.dense, cast(args, torch.float64))
-    assert_error_rule([(found, plain, truth)])
+    assert_error_rule([(found, plain, truth)], terms=1.0)  # gradients of numbers near 1, which may cancel
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(
-        ("edges", "blocks"),
-        make_repeats,
-        lambda layer, kind: kind != "edges" or not any(p.axis == "pairs" for p in layer.parameters),
-    ),
+    "case", cases(("edges", "blocks"), make_repeats, lambda l, kind: kind == "blocks" or not has_pairs(l), SOME[:7])
 )
 def test_repeated_columns_and_a_long_list(case, seed):
     args = case.args(seed)
