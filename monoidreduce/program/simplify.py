@@ -106,6 +106,8 @@ def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
         return a
     if is_constant(a, 0) and _has_result_shape(b, args):
         return apply("neg", b)
+    if _is_mask(a) and _is_mask(b) and a.args[0] is b.args[0] and _hides_pairs(a.args[0], a):
+        return apply("where", a.args[0], apply("sub", a.args[1], b.args[1]), a.args[2])
     return apply("add", a, b.args[0]) if b.op == "neg" else None
 
 
