@@ -28,7 +28,7 @@ from ..common.result_layout import allocate_result
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
 
-_SHORT = 2**14  # pairs that take less time than a fold takes to begin
+_SHORT = 2**16  # pairs of all batch elements, which take less time than a fold takes to begin
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     same = find_condition(fold)
     if same is None or sizes.device.type != "cpu":
         return None
-    stretches = _find_stretches(*(leaves[fold.leaves.index(e)] for e in same.args))
+    short = _SHORT // max(1, torch.Size(sizes.batch).numel())
+    stretches = _find_stretches(*(leaves[fold.leaves.index(e)] for e in same.args), short)
     if stretches is None:
         return None
     outputs: list[Tensor] = []
@@ -126,33 +127,34 @@ def _without_condition(fold: Fold, same: Expr) -> Fold:
     return Fold(fold.leaves, tuple(reductions), fold.scales, exact=fold.exact)
 
 
-def _find_stretches(rows: Any, cols: Any) -> tuple[Stretch, ...] | None:
+def _find_stretches(rows: Any, cols: Any, short: int) -> tuple[Stretch, ...] | None:
     """The stretches of equal numbers; None where the numbers do not rise, differ by batch element or have no values."""
     if any(type(t) is not Tensor or t.numel() != t.shape[-1] for t in (rows, cols)):
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None
-    make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1))
-    return unchanged_tensors.compute_once(("stretches", rows, cols), make, rows.device)
+    make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1), short)
+    return unchanged_tensors.compute_once(("stretches", rows, cols, short), make, rows.device)
 
 
-def _make_stretches(rows: Tensor, cols: Tensor) -> tuple[Stretch, ...] | None:
+def _make_stretches(rows: Tensor, cols: Tensor, short: int) -> tuple[Stretch, ...] | None:
     if bool((rows.diff() < 0).any()) or bool((cols.diff() < 0).any()):
         return None
-    found, sides = [], []
+    found: list[Stretch] = []
+    sides: list[dict[int, slice]] = []
     for t in (rows, cols):
         numbers, counts = torch.unique_consecutive(t, return_counts=True)
         places = zip(numbers.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
         sides.append({n: slice(end - count, end) for n, end, count in places})
     for row, col in ((own, sides[1][n]) for n, own in sides[0].items() if n in sides[1]):
-        if found and _is_short(found[-1], row, col):
+        if found and _is_short(found[-1], row, col, short):
             found[-1] = Stretch(slice(found[-1].rows.start, row.stop), slice(found[-1].cols.start, col.stop), False)
         else:
             found.append(Stretch(row, col, True))
     return tuple(found)
 
 
-def _is_short(last: Stretch, row: slice, col: slice) -> bool:
-    """Whether a sequence joins the stretch that ends where it begins."""
+def _is_short(last: Stretch, row: slice, col: slice, short: int) -> bool:
+    """Whether a sequence joins the stretch that ends where it begins: both have at most ``short`` pairs."""
     adjacent = last.rows.stop == row.start and last.cols.stop == col.start
-    return adjacent and (row.stop - last.rows.start) * (col.stop - last.cols.start) <= _SHORT
+    return adjacent and (row.stop - last.rows.start) * (col.stop - last.cols.start) <= short

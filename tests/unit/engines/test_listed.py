@@ -219,10 +219,10 @@ def test_indices_of_packed_sequences():
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 def test_what_belongs_to_no_sequence_is_never_read(engine):
     """Memory beyond the last offset may hold anything; also where a body needs two passes, and rows have no columns."""
-    rows, cols = torch.tensor([0, 200, 200, 260]), torch.tensor([0, 180, 190, 190])
-    args = [torch.randn(n, 3, dtype=F64) for n in (270, 200, 200)]
-    clean = [t[:260] if len(t) == 270 else t[:190] for t in args]
-    for t, end in zip(args, (260, 190, 190), strict=True):
+    rows, cols = torch.tensor([0, 280, 280, 360]), torch.tensor([0, 270, 280, 280])
+    args = [torch.randn(n, 3, dtype=F64) for n in (370, 290, 290)]
+    clean = [t[:360] if len(t) == 370 else t[:280] for t in args]
+    for t, end in zip(args, (360, 280, 280), strict=True):
         t[end:] = torch.nan
     domain = mr.jagged(rows, cols)
     for op in (two_passes, conditions, best):
@@ -242,15 +242,15 @@ def test_what_belongs_to_no_sequence_is_never_read(engine):
 
 def test_sequences_are_folded_one_by_one():
     """Pairs of two long sequences are never computed, those of short neighbours are."""
-    args = [torch.randn(n, 3) for n in (500, 500, 500)]
-    offsets = torch.tensor([0, 200, 210, 220, 500])
+    args = [torch.randn(n, 3) for n in (900, 900, 900)]
+    offsets = torch.tensor([0, 300, 310, 320, 900])
     with mr.use(engine="eager"), mr.tally() as tiles:
         two_passes(*args, cols=mr.jagged(offsets))
     assert tiles.computed == 2 * 3  # two passes over three stretches
     numbers = torch.tensor([0, 0, 1, 1, 2])
-    stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]))
+    stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
     assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), False),)
-    assert packed._make_stretches(numbers.flip(0), numbers) is None
+    assert packed._make_stretches(numbers.flip(0), numbers, 12) is None
 
 
 @mr.op
