@@ -139,7 +139,7 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 def _hides_pairs(c: Expr, value: Expr) -> bool:
     """True for a condition that says which pairs exist (listed ones, or those of one packed sequence), where ``value``
     may be infinite or NaN for a pair that does not: the 0 that stands for such a pair is not to be multiplied by it."""
-    if c.op == "logical_and":
+    if c.op in ("logical_and", "stretches"):
         return any(_hides_pairs(a, value) for a in c.args)
     sides = [(a.rows, a.cols) for a in c.args if a.op in ("leaf", "input") and a.dtype == "int" and a.feature is None]
     exists = c.op == "listed" or (c.op == "eq" and sides == [(True, False), (False, True)])

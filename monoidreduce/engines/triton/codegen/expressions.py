@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ....program.constructors import apply
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
@@ -59,6 +60,7 @@ class ExpressionWriter:
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
         self.state_width = 0  # features of all accumulators that are blocks
         self.pair_features = 0  # features of all vectors that are held per pair
+        self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
@@ -76,6 +78,8 @@ class ExpressionWriter:
             return found
         if not name:
             name, self.count = f"v{self.count}", self.count + 1
+            if folded and isinstance(key, Expr) and key.is_pair and key.dtype == "float":
+                self.pair_names.add(name)
         (self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
@@ -143,6 +147,8 @@ class ExpressionWriter:
             return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
+        if e.op == "cast" and e.is_pair and (distance := self._cast_distance(e)) is not None:
+            return distance
         if e.op == "lookup":
             return lookups.write_lookup(self, *e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
@@ -312,6 +318,7 @@ class ExpressionWriter:
         if e.op in ("div", "reciprocal") and self.spec.narrow and e.dtype == "float" and e.args[-1].is_pair:
             form = "native" if self.spec.native else "quick"  # once for all that is divided by it
             over = self.bind((args[-1], "reciprocal"), f"{form}_reciprocal({args[-1]})", True)
+            self.pair_names.add(over)
             return over if e.op == "reciprocal" else f"{args[0]} * {over}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
@@ -428,6 +435,15 @@ class ExpressionWriter:
             return None
         return self.bind((a, "gap"), self.apart(self.number(at)), True)
 
+    def _cast_distance(self, e: Expr) -> str | None:
+        """``(i - j).abs().float()`` or ``(i - j).float()`` as float32; None for anything else."""
+        (a,) = e.args
+        if e.dtype != "float" or (found := self.index_distance(a, "float")) is not None:
+            return found if e.dtype == "float" else None
+        if a.op == "abs" and a.args[0].op == "sub":  # the other way round
+            return self.index_distance(apply("abs", apply("sub", *a.args[0].args[::-1])), "float")
+        return None
+
     def apart(self, at: str) -> str:
         """Kept indices minus the folded indices of a tile, as float32."""
         return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"
@@ -512,14 +528,21 @@ class ExpressionWriter:
                 self._near(e, name, norms)
             return name
 
-        def part(f: str) -> str:
+        def factors(f: str) -> tuple[str, str]:
             a, b = self.component(x, f), self.component(y, f)
             if e.op == "dot":
-                return f"{a} * {b}"
+                return a, b
             gap = self.bind((e, f, "gap"), f"{a} - {b}", True)
-            return f"{gap} * {gap}"
+            return gap, gap
 
-        return self._walked(x, part, e)
+        width = self.spec.width(x.feature)
+        if e.dtype == "float" and 0 < width <= TINY and self.spec.compares_pairs:
+            self.prepare_walk(x)
+            text = " * ".join(factors("0"))
+            for f in range(1, width):  # by now the compiler has nothing to decide on
+                text = f"tl.fma({', '.join(factors(str(f)))}, {text})"
+            return text
+        return self._walked(x, lambda f: " * ".join(factors(f)), e)
 
     def _near(self, e: Expr, square: str, norms: list[str]) -> None:
         """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""
@@ -651,10 +674,6 @@ class ExpressionWriter:
     def add_product(self, total: str, weight: str, block: str) -> str:
         """A line that adds a tile's Σ_j weight_ij × vector_j to a running sum."""
         return f"{total} = tl.dot({weight}, {block}, acc={total}{self.options()})"
-
-    def tile_count(self) -> str:
-        """How many folded indices of a tile exist."""
-        return "tl.minimum(folded_size - start, FOLDED)" if self.masked else "FOLDED"
 
     def operand_type(self) -> str:
         """The type of matrix products' operands."""

@@ -26,7 +26,7 @@ from .....program.contract import contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen import compiler, kernel_text, listed, tile_ranges
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
@@ -40,7 +40,6 @@ from ..gluon_parts import (
     Ring,
     TileOrder,
     VectorRows,
-    enter_tile,
     fill,
     indent,
     leaf_name,
@@ -98,6 +97,7 @@ SCHEDULES = (
 )
 
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
+_LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
@@ -116,9 +116,12 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
     if not hopper.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
-    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
+    short = spec_from_tensors.walks_are_short(spec)
     few = count * length < schedule.kept * spec_from_tensors.processors(device)
-    return None if short or few or write_kernel(spec, schedule) is None else schedule.tile
+    if spec.listed is not None and spec.listed.folded_block < schedule.folded:  # a tile lies in one block
+        tile = (schedule.kept, spec.listed.folded_block, 4, schedule.ring * schedule.folded // spec.listed.folded_block)
+        schedule = find_schedule(spec, tile) if tile[1] >= _LEAST_FOLDED else None
+    return None if short or few or schedule is None or write_kernel(spec, schedule) is None else schedule.tile
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,12 @@ class Operands:
 
 @functools.lru_cache(maxsize=1024)
 def find_operands(spec: Spec) -> Operands | None:
-    """The vectors of a fold that is one softmax-weighted sum, its logits made of one product; None for any other."""
+    """The vectors of a fold that is one softmax-weighted sum, its logits made of one product, and maybe weighted means
+    of numbers that are made of the same product and of indices; None for any other."""
     (r, *others) = spec.fold.reductions
-    if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
+    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.deep:
+        return None
+    if len(r.args) > 2 and not all(_is_made_of_pairs(e) for e in r.args[2:]):
         return None
     sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
     dots = [e for e in topological(r.args) if e.op in OF_VECTORS]
@@ -142,11 +148,17 @@ def find_operands(spec: Spec) -> Operands | None:
         return None
     queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
     values = sums[0].vector
-    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
+    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
     copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
+
+
+def _is_made_of_pairs(e: Expr) -> bool:
+    """True for a number per pair without numbers of one axis: what each thread holds already."""
+    leaves = [n for n in topological([e]) if n.op == "leaf" and n.feature is None]
+    return e.is_pair and e.feature is None and not any(n.rows or n.cols for n in leaves)
 
 
 def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
@@ -201,6 +213,8 @@ def write_kernel(
     if plain.shifts:
         return None
     text = _Text(spec, schedule, operands, even, aligned)
+    if text.ends and text.means:  # numbers beyond the end of a list are not cleared
+        return None
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
@@ -216,6 +230,7 @@ class _PairValues(ExpressionWriter):
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
+    pair_layout = "score"
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -224,7 +239,8 @@ class _PairValues(ExpressionWriter):
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
 
     def apart(self, at: str) -> str:
-        return f"index_distance(tl.sum({at}, 1), start, score)"
+        place = "step * FOLDED" if self.spec.listed and self.spec.listed.logical else "start"
+        return f"index_distance(tl.sum({at}, 1), {place}, score)"
 
     def product(self, x: Expr, y: Expr) -> str:
         return "score"
@@ -255,13 +271,18 @@ class _Text:
         self.n, v.totals = soft.name, soft.means[0].names
         self.totals = ", ".join(v.totals)
         self.guesses = soft.level
-        soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
+        self.means = [f"{soft.name}_mean{k}" for k in range(1, len(soft.means))]  # of numbers, beside the vectors'
+        # dropout masks weights when they are rounded
+        soft.rounded = [soft.rounded[0] or v.toss is not None, *(False for _ in self.means)]
         soft.compensates = self.guesses and soft.rounded[0]
-        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+        self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
+        limited = self.ends and listed.find_upper_limits(spec) is not None
+        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
-        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
+        sloped = self.guesses and soft.sloped and spec.listed is None
+        self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
@@ -279,7 +300,8 @@ class _Text:
             self.unpack = [f"operand = {self.last}"]
         else:
             weights = f"tl.convert_layout({rounded}, WEIGHTS)"
-            self.weights = f"pack_pairs({weights})" if self.spec.bounds or self.softcap else weights
+            packs = self.spec.bounds or self.ends or self.softcap or self.means or self.spec.fold.tables
+            self.weights = f"pack_pairs({weights})" if packs else weights
 
     def write(self, name: str, arguments: Sequence[str], unspecialized: Sequence[str]) -> tuple[str, list[str]]:
         """The kernel's text, and of it the lines that come from code generation."""
@@ -401,14 +423,14 @@ class _Text:
             first_scores=[self.keys.wait("0"), *self._start_scores("0", self.residents)],
             release_first=[self.keys.release("0")],
             totals=self.totals,
-            enter_first=enter_tile(self.order.any()),
+            enter_first=self.order.enter(self.order.any()),
             first_cut=arithmetic["first_cut"],
             first_whole=arithmetic["first_whole"],
             weights=self.weights,
             before_whole=before_whole,
             whole=whole,
-            cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), self.residents),
-            last_sums=self._start_sums("(steps - 1)", self.last),
+            cut=self._step(arithmetic["cut"], self.order.enter(self.order.cut()), self.residents),
+            last_sums=self._start_sums("(steps - 1)", self.last, self._clear_end("(steps - 1)", "steps - 1")),
             retry=retry,
             results=results,
         )
@@ -424,9 +446,24 @@ class _Text:
         """First MMAs: queries times the keys of a step, in the background."""
         return gluon_parts.start_score("score", queries, self.keys.blocks(step))
 
-    def _start_sums(self, step: str, weights: str) -> list[str]:
+    def _start_sums(self, step: str, weights: str, before: Sequence[str] = ()) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
-        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, self.values.blocks(step))]
+        blocks = self.values.blocks(step)
+        return [self.values.wait(step), *before, *gluon_parts.start_sum(self.v.totals, weights, blocks)]
+
+    def _clear_end(self, step: str, at: str, slot: str = "") -> list[str]:
+        """Zeros in place of the values beyond the end of a list: what its last block holds there may be NaN. Each group
+        writes the same zeros before its own MMA reads them."""
+        if not self.ends:
+            return []
+        lines = [f"if ({at}) * FOLDED + FOLDED > positions:"]
+        blocks = self.values.blocks_in(slot) if slot else self.values.blocks(step)
+        for k, (block, (_, size)) in enumerate(zip(blocks, self.values.slices, strict=True)):
+            wide = self.rows.name("WIDE", size)
+            inside = f"(({at}) * FOLDED + tl.arange(0, FOLDED, tl.SliceLayout(1, {wide})) < positions)[:, None]"
+            lines.append(f"    held{suffix(k)} = {block}")
+            lines.append(f"    held{suffix(k)}.store(tl.where({inside}, held{suffix(k)}.load({wide}), 0.0))")
+        return [*lines, "    fence_async_shared()"]
 
     def _step(
         self, arithmetic: list[str], enter: list[str], queries: Sequence[str], ahead: Sequence[str] = ()
@@ -453,21 +490,21 @@ class _Text:
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
         """The loop over whole tiles, and what comes before it. With softcap, the polynomial runs where the first tile
-        showed that it applies. Queries are held in registers unless softcap or ALiBi need these."""
+        showed that it applies. Queries are held in registers unless something else needs these."""
         n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
-        elif not self.alibi and self.schedule.holds_queries:
+        elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
             block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
         ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
         whole = [line for line in whole if line.strip() not in ahead]
-        if not self.spec.bounds:
+        if not self.spec.bounds and not self.ends:
             whole.append(f"{n}_total = order_before_wait({n}_total)")
-        return before, self._step(whole, enter_tile(self.order.whole(), mask=False), queries, list(ahead))
+        return before, self._step(whole, self.order.enter(self.order.whole(), mask=False), queries, list(ahead))
 
     def _weigh(
         self,
@@ -485,7 +522,7 @@ class _Text:
         v.loop(masked)
         v.alone = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
-        logit, value = (known(a, truths) for a in soft.reduction.args)
+        logit, value, *more = (known(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
         v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
@@ -497,6 +534,12 @@ class _Text:
             part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
         else:
             part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+        for mean, number in zip(self.means, more, strict=True):
+            weighted = v.seen(f"{n}_weight * {v.full(number)}", "0.0")
+            if soft.guessing:
+                v.inside.append(f"{mean} += lanes({weighted})")
+            else:
+                v.inside.append(f"{mean} = {mean} * {n}_shrink + tl.sum({weighted}, 1)")
         return [*v.inside, f"{n}_part = {part}"]
 
     def _begin(self) -> list[str]:
@@ -506,9 +549,13 @@ class _Text:
             return [
                 f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
                 f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
+                *self._zero_means(),
             ]
         largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
-        return [f"{n}_total = lanes(zeros)", *largest]
+        return [f"{n}_total = lanes(zeros)", *largest, *(f"{mean} = lanes(zeros)" for mean in self.means)]
+
+    def _zero_means(self) -> list[str]:
+        return [f"{mean} = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))" for mean in self.means]
 
     def _rescale(self) -> list[str]:
         """Rescale the accumulators to the new running maximum."""
@@ -528,17 +575,26 @@ class _Text:
             n=n,
             totals=self.totals,
             sums=self._zero_sums(),
-            rounding=rounding if compensates else [],
+            rounding=[
+                *(rounding if compensates else []),
+                *(f"{mean} = tl.convert_layout(tl.sum({mean}, 1), {rows})" for mean in self.means),
+            ],
             near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
-            no_rounding=[f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else [],
-            enter=enter_tile(self.order.any()),
+            no_rounding=[
+                *([f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else []),
+                *self._zero_means(),
+            ],
+            enter=self.order.enter(self.order.any()),
             copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
             scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
             arithmetic=arithmetic,
             rescale=self._rescale(),
             weights=self.weights,
             copy_values=self.values.copy("start", "retry_full.index(GROUP)", "GROUP"),
-            add=gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+            add=[
+                *self._clear_end("step", "step", "GROUP"),
+                *gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+            ],
         )
         return text.split("\n")
 

@@ -28,7 +28,7 @@ from .....program.several import OF_VECTORS
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
-from ..spec_from_tensors import condition_leaves
+from ..spec_from_tensors import walks_are_short
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
@@ -38,7 +38,7 @@ _MOST_SENT = 2  # factors of a pair that are sent
 _MOST_SCORES = 3  # of a tile
 # How many numbers per folded index there may be, by the counts of scores and sums. With one score and two of them these
 # kernels take 1.07 of the time of the compiler's schedule, with one 0.82 (H200; docs/internals/mlp-kernels.md).
-_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 4}
+_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 5}
 _REGISTERS = 224  # of a thread, for what a group holds
 
 
@@ -89,7 +89,9 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
-    if spec.bounds and (condition_leaves(spec.fold) or len(spec.fold.reductions) > 2):
+    if spec.listed is not None and spec.listed.ends:  # what blocks hold beyond the end of a list is not cleared
+        return ()
+    if walks_are_short(spec) or (spec.bounds and len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
