@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....program.conditions import conditions, is_idle
+from ....program.constructors import substitute
 from ....program.expression import Expr, const, topological
 from ....program.lower import Fold
 from ....program.normal_form import split_index_match
