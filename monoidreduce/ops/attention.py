@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..domains import Domain, Jagged
 from ..errors import ArgumentError, DTypeError, ShapeError
+from ..stored_vectors import Scaled
 from . import checks, grouping
 from . import language as mr
 
@@ -343,7 +344,8 @@ def _attend(
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
-    if options.get("lower_right") and q.shape[-2] == 1 and cols is None and checks.is_undivided():
+    last = options.get("lower_right") if cols is None else cols.kind == "pages"
+    if last and q.shape[-2] == 1 and checks.is_undivided():
         _drop_implied(options)
     if cols is not None:
         _align(cols, options, q)
@@ -461,7 +463,7 @@ def document_ids(lengths: Tensor) -> Tensor:
 
 def default_scale(q: Any) -> float:
     """1/√f. Without features every score is 0, and so is the scale's part in it."""
-    features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+    features = q.shape[-1] if isinstance(q, Tensor | Scaled) and q.dim() else 1
     return 1 / math.sqrt(max(features, 1))
 
 
@@ -506,7 +508,7 @@ def _drop_implied(options: dict[str, Any]) -> None:
     for name in ("causal", "right"):
         options.pop(name, None)
     if "left" not in options and "alibi_slopes" not in options:
-        del options["lower_right"]
+        options.pop("lower_right", None)
 
 
 def _check_domain(cols: Any, **given: Any) -> None:

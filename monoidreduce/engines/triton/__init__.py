@@ -25,7 +25,7 @@ from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, panel_topk, topk
-from .kernels.listed_fold import run_listed
+from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
 from .launch import jit_module
@@ -42,6 +42,7 @@ __all__ = [
     "Buffer",
     "KernelPlan",
     "KernelStep",
+    "ListedFold",
     "NumberArithmetic",
     "PartlyShownFold",
     "PreparedFold",
@@ -62,6 +63,7 @@ __all__ = [
     "overriding_plans",
     "prepare",
     "prepare_k_loop_fold",
+    "prepare_listed",
     "prepare_side",
     "prepared_folds",
     "record",
@@ -99,9 +101,9 @@ def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     pairs = zip(fold.leaves, leaves, strict=True)
-    vectors = [(e, v) for e, v in pairs if e.feature is not None and e not in fold.tables]
-    narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
-    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
+    vectors = {e: v for e, v in pairs if e.feature is not None and e not in fold.tables}
+    narrow = spec_from_tensors.narrow_type(vectors, sizes) is not None
+    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
 
 
 def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
