@@ -19,7 +19,6 @@ from ..domains import Domain, Edges, Jagged, Pages
 from ..domains.base import is_plain
 from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import traced_length
-from ..engines.common.listed_pairs import restore_domain
 from ..errors import ArgumentError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.domain import inputs_of
@@ -82,7 +81,7 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
 def _sequence(*given: Any) -> Tensor:
     """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
     *tensors, form, rows, cols, place = given
-    make = lambda: _sequences(restore_domain(form, tensors), rows, cols, len(form) > 2)
+    make = lambda: _sequences(Jagged(*tensors), rows, cols, len(form) > 2)
     parts = ("sequences", form, rows, cols, *tensors)
     if not is_plain(*tensors):
         return make()[place]
