@@ -244,9 +244,6 @@ class ListedWriter(ExpressionWriter):
     def apart(self, at: str) -> str:
         return f"({at} - folded_at[None, :]).to(tl.float32)"
 
-    def tile_count(self) -> str:
-        return "tl.sum(folded_in.to(tl.int32), 0)"
-
     def pointer(self, e: Expr) -> str:
         return self.base(e) if self.listed.gathered and self.spec.folds(e) else super().pointer(e)
 

@@ -219,6 +219,7 @@ class FoldLaunch:
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
+        many &= not spec_from_tensors.has_short_loops(self.spec)
         by_turns = many and reads_bands_alone(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
