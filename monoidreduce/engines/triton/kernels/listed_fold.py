@@ -537,6 +537,8 @@ def _prepare(
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
     own, leaves = local.fold, [leaves[k] for k in local.places]
+    if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, leaves, strict=True)):
+        return None  # a number per pair of the whole axes, not per edge
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
     if "neither" in ways:
         return None
