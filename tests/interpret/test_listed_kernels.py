@@ -365,6 +365,7 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     assert [call.kernel.staged for call in seen] == [True]
 
 
+@pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")
 def test_numbers_per_pair_over_blocks():
     """They are of the whole axes, which no kernel over lists reads: pieces are gathered."""
     domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
