@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..algebra import Monoid
@@ -163,7 +164,8 @@ def _bind_pages(
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
     lengths = domain.lengths
-    if not lengths.is_cuda:  # tiles in torch count in int64; one tensor for all calls, which find their lists by it
+    # tiles in torch count in int64; one tensor for all calls, which find their lists by it
+    if not lengths.is_cuda and lengths.dtype is not torch.int64:
         lengths = domain._once("lengths", (), lengths.long)
     tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]
