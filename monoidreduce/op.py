@@ -32,9 +32,10 @@ from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
-from .program import constructors, declarations
+from .program import declarations
 from .program.compile import compile_program
 from .program.domain import inputs_of as domain_inputs
+from .program.domain import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
@@ -98,6 +99,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        if declarations.RESERVED in kwargs and kwargs[declarations.RESERVED] is None:  # all pairs
+            del kwargs[declarations.RESERVED]
         if torch.compiler.is_dynamo_compiling():
             if _any_scaled(args, kwargs):
                 op, call = self._store(args, kwargs)
@@ -295,9 +298,8 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        listed, found = constructors.find_listed(traced.outputs), None
-        if listed is not None:
-            found = listed_cost.count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+        found = listed_cost.count_pairs(traced.outputs, inputs, sizes)
+        if found is not None:
             average = max(1, round(found.average))
             outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
             traced = replace(traced, outputs=outputs)
@@ -400,7 +402,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         is this one."""
         if _any_scaled(args, kwargs):
             return self._store(args, kwargs)
-        return self._restrict(args, kwargs) if declarations.RESERVED in kwargs else None
+        if kwargs.get(declarations.RESERVED) is not None:
+            return self._restrict(args, kwargs)
+        kwargs.pop(declarations.RESERVED, None)
+        return None
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = self._variant(args, kwargs)
@@ -423,8 +428,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
-            op = getattr(self, self._name_variant("over", *domain.form))
-            return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
+            parameters = getattr(self, self._name_variant("over", *domain.form)).parameters
+            call = domain_call.bind_domain(parameters, self._bind(args, own, parameters), domain)
+            return getattr(self, self._name_variant("over", *call.form)), call
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
 
@@ -433,8 +439,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         """The attribute that holds the op for stored arguments or pairs of a form: there dynamo can guard it."""
         name = f"_{how}_{form!r}".replace(".", "_")  # of dtypes: dynamo takes no dots
         if not hasattr(self, name):
+            made: Op
             if how == "over":
-                made: Op = Op(self.function, form, self.parameters)
+                made = Op(self.function, form, self.parameters)
             else:
                 body, parameters = make_body(self.function, self.parameters, dict(form))
                 made = Op(body, parameters=parameters)
@@ -514,7 +521,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
-            f"{n}={shown(v)}" for n, v in given
+            f"{public_name(n)}={shown(v)}" for n, v in given
         )
 
 

@@ -15,6 +15,7 @@ from ..engines.common.batching import broadcast_shapes
 from ..engines.common.evaluate import Sizes
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
+from ..program.domain import HIDDEN, public_name
 from ..program.expression import Expr, topological
 from ..program.several import letters
 from ..program.symbol import Symbol
@@ -72,7 +73,7 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - len(p.tail)
-    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored
+    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored or p.name.startswith(HIDDEN)
     if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and not as_given:
         value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
     if len(letters(p.feature)) == 2:
@@ -117,13 +118,15 @@ def sizes_of(
             batch = broadcast_shapes(batch, own)
         except RuntimeError:
             raise ShapeError(
-                detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",
+                detail=f"the batch dimensions of {public_name(name)}, {own}, do not broadcast with {tuple(batch)} of "
+                f"{public_name(batch_of)}",
                 fix="Leading dimensions must be equal or 1",
             ) from None
         batch_of = batch_of or name
     if len(set(devices.values())) > 1:
         raise DeviceError(
-            detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
+            detail="arguments are on different devices: "
+            + ", ".join(f"{public_name(n)} on {d}" for n, d in devices.items())
         )
     sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
     dtype = next(iter(sides.values()), None) or _wide_type(parameters)

@@ -114,7 +114,7 @@ def gather_leaf(e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, sa
         return next(v for k, v in leaves.items() if k.attrs[0] == name)[:, part]
     if e.packing is not None:
         values, *scale = (_gather_vectors(a, leaves[a], by_rows, part, safe) for a in (e, *e.args))
-        return unpack(e.packing, sizes.of(str(e.feature)), values, *(scale or [None]), sizes.compute)
+        return unpack(e.packing, sizes.of(str(e.feature)), values, scale[0] if scale else None, sizes.compute)
     v = leaves[e]
     if not isinstance(v, Tensor):
         return v
