@@ -304,7 +304,7 @@ def assembled(text):
     def alibi_line(base, slope, like):
         return base[:, None] + slope * torch.arange(like.shape[1])[None, :]
 
-    def look_up_band(base, at, sign, like):
+    def look_up_band(base, at, half, sign, like):
         return Machine.load(base + (at[:, None] + sign * torch.arange(like.shape[1])))
 
     def sum_antidiagonals(tile):

@@ -32,6 +32,7 @@ from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec
+from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -316,7 +317,8 @@ class _Text:
             "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
-        return "\n".join(text.format(**holes) for text in called)
+        bands = [write_look_up_band(self.spec, self.schedule.folded)] if self.spec.fold.tables else []
+        return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     def _opening(self) -> list[str]:
         return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
