@@ -226,7 +226,7 @@ class _PairValues(ExpressionWriter):
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
-    pair_layout = "score"
+    pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -478,11 +478,15 @@ class _Text:
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
-        ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
+        load = " = load_numbers(" if self.v.toss else " = look_up_band("
+        ahead = dict.fromkeys(line.strip() for line in whole if load in line)
         whole = [line for line in whole if line.strip() not in ahead]
         if not self.spec.bounds:
             whole.append(f"{n}_total = order_before_wait({n}_total)")
-        return before, self._step(whole, enter_tile(self.order.whole(), mask=False), queries, list(ahead))
+        enter, early = enter_tile(self.order.whole(), mask=False), list(ahead)
+        if self.spec.fold.tables:
+            enter, early = [], [*enter, *early]
+        return before, self._step(whole, enter, queries, early)
 
     def _weigh(
         self,

@@ -106,7 +106,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
 
-    pair_layout = "score0"
+    pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
