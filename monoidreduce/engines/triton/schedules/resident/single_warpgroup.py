@@ -297,6 +297,9 @@ class _Text:
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
         weights = [known(p.weight, truths) for p in self.work.products]
+        for e in topological(weights):
+            if e.op == "lookup":  # loaded while scores are made
+                v.full(e)
         v.inside.append(wait(0, self._count_parts(1)))
         if (found := match_dropped_weight(weights[0], self.spec)) is None:
             for k, weight in enumerate(weights):
