@@ -31,12 +31,8 @@ from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
-<<<<<<< HEAD
-from ...codegen.kernel_spec import Slices, Spec
-from ...codegen.lookups import write_look_up_band
-=======
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
->>>>>>> main
+from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
