@@ -160,7 +160,7 @@ def find_operands(spec: Spec) -> Operands | None:
         return None
     copied = keys in spec.box_of and values in spec.box_of
     if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
-        copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2
+        copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2 and not spec.fold.tables
     else:
         copied &= spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
