@@ -32,6 +32,7 @@ from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
+from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -162,7 +163,7 @@ def find_operands(spec: Spec) -> Operands | None:
         return None
     copied = keys in spec.box_of and values in spec.box_of
     if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
-        copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2
+        copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2 and not spec.fold.tables
     else:
         copied &= spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
@@ -245,7 +246,7 @@ class _PairValues(ExpressionWriter):
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
-    pair_layout = "score"
+    pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -349,7 +350,8 @@ class _Text:
             "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
-        return "\n".join(text.format(**holes) for text in called)
+        bands = [write_look_up_band(self.spec, self.schedule.folded)] if self.spec.fold.tables else []
+        return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
     def kinds(self) -> list[str]:
@@ -537,11 +539,15 @@ class _Text:
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
-        ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
+        load = " = load_numbers(" if self.v.toss else " = look_up_band("
+        ahead = dict.fromkeys(line.strip() for line in whole if load in line)
         whole = [line for line in whole if line.strip() not in ahead]
         if not self.spec.bounds and not self.ends:
             whole.append(f"{n}_total = order_before_wait({n}_total)")
-        return before, self._step(whole, self.order.enter(self.order.whole(), mask=False), queries, list(ahead))
+        enter, early = self.order.enter(self.order.whole(), mask=False), list(ahead)
+        if self.spec.fold.tables:
+            enter, early = [], [*enter, *early]
+        return before, self._step(whole, enter, queries, early)
 
     def _weigh(
         self,
