@@ -228,7 +228,8 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
-    lines.append(f"out_at = ({place}) * kept_size + {v.spec.kept_start}")
+    count, first = v.spec.result_place
+    lines.append(f"out_at = ({place}) * {count} + {first}")
     at = 0
     for r in reductions:
         for texts, feature in r.finish():

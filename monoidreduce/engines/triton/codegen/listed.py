@@ -27,13 +27,15 @@ def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
     must not specialize on."""
     assert spec.listed is not None
     tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries
-    numbers = ["groups", *(f"list_b{k}" for k in range(spec.rank))]
+    numbers = ["groups", *["entry_count"] * spec.listed.numbered, *(f"list_b{k}" for k in range(spec.rank))]
     return [*tensors, *numbers], numbers
 
 
 def write_kept(spec: Spec) -> list[str]:
     """Lines after the batch element: the group of this program instance, its kept indices and its list."""
     assert spec.listed is not None
+    if spec.listed.role != "lists":
+        return _write_window(spec)
     size = spec.listed.kept_block  # 0: all kept indices
     if spec.listed.tiles:
         lines = [f"group = tile // {spec.listed.tiles}" if size else "group = 0"]
@@ -65,13 +67,12 @@ def write_kept(spec: Spec) -> list[str]:
             f"kept_in = (kept_at < kept_size) & (member < {size})",
             "kept_lane = tl.arange(0, KEPT).to(INT)",
         ]
-    number = " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
     count = f"tl.cast(tl.load(offsets + listing + 1) - list_first, tl.int32) * {spec.listed.folded_block}"
     return [
         *lines,
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
         "# its list: where it begins, and how many folded indices it has",
-        f"listing = ({number}) * groups + group",
+        f"listing = ({_list_number(spec)}) * groups + group",
         "list_first = tl.load(offsets + listing)",
         f"positions = {count}",
         *(
@@ -79,6 +80,45 @@ def write_kept(spec: Spec) -> list[str]:
             if spec.listed.ends
             else []
         ),
+        *([f"positions = tl.where(positions > {2 * spec.listed.window}, 0, positions)"] if spec.listed.window else []),
+    ]
+
+
+def _list_number(spec: Spec) -> str:
+    """Which of the domain's batch elements this is."""
+    return " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
+
+
+def _write_window(spec: Spec) -> list[str]:
+    """The same of one window of all entries: the long list that it lies in, and which of its entries are folded here.
+
+    A list's first window also has the entries before it. To combine windows, the program instance of a list's first
+    one folds them as its entries; all others are idle."""
+    assert spec.listed is not None
+    size, windows = spec.listed.window, spec.listed.role == "windows"
+    lines = [
+        f"lists = offsets + ({_list_number(spec)}) * groups",
+        f"window_first = tl.load(lists).to(tl.int64) + tile.to(tl.int64) * {size}",
+        "group = find_list(lists, groups, window_first)",
+        "list_start = tl.load(lists + group).to(tl.int64)",
+        "list_end = tl.load(lists + group + 1).to(tl.int64)",
+        f"leads = window_first - {size} < list_start",
+        f"long = (list_end - list_start > {2 * size}) & (window_first < list_end)",
+    ]
+    if windows:
+        count = f"tl.minimum(window_first + {size}, list_end) - list_first"
+        lines += ["list_first = tl.where(leads, list_start, window_first)"]
+        lines += [f"positions = tl.where(long, {count}, 0).to(tl.int32)"]
+    else:
+        lines += ["list_first = tile"]
+        lines += [f"positions = tl.where(long & leads, tl.cdiv(list_end - window_first, {size}), 0).to(tl.int32)"]
+    return [
+        *lines,
+        "kept_start = group",
+        "kept_at = kept_start + tl.arange(0, KEPT)",
+        "kept_in = kept_at < tl.where(positions > 0, kept_size, 0)",
+        "kept_lane = tl.arange(0, KEPT).to(INT)",
+        "folded_lane = tl.arange(0, FOLDED).to(INT)",
     ]
 
 
@@ -106,6 +146,8 @@ def write_first(spec: Spec, t: str) -> list[str]:
     """Lines before a loop from tile ``t`` on: load the number of its first block."""
     listed = spec.listed
     assert listed is not None
+    if listed.role == "combine":
+        return []
     if listed.gathered:
         spot = f"{t} * FOLDED + tl.arange(0, FOLDED)"
         return [f"ahead = tl.load(items + list_first + {_block(spec, f'({spot})')}, mask={spot} < positions, other=0)"]
@@ -116,6 +158,13 @@ def write_place(spec: Spec) -> list[str]:
     """The first lines of a loop's body: where tile ``t`` lies, which of it exists, and the next block's number."""
     listed = spec.listed
     assert listed is not None
+    if listed.role == "combine":
+        return [
+            "spot = t * FOLDED + tl.arange(0, FOLDED)",
+            "folded_lane = (list_first + spot).to(INT)",
+            "folded_in = spot < positions",
+            "folded_at = list_first + spot",
+        ]
     if listed.gathered:
         size = listed.folded_block
         inner = f" * {size} + spot % {size}" if size > 1 else ""

@@ -25,7 +25,7 @@ from ....program.expression import Expr, const, index, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...common import matmul, unchanged_tensors
-from ...common.evaluate import Sizes
+from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.kernel_spec import NARROW, Listing, Unsupported
@@ -34,7 +34,9 @@ from ..launch.availability import available
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
+from . import long_lists
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from .long_lists import LongLists
 from .prepared_fold import list_kernels, merge_batches_and_strides
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
@@ -64,6 +66,10 @@ class ListForm(NamedTuple):
     def average(self) -> int:
         """Folded indices of a list."""
         return -(-self.items * self.folded_block // max(self.lists, 1))
+
+    def windows(self, size: int) -> int:
+        """Windows of so many entries that the lists of a batch element have, at most."""
+        return -(-self.items // (max(math.prod(self.batch), 1) * size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +129,11 @@ class ListedLaunch(FoldLaunch):
         layouts: Layouts,
         lists: ListForm,
         steps: tuple[int, ...],
+        window: int = 0,
+        role: str = "lists",
     ):
-        self.lists_of, self.steps = lists, steps
+        """``steps``: how many lists further each batch dimension leads; ``window``, ``role``: ``long_lists.py``."""
+        self.lists_of, self.steps, self.window, self.role = lists, steps, window, role
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -155,7 +164,7 @@ class ListedLaunch(FoldLaunch):
         at = len(self.batch) - 1
         rows = (self.lists_of.kept_block or kept) * heads
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
+        if self.role != "lists" or heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
@@ -175,9 +184,10 @@ class ListedLaunch(FoldLaunch):
         single = group == 1
         entries = lists.entry and any(e.is_pair for e in self.spec.fold.leaves)
         listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
+        listing = replace(listing, window=self.window if single else 0, role=self.role)
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
-        asked = plan or (settings.current.get().tiles or {}).get(self.over)
+        asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
         copied = () if lists.ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
         few = not any(dims is not None for dims in copied)
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
@@ -192,6 +202,8 @@ class ListedLaunch(FoldLaunch):
             self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
             plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
             self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+        if self.role != "lists":
+            return copied
         if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
             tiles = max(lists.kept_block // self.plan.block_kept, 1)
             gathered = self.spec.listed.gathered if self.spec.listed else True
@@ -240,7 +252,8 @@ class ListedLaunch(FoldLaunch):
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = 1 << (2**14 // (width * item)).bit_length() - 1
-        folded = max(16, min(1 << max(self.lists_of.average - 1, 1).bit_length(), 128, most))
+        length = self.lists_of.average if self.role == "lists" else self.window
+        folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
@@ -249,6 +262,10 @@ class ListedLaunch(FoldLaunch):
         heads = kept // self.few.period if self.few is not None else 1
         rows = kept // heads
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
+        if self.role != "lists":
+            self.tiles, self.beside, self.parts = lists.windows(self.window), 0, 1
+            self.grid = self.tiles * self.count
+            return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
         folded = -(-lists.average // self.plan.block_folded)
@@ -257,7 +274,7 @@ class ListedLaunch(FoldLaunch):
         if not self.plan.parts and 0 < instances < _UNEVEN_WAVES * processors:
             even = -(-_UNEVEN_WAVES * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if self.plan.boxes == 2 or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
+        if self.plan.boxes == 2 or self.spec.listed.window or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
             self.parts = 1
         self.grid = self.tiles * self.count * self.parts
 
@@ -277,6 +294,12 @@ class ListedLaunch(FoldLaunch):
         cut |= self.kernel.staged  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
 
+    def _output(self, r: Expr, k: int) -> Form:
+        if self.role != "windows":
+            return super()._output(r, k)
+        count = {"rows" if self.over == "cols" else "cols": self.tiles}
+        return result_form(r, k, replace(self.sizes, **count))
+
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
 
@@ -295,6 +318,7 @@ class PreparedListedFold:
         self.fold, self.sizes = fold, sizes
         _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
+        self.long: list[LongLists | None] = []  # what folds the long lists of each
         for over, part in list_kernels(fold, sizes)[1]:
             own = lists(over)
             shape = _strides(own.batch, sizes.batch)
@@ -302,18 +326,24 @@ class PreparedListedFold:
             used = {*topological([*part.reductions, *part.scales])}
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
-            self.launches.append(ListedLaunch(small, values, batch, sizes, layouts, own.form, steps))
+            window = _choose_window(small, own.form, sizes)
+            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, own.form, steps, window)
+            self.launches.append(one)
+            self.long.append(_split_long_lists(one, values, batch, sizes, own) if one.spec.listed.window else None)
         found = [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
     def __call__(self, leaves: Sequence[Any], lists: Callable[[str], Lists]) -> list[Tensor]:
         given = dict(zip(self.fold.leaves, leaves, strict=True))
         found: list[Tensor] = []
-        for one in self.launches:
-            own = lists(one.over)
+        for one, long in zip(self.launches, self.long, strict=True):
+            own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
             tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
             merged = functools.partial(self._merged, one, leaves, own, tensors)
-            found += one([*(given[e] for e in one.fold.leaves), *tensors], merged)
+            results = one([*mine, *tensors], merged)
+            if long is not None:
+                long(results, mine, tensors, merged)
+            found += results
         return [found[k] for k in self.order]
 
     def _merged(
@@ -323,6 +353,30 @@ class PreparedListedFold:
         strides = _strides(lists.batch, self.sizes.batch)
         values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
         return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
+
+
+def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
+    """Entries of a window by which long lists are split; 0 where none is, or where all lists are split alike."""
+    count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
+    if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
+        return 0
+    if lists.lists // each * count < _UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
+        return 0
+    return long_lists.window_size(fold, lists.average, lists.items // each)
+
+
+def _split_long_lists(
+    one: ListedLaunch, values: Leaves, batch: tuple[int, ...], sizes: Sizes, lists: Lists
+) -> LongLists:
+    fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
+    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, window, "windows")
+
+    def make(joined: Fold, parts: list[Tensor], among: Sizes) -> ListedLaunch:
+        strides = _strides(lists.batch, sizes.batch)
+        values, batch, _, (steps,) = merge_batches_and_strides(joined, parts, among, (strides,))
+        return ListedLaunch(joined, values, batch, among, {}, form, steps, window, "combine")
+
+    return LongLists(one.fold, one.over, sizes, windows, make)
 
 
 def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
