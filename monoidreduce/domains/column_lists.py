@@ -64,6 +64,13 @@ class ColumnLists:
         entry = entry.to(torch.int32) if _fits(key.shape[0]) else entry
         return ColumnLists(offsets, items, self.col_block, self.row_block, self.batch, entry)
 
+    def first_of_equal(self, blocks: int) -> Tensor:
+        """Which items are the first of their list's equal ones; ``blocks``: of an element."""
+        key, order = (self.owners().long() * blocks + self.items).sort(stable=True)
+        first = torch.ones_like(key, dtype=torch.bool)
+        first[1:] = key[1:] != key[:-1]
+        return torch.empty_like(first).scatter_(0, order, first)
+
     def multiplicity(self, rows: int, cols: int) -> Tensor:
         """How often each pair is folded, dense: [*batch, rows, cols]."""
         blocks = -(-cols // self.col_block)

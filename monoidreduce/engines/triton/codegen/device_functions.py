@@ -48,6 +48,12 @@ def find_list(offsets, count, place):
     return first
 
 
+def first_lane(here):
+    # of what is true in each row of a block, the first alone
+    lane = tl.arange(0, here.shape[1])[None, :]
+    return lane == tl.min(tl.where(here, lane, here.shape[1]), 1)[:, None]
+
+
 def lanes(block):
     # sums over what a thread holds of a row; its four threads are added at the end
     return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)

@@ -19,6 +19,7 @@ from . import few_rows
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
 
+ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
 
@@ -245,12 +246,29 @@ class ListedWriter(ExpressionWriter):
     def _leaf(self, e: Expr) -> str:
         if not e.is_pair or self.spec.is_number(e):
             return super()._leaf(e)
-        entry = "list_first + spot"  # one number per entry of the lists
-        if self.listed.entries:
-            entry = f"tl.load(entries + {entry}, mask=folded_in, other=0)"
-        entry = self.bind("entry", f"({entry}).to(tl.int64)", True, "entry")
-        text = f"tl.load({self.base(e)} + {entry} * {self.stride(e, 's')}, mask=folded_in, other=0)[None, :]"
+        entry, stride = self.entry(of_all=e.attrs[0] == ONCE), self.stride(e, "s")
+        text = f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]"
+        if not self.listed.gathered:  # a tile lies in one entry
+            text = f"tl.load({self.base(e)} + {entry} * {stride})"
         return self._loaded(text, e, self.spec.type_of[e])
+
+    def entry(self, of_all: bool = False) -> str:
+        """Which entry of the lists each folded index of a tile belongs to: one number where all belong to one.
+
+        Entries count from the batch element's first one, or with ``of_all`` from the first of all elements."""
+        place = f"t // {_tiles(self.spec)}" if not self.listed.gathered else _block(self.spec, "spot")
+        entry = f"list_first + {place}"
+        if self.listed.entries:
+            entry = f"tl.load(entries + {entry}{', mask=folded_in, other=0' if self.listed.gathered else ''})"
+        found = self.bind("entry", f"({entry}).to(tl.int64)", True, "entry")
+        if of_all or not self.listed.numbered:
+            return found
+        return self.bind("own entry", f"entry - ({_list_number(self.spec)}) * entry_count", True, "own_entry")
+
+    def store_entries(self, out: str, value: str) -> None:
+        """Store a number for each entry of the lists."""
+        place = f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]"
+        self.inside.append(f"tl.store({place}, {value}, mask=folded_in[None, :])")
 
     # One kept index: [1, features] times [FOLDED, features]
 

@@ -21,14 +21,16 @@ from ....domains import ColumnLists
 from ....plan import settings
 from ....program import constructors
 from ....program.constructors import ONE
-from ....program.expression import Expr, const, index, reduce_node, topological
+from ....program.expression import Expr, const, index, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
+from ....reductions import kind_of
 from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.kernel_spec import NARROW, Listing, Unsupported
+from ..codegen.listed import ONCE
 from ..launch import descriptors
 from ..launch.availability import available
 from ..schedules import spec_from_tensors
@@ -41,7 +43,7 @@ from .prepared_fold import list_kernels, merge_batches_and_strides
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
-_KINDS = (*_SPLIT_KINDS, "moments", "user")
+_KINDS = (*_SPLIT_KINDS, "moments", "user", "topk", "pair")
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
 _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
@@ -134,6 +136,8 @@ class ListedLaunch(FoldLaunch):
     ):
         """``steps``: how many lists further each batch dimension leads; ``window``, ``role``: ``long_lists.py``."""
         self.lists_of, self.steps, self.window, self.role = lists, steps, window, role
+        own = [v.shape[-1] for e, v in values.items() if e.is_pair and e is not _FIRST]
+        self.entries = own[0] if own else 0  # of the lists of a batch element, by the numbers given for each
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -182,9 +186,13 @@ class ListedLaunch(FoldLaunch):
         lists, device = self.lists_of, self.sizes.device
         group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
         single = group == 1
-        entries = lists.entry and any(e.is_pair for e in self.spec.fold.leaves)
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
+        entries = lists.entry and bool(pairs)
         listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
-        listing = replace(listing, window=self.window if single else 0, role=self.role)
+        several = math.prod(lists.batch) > 1 and any(e is not _FIRST for e in pairs)
+        written = any(kind_of(r).per_pair for r in self.fold.reductions)
+        window = self.window if single else 0
+        listing = replace(listing, window=window, role=self.role, numbered=several or written)
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
@@ -285,7 +293,7 @@ class ListedLaunch(FoldLaunch):
         for k in range(2 + listed.ends + listed.entries):
             self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
             self.template.append(None)
-        self.template += [self.groups, *self.steps]
+        self.template += [self.groups, *[self.entries] * listed.numbered, *self.steps]
         cut = lists.ends or self.lengths[1] % lists.folded_block != 0
         folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
         far = listed.gathered and any(
@@ -294,7 +302,16 @@ class ListedLaunch(FoldLaunch):
         cut |= self.kernel.staged  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
 
+    def _lay_out_results(self) -> None:
+        super()._lay_out_results()
+        for k, (r, _) in enumerate(self.fold.outputs):
+            if kind_of(r).per_pair:  # entries that are in no list have none
+                shape, dtype = self.outputs[k]
+                self.rooms[k] = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
+
     def _output(self, r: Expr, k: int) -> Form:
+        if kind_of(r).per_pair:
+            return (*self.sizes.batch, self.entries), self.sizes.compute
         if self.role != "windows":
             return super()._output(r, k)
         count = {"rows" if self.over == "cols" else "cols": self.tiles}
@@ -343,7 +360,7 @@ class PreparedListedFold:
             results = one([*mine, *tensors], merged)
             if long is not None:
                 long(results, mine, tensors, merged)
-            found += results
+            found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
 
     def _merged(
@@ -353,6 +370,16 @@ class PreparedListedFold:
         strides = _strides(lists.batch, self.sizes.batch)
         values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
         return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
+
+
+def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
+    """Numbers of entries ``[*batch, entries]`` in the shape of the argument that they are the gradient of."""
+    if not kind_of(r).per_pair:
+        return result
+    like = given[r.args[1]].shape
+    extra = result.dim() - len(like)
+    dims = [d for d, n in enumerate(result.shape) if n != 1 and (d < extra or like[d - extra] == 1)]
+    return (result.sum(dims, keepdim=True) if dims else result).view(like)
 
 
 def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
@@ -388,8 +415,6 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
             raise Unsupported(f"{name} has no kernel over these lists")
         if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
             raise Unsupported("a vector does not vary along the folded axis")
-        if math.prod(own.batch) > 1 and any(e.is_pair for e in fold.leaves):
-            raise Unsupported("numbers per edge of several lists")
 
 
 def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -399,23 +424,26 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(own, steps, strict=True))
 
 
+_FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
 _LOCAL: dict[int, tuple[Fold, LocalFold | None]] = {}
 _MOST = 1024
 
 
 class LocalFold(NamedTuple):
-    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, and whether it reads
-    positions along lists."""
+    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, whether it reads
+    positions along lists, and whether its last leaf says which of equal entries of a list are the first."""
 
     fold: Fold
     places: tuple[int, ...]
     logical: bool
+    once: bool
 
 
 def localize(fold: Fold) -> LocalFold | None:
     """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. None where equal entries of a list are told apart."""
+    as they are listed. None where numbers of pairs are not numbers of entries, or where equal entries of a list have
+    numbers of their own and are told apart, which is an error if there are any."""
     known = _LOCAL.get(id(fold))
     if known is None:
         if len(_LOCAL) >= _MOST:
@@ -426,11 +454,12 @@ def localize(fold: Fold) -> LocalFold | None:
 
 def _localize(fold: Fold) -> LocalFold | None:
     nodes = topological([*fold.reductions, *fold.scales])
-    if any(e.op == "listed_once" for e in nodes):
+    once = [e for e in nodes if e.op == "listed_once"]
+    if any(e.is_pair for e in fold.leaves) and (once or fold.domain is None or fold.domain.attrs[0][0] != "edges"):
         return None
     positions = {e: index("col") for e in nodes if e.op == "listed_position"}
-    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions}
-    reductions = tuple(map(_sum_of_labels, constructors.substitute(fold.reductions, changed)))
+    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: _FIRST for e in once}}
+    reductions = tuple(map(_as_kernels_fold, constructors.substitute(fold.reductions, changed)))
     scales = constructors.substitute(fold.scales, changed) if fold.scales else ()
     mapped = dict(zip(fold.reductions, reductions, strict=True))
     if len(set(reductions)) < len(reductions):
@@ -438,18 +467,22 @@ def _localize(fold: Fold) -> LocalFold | None:
     used = {*topological([*reductions, *scales])}
     places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
     gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
-    leaves = tuple(fold.leaves[k] for k in places)
+    leaves = (*(fold.leaves[k] for k in places), *([_FIRST] if once else []))
     made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
-    return LocalFold(made, places, bool(positions))
+    return LocalFold(made, places, bool(positions), bool(once))
 
 
-def _sum_of_labels(r: Expr) -> Expr:
-    """A label's number as a sum over all pairs: a listed column may be its label several times, or never."""
-    if r.attrs[0] != "pick" or r.args[0].feature is not None:
+def _as_kernels_fold(r: Expr) -> Expr:
+    """A label's number as a sum over all pairs: a listed column may be its label several times, or never. Numbers of
+    entries are written where rows walk their lists."""
+    if r.attrs[0] == "pair":
+        return reduce_node("pair", "cols", r.attrs[2], r.args)
+    if r.attrs[0] != "pick":
         return r
     target, value, vector = r.args
     _, over, (axis,) = r.attrs
     number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
+    number = number if number.feature is None else constructors.fsum(number)
     return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
@@ -469,7 +502,12 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
         make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
         return unchanged_tensors.compute_once(parts, make, sizes.device)
 
-    return run_on_lists(fold, leaves, sizes, lists)
+    def once() -> Tensor:
+        make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
+        found = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        return found.view(*(1,) * len(sizes.batch), -1)
+
+    return run_on_lists(fold, leaves, sizes, lists, once)
 
 
 def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
@@ -489,14 +527,17 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * step
 
 
-def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]) -> list[Tensor] | None:
-    """The same on the lists of each direction (``"cols"``, ``"rows"``)."""
+def run_on_lists(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists], once: Callable[[], Tensor]
+) -> list[Tensor] | None:
+    """The same on the lists of each direction (``"cols"``, ``"rows"``); ``once()``: which of equal entries of a list
+    are the first."""
     local = localize(fold)
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, leaves = local.fold, [leaves[k] for k in local.places]
+    own, leaves = local.fold, [*(leaves[k] for k in local.places), *([once()] if local.once else [])]
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
-    if "neither" in ways:
+    if not ways.keys() <= {"cols", "rows"}:
         return None
     read = {over: lists(over) for over in ways}
     if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
