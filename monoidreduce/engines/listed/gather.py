@@ -72,7 +72,10 @@ class FlatLeaf:
         if isinstance(at, Tensor):
             at = at.view(-1, *(1,) * (2 if self.e.is_pair else self.e.rows + self.e.cols))
         if self.edges:
-            return at * self.axes[0] + piece.edge.unsqueeze(2 if piece.over == "rows" else 1)
+            edge = piece.edge
+            if any(n != 1 for n in piece.lists.batch):  # counted within the batch element
+                edge = edge - piece.lists.element[piece.list].unsqueeze(1) * self.axes[0]
+            return at * self.axes[0] + edge.unsqueeze(2 if piece.over == "rows" else 1)
         if self.e.is_pair:
             rows, cols = self.axes  # of an axis of size 1 the one number stands for all, and is read for each
             at = at * rows + piece.rows.unsqueeze(2) * (rows != 1)
