@@ -152,7 +152,7 @@ def gradients(results: Any, args: list[Tensor]) -> list[Tensor]:
     """Gradients of finite results, weighted so that each is another sum."""
     total: Any = 0.0
     for k, t in enumerate(t for t in results if t.is_floating_point() and t.requires_grad):
-        weight = torch.linspace(0.5, 1.5 + k, t.numel(), dtype=t.dtype).view(t.shape)
+        weight = torch.linspace(0.5, 1.5 + k, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
         total = total + (torch.where(t.isfinite(), t, 0.0) * weight).sum()
     found = torch.autograd.grad(total, args, allow_unused=True) if isinstance(total, Tensor) else [None] * len(args)
     return [torch.zeros_like(a) if g is None else g for a, g in zip(args, found, strict=True)]
