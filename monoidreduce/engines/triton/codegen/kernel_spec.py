@@ -36,6 +36,7 @@ class Listing:
     logical: bool = False  # the folded index counts along the list, not along the axis
     ends: bool = False  # how many folded indices each list has is given: its last block is cut
     entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
+    each: bool = False  # single, but several of them in a program instance, each with a list of its own
     numbered: bool = False  # how many entries a batch element's lists have is given: to write a number for each
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is

@@ -20,6 +20,7 @@ from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
 
 ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
+_EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
 
@@ -37,6 +38,8 @@ def write_kept(spec: Spec) -> list[str]:
     assert spec.listed is not None
     if spec.listed.role != "lists":
         return _write_window(spec)
+    if spec.listed.each:
+        return _write_each(spec)
     size = spec.listed.kept_block  # 0: all kept indices
     if spec.listed.tiles:
         lines = [f"group = tile // {spec.listed.tiles}" if size else "group = 0"]
@@ -90,6 +93,26 @@ def _list_number(spec: Spec) -> str:
     return " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
 
 
+def _write_each(spec: Spec) -> list[str]:
+    """The same of several kept indices, each with a list of its own."""
+    assert spec.listed is not None
+    window = spec.listed.window
+    return [
+        "kept_start = tile * KEPT",
+        "kept_at = kept_start + tl.arange(0, KEPT)",
+        "kept_in = kept_at < kept_size",
+        "kept_lane = tl.arange(0, KEPT).to(INT)",
+        "# its lists: where they begin, and how many folded indices they have",
+        f"listing = offsets + ({_list_number(spec)}) * groups + kept_at",
+        "list_first = tl.load(listing, mask=kept_in, other=0)",
+        "list_last = tl.load(listing + 1, mask=kept_in, other=0)",
+        "positions = tl.cast(list_last - list_first, tl.int32)",
+        *([f"positions = tl.where(positions > {2 * window}, 0, positions)"] if window else []),
+        "longest = tl.max(positions, 0)",
+        "list_first, positions = list_first[:, None], positions[:, None]",
+    ]
+
+
 def _write_window(spec: Spec) -> list[str]:
     """The same of one window of all entries: the long list that it lies in, and which of its entries are folded here.
 
@@ -133,7 +156,8 @@ def tile_of_step(spec: Spec, step: str) -> str:
 def write_tile_range(v: ExpressionWriter) -> list[str]:
     """Lines that say which tiles of the list are visited: whole ones (all, where no block is cut), then the others."""
     assert v.spec.listed is not None
-    lines = few_rows.write_tile_range(v, "positions", limited=v.spec.listed.logical)
+    size = "longest" if v.spec.listed.each else "positions"
+    lines = few_rows.write_tile_range(v, size, limited=v.spec.listed.logical)
     return [*lines, "whole_first = begin", "whole_last = begin if RAGGED else end"] if walks_twice(v.spec) else lines
 
 
@@ -150,7 +174,7 @@ def write_first(spec: Spec, t: str) -> list[str]:
     if listed.role == "combine":
         return []
     if listed.gathered:
-        spot = f"{t} * FOLDED + tl.arange(0, FOLDED)"
+        spot = f"({t} * FOLDED + {_steps(spec)})" if listed.each else f"{t} * FOLDED + tl.arange(0, FOLDED)"
         return [f"ahead = tl.load(items + list_first + {_block(spec, f'({spot})')}, mask={spot} < positions, other=0)"]
     return [f"ahead = tl.load(items + list_first + {t} // {_tiles(spec)}, mask={t} < end, other=0)"]
 
@@ -171,7 +195,7 @@ def write_place(spec: Spec) -> list[str]:
         inner = f" * {size} + spot % {size}" if size > 1 else ""
         cut = " & (folded_lane < folded_size)" if size > 1 else ""
         return [
-            "spot = t * FOLDED + tl.arange(0, FOLDED)",
+            f"spot = t * FOLDED + {_steps(spec)}",
             f"folded_lane = ahead.to(INT){inner}",
             "later = spot + FOLDED",
             f"ahead = tl.load(items + list_first + {_block(spec, 'later')}, mask=later < positions, other=0)",
@@ -193,6 +217,12 @@ def _tiles(spec: Spec) -> str:
     return f"({spec.listed.folded_block} // FOLDED)"
 
 
+def _steps(spec: Spec) -> str:
+    """The positions of a tile, from its first one on: along a list, or along each of several."""
+    assert spec.listed is not None
+    return "tl.arange(0, FOLDED)[None, :]" if spec.listed.each else "tl.arange(0, FOLDED)"
+
+
 def _block(spec: Spec, spot: str) -> str:
     """Which entry of a list a position lies in."""
     assert spec.listed is not None
@@ -204,6 +234,8 @@ def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     head = write_place(spec)
     if spec.listed is not None and spec.listed.single:  # all loads of a tile are on their way before any arithmetic
         tile = sorted(tile, key=lambda line: _LOAD.match(line) is None)
+    if spec.listed is not None and spec.listed.each:  # folded indices are blocks [KEPT, FOLDED] already
+        tile = [re.sub(r"\b(folded_in|folded_at)\[None, :\]", r"\1", line) for line in tile]
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
 
@@ -245,9 +277,9 @@ class ListedWriter(ExpressionWriter):
 
     def _leaf(self, e: Expr) -> str:
         if not e.is_pair or self.spec.is_number(e):
-            return super()._leaf(e)
+            return self._in_lists(e, super()._leaf(e))
         entry, stride = self.entry(of_all=e.attrs[0] == ONCE), self.stride(e, "s")
-        text = f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]"
+        text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")
         if not self.listed.gathered:  # a tile lies in one entry
             text = f"tl.load({self.base(e)} + {entry} * {stride})"
         return self._loaded(text, e, self.spec.type_of[e])
@@ -267,10 +299,28 @@ class ListedWriter(ExpressionWriter):
 
     def store_entries(self, out: str, value: str) -> None:
         """Store a number for each entry of the lists."""
-        place = f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]"
+        place = self._in_lists(None, f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]")
         self.inside.append(f"tl.store({place}, {value}, mask=folded_in[None, :])")
 
-    # One kept index: [1, features] times [FOLDED, features]
+    def leaf_component(self, e: Expr, f: str) -> str:
+        return self._in_lists(e, super().leaf_component(e, f))
+
+    def _in_lists(self, e: Expr | None, text: str) -> str:
+        """A loaded block of folded indices: of several lists it is [KEPT, FOLDED] as it is."""
+        folded = e is None or (self.spec.folds(e) and not self.spec.is_number(e))
+        return text.replace("[None, :]", "") if self.listed.each and folded else text
+
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
+        if not self.listed.each or not self.spec.folds(e):
+            return super().block(e, piece, at)
+        lines = len(self.inside)
+        name = super().block(e, piece, at)
+        for k in range(lines, len(self.inside)):  # [KEPT, FOLDED, features]
+            line = self.inside[k].replace("[None, :]", "[None, None, :]").replace("folded_lane[:, None]", _EACH[0])
+            self.inside[k] = line.replace("folded_in[:, None]", _EACH[1])
+        return name
+
+    # One kept index: [1, features] times [FOLDED, features]; or several, each with vectors of its own to fold
 
     def product(self, x: Expr, y: Expr) -> str:
         if not self.listed.single:
@@ -280,6 +330,9 @@ class ListedWriter(ExpressionWriter):
     def add_product(self, total: str, weight: str, block: str) -> str:
         if not self.listed.single:
             return super().add_product(total, weight, block)
+        if self.listed.each:
+            weight = self.bind((weight, "weights"), weight, True)
+            return f"{total} += tl.sum({weight}[:, :, None] * {block}, 1)"
         return f"{total} += tl.sum(tl.reshape({weight}, [FOLDED, 1]) * {block}, 0)[None, :]"
 
     def _over_features(self, e: Expr) -> str:
@@ -294,6 +347,10 @@ class ListedWriter(ExpressionWriter):
         parts = []
         for at in self.spec.slices(x.feature):
             blocks = [self.block(e, at=at) for e in (x, y)]
+            if self.listed.each:
+                blocks = [b if self.spec.folds(e) else f"{b}[:, None, :]" for e, b in zip((x, y), blocks, strict=True)]
+                parts.append(f"tl.sum({form.format(*blocks)}, 2)")
+                continue
             parts.append(f"tl.sum({form.format(*blocks)}, 1)[None, :]")
         return " + ".join(parts)
 

@@ -21,6 +21,7 @@ from ....domains import ColumnLists
 from ....plan import settings
 from ....program import constructors
 from ....program.constructors import ONE
+from ....program.contract import contractions
 from ....program.expression import Expr, const, index, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
@@ -29,7 +30,8 @@ from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
-from ..codegen.kernel_spec import NARROW, Listing, Unsupported
+from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.kernel_spec import NARROW, Listing, Spec, Unsupported
 from ..codegen.listed import ONCE
 from ..launch import descriptors
 from ..launch.availability import available
@@ -204,7 +206,11 @@ class ListedLaunch(FoldLaunch):
             tile //= 2
         if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
             self.spec = replace(self.spec, guess=False)
-            self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
+            each = single and plan.block_kept > 1 and self.role == "lists" and _can_share_tiles(self.spec)
+            self.plan = replace(plan, block_kept=1 if single and not each else plan.block_kept, boxes=0)
+            if each:
+                self.spec = replace(self.spec, listed=replace(listing, each=True))
+                return copied
         else:
             joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
             self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
@@ -276,6 +282,8 @@ class ListedLaunch(FoldLaunch):
             return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
+        if self.spec.listed.each:
+            self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
         instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
         self.parts = count_splits(self.plan, instances, folded, processors)
@@ -370,6 +378,24 @@ class PreparedListedFold:
         strides = _strides(lists.batch, self.sizes.batch)
         values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
         return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
+
+
+def _can_share_tiles(spec: Spec) -> bool:
+    """Whether rows with lists of their own may share a program instance: folded vectors are in products of two leaves,
+    or multiplied by numbers and summed."""
+    for r in spec.fold.reductions:
+        if r.attrs[0] not in ("soft", "sum", "pair", "best", "topk"):
+            return False
+        values = r.args[1:] if r.attrs[0] == "soft" else r.args[:1] if r.attrs[0] == "sum" else ()
+        for c in (move_factors_to_weight(c) for a in values for c in contractions(a, r.attrs[1])):
+            if c.walk or c.minus is not None or not (c.vector is None or c.vector.op == "leaf"):
+                return False
+        nodes = topological(r.args, stop=lambda e: e.op in ("dot", "sqdist"))
+        if any(e.op in ("fsum", "famax", "famin", "lookup", "einsum", "component") for e in nodes):
+            return False
+        if any(a.op != "leaf" for e in nodes if e.op in ("dot", "sqdist") for a in e.args):
+            return False
+    return True
 
 
 def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
