@@ -21,13 +21,14 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE
 from ...program.contract import Contraction, contractions
 from ...program.expression import Expr, topological
-from ..common.evaluate import Evaluator, Sizes, to_compute_dtype
+from ...reductions.histogram import add_at
+from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
 from .lists import Lists
 from .local import LocalFold
 
 _STRETCH = 2**16  # edges whose numbers stay in the cache
 _BATCH = 64  # batch elements, which run one after the other
-_KINDS = ("sum", "soft", "pair")
+_KINDS = ("sum", "soft", "pair", "histogram")
 
 
 def can_run(local: LocalFold, lists: Lists, sizes: Sizes) -> bool:
@@ -46,7 +47,7 @@ def _has_numbers_only(local: LocalFold) -> bool:
         if r.attrs[0] not in _KINDS or any(c.walk or c.minus is not None for _, c in _contractions(r)):
             return False
     inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
-    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component", "lookup") for e in inside if e.is_pair):
+    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
         return False
     return all(e.op == "dot" or e.feature is None for e in inside if e.is_pair)
 
@@ -62,7 +63,7 @@ def _numbers(local: LocalFold) -> list[Expr]:
     assert local.fold is not None
     found: list[Expr] = []
     for r in local.fold.reductions:
-        found += [] if r.attrs[0] == "sum" else r.args[:1]
+        found += [] if r.attrs[0] == "sum" else r.args[: 2 if r.attrs[0] == "histogram" else 1]
         found += [c.weight for _, c in _contractions(r)]
     return found
 
@@ -122,6 +123,9 @@ class _Element:
         parts = [stretch.run() for stretch in self._stretches()]
         results = []
         for k, (r, scale) in enumerate(self.fold.scaled):
+            if r.attrs[0] == "histogram":
+                results.append([torch.stack([part[k][0] for part in parts]).sum(0)])
+                continue
             joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
             if r.attrs[0] == "pair":
                 joined = [self._in_edge_order(joined[0], self.edges)]
@@ -214,6 +218,10 @@ class _Stretch:
     def _reduce(self, r: Expr) -> list[Tensor]:
         if r.attrs[0] == "pair":
             return [self.number(r.args[0])]
+        if r.attrs[0] == "histogram":
+            total = torch.zeros(1, self.whole.sizes.of(str(r.args[2].feature)), dtype=self.whole.sizes.compute)
+            add_at(total, self.number(r.args[0]).unsqueeze(0), self.number(r.args[1]).unsqueeze(0))
+            return [total[0]]
         if r.attrs[0] == "sum":
             return [self._sum([c for _, c in _contractions(r)], None)]
         logit = self.number(r.args[0])
@@ -232,10 +240,13 @@ class _Stretch:
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""
         memo, count = self.evaluate.memo, self.edges.stop - self.edges.start
-        for n in topological([e], stop=lambda n: n in memo or n.op == "dot" or not n.is_pair):
+        for n in topological([e], stop=lambda n: n in memo or n.op in ("dot", "lookup") or not n.is_pair):
             if n in memo:
                 continue
-            if n.op == "dot":
+            if n.op == "lookup" and n.is_pair:
+                table, at = self.whole.value(n.args[0]), self.number(n.args[1])
+                memo[n] = look_up(table, at, 1).view(-1, 1, 1)
+            elif n.op == "dot":
                 memo[n] = self.whole.products(n)[self.edges].view(-1, 1, 1)
             elif n.op == "leaf" and n.is_pair:
                 memo[n] = self.whole.pairs[n][self.edges].view(-1, 1, 1)

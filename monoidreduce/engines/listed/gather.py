@@ -189,6 +189,12 @@ class Piece:
         return self.position < self.lists.limit[self.list].unsqueeze(1)
 
     @property
+    def exists(self) -> Tensor:
+        """Which kept indices lie on the axis: the last of them is repeated beyond its end."""
+        inside = torch.arange(self.lists.kept_block, device=self.list.device)
+        return self.lists.kept[self.list].unsqueeze(1) * self.lists.kept_block + inside < self.lists.kept_size
+
+    @property
     def once(self) -> Tensor:
         """Whether an entry is the first of its list's equal ones."""
         assert self.lists.once is not None
