@@ -26,7 +26,9 @@ from ....program.expression import Expr, const, index, node, reduce_node, topolo
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ....reductions import kind_of
+from ....reductions.histogram import add_at
 from ...common import matmul, unchanged_tensors
+from ...common.combine import split
 from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
@@ -133,13 +135,13 @@ class ListedLaunch(FoldLaunch):
         layouts: Layouts,
         lists: ListForm,
         steps: tuple[int, ...],
+        entries: int = 0,
         window: int = 0,
         role: str = "lists",
     ):
-        """``steps``: how many lists further each batch dimension leads; ``window``, ``role``: ``long_lists.py``."""
-        self.lists_of, self.steps, self.window, self.role = lists, steps, window, role
-        own = [v.shape[-1] for e, v in values.items() if e.is_pair and e is not _FIRST]
-        self.entries = own[0] if own else 0  # of the lists of a batch element, by the numbers given for each
+        """``steps``: how many lists further each batch dimension leads; ``entries``: of a batch element's lists, where
+        there are numbers for each; ``window``, ``role``: ``long_lists.py``."""
+        self.lists_of, self.steps, self.window, self.role, self.entries = lists, steps, window, role, entries
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -319,7 +321,8 @@ class ListedLaunch(FoldLaunch):
 
     def _output(self, r: Expr, k: int) -> Form:
         if kind_of(r).per_pair:
-            return (*self.sizes.batch, self.entries), self.sizes.compute
+            kind = self.sizes.compute if r.args[0].dtype == "float" else torch.int64
+            return (*self.sizes.batch, self.entries), kind
         if self.role != "windows":
             return super()._output(r, k)
         count = {"rows" if self.over == "cols" else "cols": self.tiles}
@@ -339,7 +342,10 @@ class ListedLaunch(FoldLaunch):
 class PreparedListedFold:
     """A fold over lists on tensors like the given ones: its launches, and the order of their results."""
 
-    def __init__(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]):
+    def __init__(
+        self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists], entries: int = 0
+    ):
+        """``entries``: of a batch element's lists, where there are numbers for each."""
         self.fold, self.sizes = fold, sizes
         _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
@@ -352,7 +358,8 @@ class PreparedListedFold:
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
             window = _choose_window(small, own.form, sizes)
-            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, own.form, steps, window)
+            how = (own.form, steps, entries, window)
+            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, *how)
             self.launches.append(one)
             self.long.append(_split_long_lists(one, values, batch, sizes, own) if one.spec.listed.window else None)
         found = [o for one in self.launches for o in one.fold.outputs]
@@ -391,7 +398,7 @@ def _can_share_tiles(spec: Spec) -> bool:
             if c.walk or c.minus is not None or not (c.vector is None or c.vector.op == "leaf"):
                 return False
         nodes = topological(r.args, stop=lambda e: e.op in ("dot", "sqdist"))
-        if any(e.op in ("fsum", "famax", "famin", "lookup", "einsum", "component") for e in nodes):
+        if any(e.op in ("fsum", "famax", "famin", "einsum", "component") for e in nodes):
             return False
         if any(a.op != "leaf" for e in nodes if e.op in ("dot", "sqdist") for a in e.args):
             return False
@@ -400,7 +407,7 @@ def _can_share_tiles(spec: Spec) -> bool:
 
 def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
     """Numbers of entries ``[*batch, entries]`` in the shape of the argument that they are the gradient of."""
-    if not kind_of(r).per_pair:
+    if not kind_of(r).per_pair or len(r.args) < 2:
         return result
     like = given[r.args[1]].shape
     extra = result.dim() - len(like)
@@ -422,12 +429,12 @@ def _split_long_lists(
     one: ListedLaunch, values: Leaves, batch: tuple[int, ...], sizes: Sizes, lists: Lists
 ) -> LongLists:
     fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
-    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, window, "windows")
+    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, one.entries, window, "windows")
 
     def make(joined: Fold, parts: list[Tensor], among: Sizes) -> ListedLaunch:
         strides = _strides(lists.batch, sizes.batch)
         values, batch, _, (steps,) = merge_batches_and_strides(joined, parts, among, (strides,))
-        return ListedLaunch(joined, values, batch, among, {}, form, steps, window, "combine")
+        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine")
 
     return LongLists(one.fold, one.over, sizes, windows, make)
 
@@ -458,12 +465,15 @@ _MOST = 1024
 
 class LocalFold(NamedTuple):
     """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, whether it reads
-    positions along lists, and whether its last leaf says which of equal entries of a list are the first."""
+    positions along lists, whether its last leaf says which of equal entries of a list are the first, and for each
+    reduction of the whole fold which of its reductions that is: two for the gradient of a table, whose numbers and
+    indices are written for each entry of the lists."""
 
     fold: Fold
     places: tuple[int, ...]
     logical: bool
     once: bool
+    parts: tuple[tuple[int, ...], ...]
 
 
 def localize(fold: Fold) -> LocalFold | None:
@@ -481,21 +491,33 @@ def localize(fold: Fold) -> LocalFold | None:
 def _localize(fold: Fold) -> LocalFold | None:
     nodes = topological([*fold.reductions, *fold.scales])
     once = [e for e in nodes if e.op == "listed_once"]
-    if any(e.is_pair for e in fold.leaves) and (once or fold.domain is None or fold.domain.attrs[0][0] != "edges"):
+    edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
+    if any(e.is_pair for e in fold.leaves) and (once or not edges):
         return None
     positions = {e: index("col") for e in nodes if e.op == "listed_position"}
     changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: _FIRST for e in once}}
-    reductions = tuple(map(_as_kernels_fold, constructors.substitute(fold.reductions, changed)))
-    scales = constructors.substitute(fold.scales, changed) if fold.scales else ()
-    mapped = dict(zip(fold.reductions, reductions, strict=True))
-    if len(set(reductions)) < len(reductions):
-        return None
+    scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)
+    found: dict[Expr, Expr] = {}  # reductions and their scales
+    parts = []
+    for r, (_, scale) in scaled:
+        own = [_as_kernels_fold(r)] if r.attrs[0] != "histogram" else [_per_entry(a) for a in r.args[:2]]
+        if (len(own) == 1 and own[0] in found) or (len(own) == 2 and not edges):
+            return None
+        parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))
+        found |= dict.fromkeys(own, constructors.substitute((scale,), changed)[0])
+    reductions, scales = tuple(found), tuple(found.values()) if fold.scales else ()
     used = {*topological([*reductions, *scales])}
     places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
+    mapped = {r: reductions[own[0]] for r, own in zip(fold.reductions, parts, strict=True)}
     gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
     leaves = (*(fold.leaves[k] for k in places), *([_FIRST] if once else []))
     made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
-    return LocalFold(made, places, bool(positions), bool(once))
+    return LocalFold(made, places, bool(positions), bool(once), tuple(parts))
+
+
+def _per_entry(number: Expr) -> Expr:
+    """A number for each entry of the lists."""
+    return reduce_node("pair", "cols", (), (number,))
 
 
 def _as_kernels_fold(r: Expr) -> Expr:
@@ -533,7 +555,7 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
         found = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
         return found.view(*(1,) * len(sizes.batch), -1)
 
-    return run_on_lists(fold, leaves, sizes, lists, once)
+    return run_on_lists(fold, leaves, sizes, lists, once, tensors[-1].shape[-1])
 
 
 def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
@@ -554,10 +576,15 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
 
 
 def run_on_lists(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists], once: Callable[[], Tensor]
+    fold: Fold,
+    leaves: Sequence[Any],
+    sizes: Sizes,
+    lists: Callable[[str], Lists],
+    once: Callable[[], Tensor],
+    count: int,
 ) -> list[Tensor] | None:
     """The same on the lists of each direction (``"cols"``, ``"rows"``); ``once()``: which of equal entries of a list
-    are the first."""
+    are the first, ``count``: how many edges a batch element has."""
     local = localize(fold)
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
@@ -569,16 +596,33 @@ def run_on_lists(
     if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
         return None
     key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
-    key += (overriding_plans(), _describe(leaves), *(one.form for one in read.values()))
+    numbered = any(e.is_pair and e is not _FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
+    entries = count if numbered else 0
+    key += (overriding_plans(), _describe(leaves), entries, *(one.form for one in read.values()))
     if key not in _PREPARED:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
         try:
-            _PREPARED[key] = PreparedListedFold(own, leaves, sizes, read.__getitem__)
+            _PREPARED[key] = PreparedListedFold(own, leaves, sizes, read.__getitem__, entries)
         except Unsupported:
             _PREPARED[key] = None
     ready = _PREPARED[key]
-    return None if ready is None else ready(leaves, read.__getitem__)
+    if ready is None:
+        return None
+    found = [values for _, values in split(own, ready(leaves, read.__getitem__))]
+    results = []
+    for r, parts in zip(fold.reductions, local.parts, strict=True):
+        mine = [found[k] for k in parts]
+        results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, sizes)]
+    return results
+
+
+def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:
+    """The gradient of a table ``[*batch, n]``: numbers added up by their index, both ``[*batch, entries]``."""
+    total = number.new_zeros(math.prod(sizes.batch), sizes.of(str(r.args[2].feature)))
+    for k in range(len(total)):  # one after the other: sorting takes memory
+        add_at(total[k : k + 1], number.reshape(len(total), -1)[k : k + 1], at.reshape(len(total), -1)[k : k + 1])
+    return total.view(*sizes.batch, -1)
 
 
 def _describe(leaves: Sequence[Any]) -> tuple:
