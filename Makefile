@@ -9,18 +9,18 @@ STAMP  := $(VENV)/.stamp
 MAKEFLAGS += -j2  # types and the site are checked at the same time
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test ranks lint types docs docs-serve bench size release-check clean
+.PHONY: help setup demo test slow ranks lint types docs docs-serve bench size release-check clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 # Redone only when what is to be installed changes. Our own build runs without isolation, so that the setuptools it
-# uses is the pinned one too.
+# uses is the pinned one too. Byte code is left to the first import: most of the twenty thousand files are never imported.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch and about a hundred packages, once. This takes two to five minutes; pip tells how far it is."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@echo "$(VENV) is ready."
 	@touch $@
 
@@ -37,6 +37,11 @@ test: lint docs  ## lint, types, the site, unit tests, the examples in docstring
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
 	@$(MAKE) types ranks
+
+slow: $(STAMP)  ## what `make test` leaves out: the longest tests, and the other cases of those that it samples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m slow tests/interpret
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow tests/ranks
 
 # Each test has up to eight processes of its own, which often wait for each other: types are checked beside them.
 ranks: $(STAMP)

@@ -14,6 +14,8 @@ import numpy
 import pytest
 import torch
 
+from tests.support.sampled import mark_the_others_slow
+
 # Nothing of a test run is left in the cache of whoever runs it, nor found there; nor do workers find each other's.
 if "MONOIDREDUCE_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["MONOIDREDUCE_CACHE"] = _cache = tempfile.mkdtemp(prefix="monoidreduce-tests-")
@@ -67,6 +69,11 @@ def looking(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(LayerReplay, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
 
     return say
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    mark_the_others_slow(items)
 
 
 def pytest_collection_finish():

@@ -113,6 +113,7 @@ def test_gradients_of_columns_alone(seed, used):
     compared(got, lambda w: plain_head(target, bias)(x.to(w.dtype), w), (w,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["rising", "late", "nan", "inf"])
 def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     """Rows are written again, in all panels: the same as where the vendor's product goes through the row kernel."""

@@ -189,6 +189,7 @@ FAR = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAR)
 def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     """The same as where the vendor's product is swept: rows are written again, totals never depended on the guess."""
@@ -266,6 +267,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatch):
     """What outweighs the rest is rounded once however many blocks there are, and the rest once a block."""

@@ -1,5 +1,6 @@
 """The interpreter that the other tests run in gives the numbers of Triton's own."""
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -9,7 +10,7 @@ from triton.runtime import interpreter
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.support.comparison import run
-from tests.support.fast_interpreter import quicken
+from tests.support.fast_interpreter import _by_shifts, quicken
 from tests.support.layers import BY_NAME
 
 PLAN = KernelPlan(16, 32, 4, 1)
@@ -21,7 +22,8 @@ def numbers(name):
         return run(BY_NAME[name].op, args).all()
 
 
-@pytest.mark.parametrize("name", ["alibi_attention", "dropout_attention", "moments"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["alibi_attention", "dropout_attention", "moments", "nearest_neighbours"])
 def test_the_numbers_are_those_of_the_interpreter_as_it_is(name, as_it_is):
     slow = numbers(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,3 +52,15 @@ def test_the_language_is_translated_once_a_launch_and_back_again(monkeypatch):
         _twice[(3,)](out, torch.arange(8.0), SIZE=8)
         assert out == 56 and tl.load is word
         assert seen.count(tl) <= 2  # of the kernel's module and of the language's own functions, not of each call
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["from bfloat16", "to bfloat16"])
+def test_every_bfloat16_is_converted_as_by_the_interpreter(down, as_it_is):
+    numbers = np.arange(2**16, dtype=np.uint16)
+    if down:
+        numbers = (numbers.astype(np.uint32) << 16) + np.arange(2**16, dtype=np.uint32)
+    kinds = (tl.float32, tl.bfloat16) if down else (tl.bfloat16, tl.float32)
+    data = numbers.view(np.float32) if down else numbers
+    slow, quick = interpreter._convert_float, _by_shifts(interpreter._convert_float)
+    for part in (data, data[0x100:0x7F00]):  # with denormal numbers, and without
+        assert np.array_equal(quick(part, *kinds, None), slow(part, *kinds, None))

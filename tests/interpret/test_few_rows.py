@@ -53,6 +53,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_logsumexps(name):
     sizes, options = OPTIONS[name]

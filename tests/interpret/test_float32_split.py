@@ -40,6 +40,7 @@ def precise(request):
         yield precision
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WORKS)
 def test_pieces_keep_the_error_rule(name, precise, split):
     ours, plain, make = WORKS[name]

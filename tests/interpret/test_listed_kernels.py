@@ -134,6 +134,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(run, name):
     make, batch, shared, rows, cols, plans = CASES[name]
@@ -210,6 +211,7 @@ def paged(page, most, lengths, heads=2):
     return domain, *stores
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, page, plan", [
     (1, 16, None),
     (3, 64, None),

@@ -170,6 +170,7 @@ def test_the_same_results_again(dtype):
     assert_same(attention, heads(seed=1, dtype=dtype), -0.7)  # other numbers, of another sign
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_arithmetic_on_sides(batch, dtype):

@@ -12,6 +12,7 @@ from tests.support.scaled_cases import KINDS, widen
 OPS = [cases.attention, cases.head, cases.mlp, cases.near]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "width"),
     [*((op, width) for op in OPS for width in (5, 24)), (cases.head, 300)],

@@ -46,6 +46,7 @@ def kept_of(w):
     return found, count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("size", [(32, 48, 32), (37, 59, 33), (1, 111, 5), (64, 17, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])

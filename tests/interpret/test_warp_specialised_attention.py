@@ -183,16 +183,19 @@ def by_turns(monkeypatch, request):
     assert len(seen) == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CAPPED, ids=repr)
 def test_soft_caps_against_float64(case, by_turns):
     check(case, "cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("kind", DATA)
 def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns):
@@ -210,6 +213,7 @@ def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch)
         assert attention.choose_tile(spec, torch.device("cpu"), length, count) == tile
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("by_turns", [64, 128], indirect=True)
 @pytest.mark.parametrize("name", SLANTED)
 def test_lines_against_float64(name, by_turns):
@@ -252,6 +256,7 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
         check(case, "cpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [

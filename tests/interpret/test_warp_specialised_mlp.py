@@ -194,6 +194,7 @@ def by_groups(monkeypatch):
         yield gluon_simulator.simulate(monkeypatch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_against_float64(case, by_groups):
     check(case, "cpu")
@@ -201,6 +202,7 @@ def test_against_float64(case, by_groups):
     assert len(by_groups) == 2 * case.grouped
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rows", "cols", "batch", "activation"), PLAIN)
 def test_a_plain_perceptron_against_float64(rows, cols, batch, activation, by_groups):
     check_plain(rows, cols, batch, activation, "cpu")
@@ -229,6 +231,7 @@ OPTIONS += [{"causal": True, "softcap": 5.0}, {"dropout_p": 0.2, "seed": 3}]
 OPTIONS += [{"dropout_p": 0.5, "seed": -(2**62), "causal": True}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (2, 300, 171), (1, 65, 64)])
 def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):

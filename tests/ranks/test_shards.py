@@ -28,6 +28,7 @@ def check(pool, cases):
             raise AssertionError(f"{case}: {error}") from None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_by_rows_by_columns_and_by_both(pool, layer, seed):
     world = [2, 3, 4, 7][ZOO.index(layer) % 4]
@@ -54,6 +55,7 @@ def test_results_may_be_changed_in_place_or_checkpointed(pool):
 PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features", "biased_attention"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
 @pytest.mark.parametrize("name", [n for n in PRECISE if n in BY_NAME])
 def test_the_error_is_that_of_one_process_in_any_world(pool, name, divided, seed):

@@ -66,6 +66,7 @@ def test_most_layers_stream():
     assert len(STREAMED) > 0.7 * len(ZOO)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", named(STREAMED))
 def test_any_chunking_is_the_whole_with_gradients_for_rows_and_columns(layer, seed):
     args = layer.args(13, 41, seed)
@@ -352,7 +353,7 @@ def test_a_bar_for_whoever_sits_at_a_terminal(monkeypatch):
     assert "folding" in shown.getvalue() and not quiet.getvalue()
 
 
-@pytest.mark.parametrize("what", ["topk", "sum"])
+@pytest.mark.parametrize("what", ["topk", pytest.param("sum", marks=pytest.mark.slow)])
 def test_a_corpus_four_times_the_memory(what, tmp_path):
     """In a process that may not allocate more: the ten best of, and the sum over, a file four times as large."""
     script = ROOT / "tests" / "support" / "stream_larger_than_memory.py"

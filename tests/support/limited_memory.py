@@ -21,7 +21,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engines.common import oom_retry
 
 MB = 2**20
-PIECES = (MB, MB // 4)
+PIECES = (MB, MB // 2)
 
 
 @mr.op

@@ -26,6 +26,7 @@ from tests.support import ROOT
 
 DEAD = "dead"
 MOST = 8
+AT_FIRST_USE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")  # else by each rank
 TIMEOUT = 120.0  # of the groups, in seconds: reached where something hangs, and not where the machine is busy
 
 
@@ -149,7 +150,7 @@ def main(asked: socket.socket, imported: list[str]) -> None:
     import monoidreduce  # noqa: F401
     from tests.support import rank_tasks  # noqa: F401
 
-    for name in imported:
+    for name in (*AT_FIRST_USE, *imported):
         importlib.import_module(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead: a process that is there lives

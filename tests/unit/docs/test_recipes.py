@@ -87,6 +87,7 @@ def test_a_recipe_is_as_exact_as_its_plain_form(name, page, seed):
     assert_error_rule(trials)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_never_builds_the_matrix(name, page, seed):
     rows = cols = 1200

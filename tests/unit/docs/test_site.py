@@ -21,7 +21,7 @@ from docs.draw import architecture, curves, domains, gallery, schedules
 from docs.draw.pictures import IMAGES, PICTURES
 from monoidreduce import laws
 from tests.support import ROOT
-from tests.support.doc_pages import DOCS
+from tests.support.doc_pages import DOCS, run
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 SHADOWING = ("all", "any", "max", "min", "sum")  # public, but not for a star import
@@ -170,17 +170,29 @@ def test_the_gallery_page_is_the_notebook():
     assert not [c for c in cells if c.get("outputs") or c.get("execution_count")], "commit it without outputs"
 
 
-def test_the_notebook_runs_and_draws_ten_layers(tmp_path):
+def assert_ten_layers(folder):
     names = gallery.SHOWN.findall("\n".join(c.source for c in gallery.cells()))
     assert len(names) == len(set(names)) == 10
     assert {p.stem for p in gallery.IMAGES.glob("*.png")} == set(names)
+    for name in names:
+        for image in (imread(folder / f"{name}.png"), imread(gallery.IMAGES / f"{name}.png")):
+            assert image.shape[0] > 200 and image.shape[1] > 200 and float(image.std()) > 0.05
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # NumPy says so of torch's tensors in figures
+def test_the_gallery_draws_ten_layers(tmp_path, monkeypatch):
+    monkeypatch.setenv("GALLERY_OUT", str(tmp_path))
+    run(gallery.PAGE)  # the cells of the notebook, by the test before
+    assert_ten_layers(tmp_path)
+
+
+@pytest.mark.slow  # starts a kernel
+def test_the_notebook_runs_and_draws_ten_layers(tmp_path):
     command = [sys.executable, "-m", "docs.draw.gallery", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name in names:
-        for image in (imread(tmp_path / f"{name}.png"), imread(gallery.IMAGES / f"{name}.png")):
-            assert image.shape[0] > 200 and image.shape[1] > 200 and float(image.std()) > 0.05
+    assert_ten_layers(tmp_path)
 
 
 # Search

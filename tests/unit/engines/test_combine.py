@@ -47,6 +47,7 @@ DIVISIBLE = [layer for layer in ZOO if all(p.axis != "pairs" for p in layer.para
 CUTS = [pytest.param((1, 5), marks=SLOW), pytest.param((4, 1), marks=SLOW), (3, 3)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("blocks", CUTS, ids=str)
 @pytest.mark.parametrize("layer", named(DIVISIBLE))
 def test_any_cut_of_any_layer_is_the_layer(layer, blocks, seed, monkeypatch):

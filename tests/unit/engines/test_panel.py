@@ -27,6 +27,7 @@ def small(monkeypatch):
     internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=1, MULTIPLE=4)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_in_panels(layer, rows, seed):
@@ -167,6 +168,7 @@ def head(M, D, V, peaked, dtype):
     return x.to(dtype), w.to(dtype), target
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("peaked", [False, True], ids=["random", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 def test_precision(dtype, peaked):
@@ -185,6 +187,7 @@ def test_precision(dtype, peaked):
 # Budgets -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("limit", ["300kB", "1MB", "3MB"])
 def test_memory_stays_within_the_budget(limit, dtype, seed):

@@ -49,11 +49,13 @@ def assert_grows_linearly(function, layer):
     assert second <= 2.3 * first + slack, f"peaks of {small:,}, {middle:,} and {large:,} bytes at {SIZES}"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(GIVEN_SIDES))
 def test_no_tensor_is_larger_than_a_tile_or_the_inputs(layer):
     assert_never_dense(layer.op, make(layer, *WIDE), *WIDE)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layer", named(GIVEN_SIDES))
 def test_memory_grows_with_the_inputs(layer, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)
@@ -167,6 +169,7 @@ def expected_tiles(name, args, M, N, tile):
 MASKED = ["causal_attention", "forgetting_attention", "window_attention", "prefix_attention", "document_attention"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(256, 256), (111, 259), (259, 111)], ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("name", MASKED)
 def test_hidden_tiles_are_skipped_forward_and_backward(name, size, monkeypatch):

@@ -29,6 +29,7 @@ FIXED = hypothesis.settings(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_engines_agree_on_random_programs(shard: int):
     @hypothesis.seed(shard)

@@ -40,6 +40,7 @@ def mostly_slow(*in_every_run):
 
 
 class TestDecoder:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("name", DECODERS)
     def test_logits_loss_and_gradients(self, name):
         ours, theirs = pair(name)
@@ -77,6 +78,7 @@ class TestDecoder:
             torch.testing.assert_close(found, torch.cat(alone, 1), atol=2e-5, rtol=1e-4)
             assert labels.shape == batch["input_ids"].shape
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("name", DECODERS)
     def test_greedy_generation(self, name):
         """With padding on the left, from a cache that grows, a static one, and none."""
@@ -87,6 +89,7 @@ class TestDecoder:
         assert torch.equal(ours.generate(ids, **options), expected)
         assert torch.equal(ours.generate(ids, **options, cache_implementation="static"), expected)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("name", mostly_slow("qwen3", "gpt_oss"))
     @pytest.mark.parametrize(
         "way", ["beams", "assistant", "lookup", "chunks", "static chunks", "quantised", "no cache"]

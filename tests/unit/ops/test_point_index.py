@@ -26,6 +26,7 @@ def cloud(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "features", "metric"),
     [(torch.float32, 3, "euclidean"), (torch.float64, 2, "sqeuclidean"), (torch.bfloat16, 2, "euclidean")],

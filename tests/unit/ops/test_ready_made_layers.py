@@ -39,12 +39,14 @@ def both(ready, sample, seed, dtype=FLOAT64):
     return partial(ready.ours, **options), partial(ready.dense, **options), args
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("ready", "sample"), ALL)
 def test_float64_equals_plain_torch(ready, sample, seed):
     ours, dense, args = both(ready, sample, seed)
     assert_equal(run(ours, args), run(dense, args))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("ready", "sample"), [p for p in ALL if p.values[1]["size"] != (1, 1)][::4])
 def test_error_rule(ready, sample, seed):
     for dtype, draws in ((torch.float32, 4), (torch.bfloat16, 1)):
@@ -58,6 +60,7 @@ def test_error_rule(ready, sample, seed):
             assert_error_rule(trials)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ready", "sample"), ALL[::7])
 def test_the_dense_engine_agrees(ready, sample, seed):
     ours, _, args = both(ready, sample, seed)
@@ -66,6 +69,7 @@ def test_the_dense_engine_agrees(ready, sample, seed):
     assert_equal(run(ours, args), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ready", READY, ids=repr)
 def test_first_and_second_derivatives(ready, seed):
     sample = {name: values[-1] for name, values in ready.factors.items()} | {"size": (3, 4), "batch": ()}
@@ -89,6 +93,7 @@ def test_first_and_second_derivatives(ready, seed):
 TILE = (96, 128)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ready", READY, ids=repr)
 def test_nothing_grows_with_the_pairs(ready, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)

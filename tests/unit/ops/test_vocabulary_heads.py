@@ -49,6 +49,7 @@ def test_there_are_enough_samples(name):
     assert len(FUNCTIONS[name].samples()) >= 25
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_values_and_gradients_are_those_of_plain_torch(name, sample):
     ours, plain, _ = evaluate(FUNCTIONS[name], sample, F64, seed=1)
@@ -62,6 +63,7 @@ def enough(sample):
     return sample | {"rows": rows, "classes": max(sample["classes"], 59), "features": 16}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_errors_stay_within_twice_plain_torch(name, sample, dtype):
@@ -74,6 +76,7 @@ RICH_SAMPLES = [pytest.param(*sample, id=name) for name, sample in RICH.items()]
 SMOOTH = [p for p in RICH_SAMPLES if p.id != "linear_argmax"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "sample"), SMOOTH)
 def test_derivatives_match_finite_differences(name, sample):
     names, args = split(draw(FUNCTIONS[name], sample | {"rows": (3,), "classes": 5, "features": 2}, F64, seed=4))
@@ -88,6 +91,7 @@ def test_derivatives_match_finite_differences(name, sample):
     assert torch.autograd.gradgradcheck(smooth, args, fast_mode=True)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [0.1, 1.5], ids=["flat", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SMOOTH)
@@ -96,6 +100,7 @@ def test_the_rule_holds_on_flat_and_on_peaked_rows(name, sample, dtype, scale):
     assert_error_rule([evaluate(FUNCTIONS[name], sample, dtype, seed, scale) for seed in range(5, 9)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "sample"), RICH_SAMPLES)
 def test_many_small_tiles_and_the_dense_engine_agree(name, sample, monkeypatch):
     names, args = split(draw(FUNCTIONS[name], sample | {"rows": (59,), "classes": 111}, F64, seed=6))
@@ -148,6 +153,7 @@ def test_logits_far_from_zero_keep_their_digits(smoothing, seed):
 # Memory and passes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "sample"), RICH_SAMPLES)
 def test_nothing_of_the_size_of_the_logits_is_allocated(name, sample):
     m = v = 2048

@@ -158,6 +158,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 # The dense form is right
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_the_dense_form_equals_the_plain_one(layer, seed):
     with follow(DENSE):

@@ -152,6 +152,7 @@ def results(body, engine):
     return [value.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in given)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_long_bodies_and_their_gradients(body):
     expected = results(body, "reference")

@@ -3,6 +3,7 @@
 import os
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -84,6 +85,7 @@ def rank_main(rank, store, answers):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow  # the example of tests/ranks/test_fsdp2.py is this in every run
 def test_two_ranks_learn_as_one():
     expected = train(make(), slice(0, 4))
     assert expected[-1] != expected[0]

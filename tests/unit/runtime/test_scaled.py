@@ -19,6 +19,7 @@ def seeded(seed):
     torch.manual_seed(seed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
 @pytest.mark.parametrize("op", OPS, ids=named)
 @pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
