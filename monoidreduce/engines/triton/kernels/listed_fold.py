@@ -33,7 +33,7 @@ from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import NARROW, Listing, Spec, Unsupported
+from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..codegen.listed import ONCE
 from ..launch import descriptors
 from ..launch.availability import available
@@ -51,6 +51,7 @@ _KINDS = (*_SPLIT_KINDS, "moments", "user", "topk", "pair")
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
 _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
+_SHORT = 64  # entries of an average list up to which lists share a program instance
 _UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
 _LEAST_SPLIT = 16  # tiles of a split, on average
 
@@ -264,11 +265,19 @@ class ListedLaunch(FoldLaunch):
 
     def _plan_single(self, plainly: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
-        each 4,096 of their numbers: one warp need not wait for others."""
+        each 4,096 of their numbers: one warp need not wait for others. Short lists share a warp, several to each.
+
+        H200, graph attention, 10⁶ lists of 20 ± 15, 64 features of 16 bits, forward: 0.77 ms in tiles of 4 lists × 8
+        entries, 0.86 of 2 × 16, 1.10 of 1 × 32; two warps take twice the time of one."""
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
+        average = self.lists_of.average
+        if self.role == "lists" and average <= _SHORT and width <= WIDEST and _can_share_tiles(self.spec):
+            entries = max(16, min(32, 2**13 // (width * max(item, 4))))  # of all lists of a tile
+            folded = max(4, min(16, 1 << max(average // 4, 1).bit_length() - 1))
+            return KernelPlan(entries // folded, folded, 1, 2)
         most = 1 << (2**14 // (width * item)).bit_length() - 1
-        length = self.lists_of.average if self.role == "lists" else self.window
+        length = average if self.role == "lists" else self.window
         folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
