@@ -72,7 +72,11 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: bool, ragge
         if kind_of(new).both_axes and ragged:
             number, *rest = new.args
             new = constructors.rebuild(new, (apply("where", extra["exists"], number, 0.0), *rest))
-        if kind_of(new).per_pair or kind_of(new).both_axes or (any(a.rows for a in new.args) and any(a.cols for a in new.args)):
+        if (
+            kind_of(new).per_pair
+            or kind_of(new).both_axes
+            or (any(a.rows for a in new.args) and any(a.cols for a in new.args))
+        ):
             inner.append(new)
             scales.append(constructors.substitute((scale,), replaced)[0])
             folded.append(k)

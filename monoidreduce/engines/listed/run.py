@@ -267,7 +267,7 @@ class _Run:
         return []
 
     def _add_to_table(self, k: int, found: list[Tensor], piece: Piece) -> list[Tensor]:
-        """Add the entries of a table that some pieces counted, ``[*shared, pieces, n]``, to the whole ``[*batch, n]``."""
+        """Add what some pieces have for a table's entries, ``[*shared, pieces, n]``, to the whole ``[*batch, n]``."""
         total, (count,) = self.pairs[k], found
         order = (*self.layout.shared, *self.layout.own, len(self.sizes.batch))
         flat = total.permute(order).reshape(*count.shape[: self.layout_dim], -1, count.shape[-1])

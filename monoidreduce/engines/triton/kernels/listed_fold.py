@@ -11,18 +11,15 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....domains import ColumnLists
 from ....plan import settings
-from ....program import constructors
-from ....program.constructors import ONE
 from ....program.contract import contractions
-from ....program.expression import Expr, const, index, node, reduce_node, topological
+from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ....reductions import kind_of
@@ -34,7 +31,6 @@ from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
-from ..codegen.listed import ONCE
 from ..launch import descriptors
 from ..launch.availability import available
 from ..schedules import spec_from_tensors
@@ -42,6 +38,8 @@ from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
 from . import long_lists
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from .list_tensors import ListForm, Lists, make_lists
+from .listed_program import FIRST, localize
 from .long_lists import LongLists
 from .prepared_fold import list_kernels, merge_batches_and_strides
 
@@ -54,72 +52,6 @@ _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading
 _SHORT = 64  # entries of an average list up to which lists share a program instance
 _UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
 _LEAST_SPLIT = 16  # tiles of a split, on average
-
-
-class ListForm(NamedTuple):
-    """What kernels, and the choice of their plans, depend on in lists: all but their numbers."""
-
-    kept_block: int
-    folded_block: int
-    batch: tuple[int, ...]
-    logical: bool
-    ends: bool
-    entry: bool
-    lists: int  # how many there are
-    items: int  # of all, rounded up to a power of two
-    kinds: tuple  # types and alignment
-
-    @property
-    def average(self) -> int:
-        """Folded indices of a list."""
-        return -(-self.items * self.folded_block // max(self.lists, 1))
-
-    def windows(self, size: int) -> int:
-        """Windows of so many entries that the lists of a batch element have, at most."""
-        return -(-self.items // (max(math.prod(self.batch), 1) * size))
-
-
-@dataclass(frozen=True, eq=False)
-class Lists:
-    """The lists of one direction, as kernels read them.
-
-    Group g of list l folds the blocks ``items[offsets[l * G + g]:offsets[l * G + g + 1]]``, where ``kept_block`` kept
-    indices make a group (0: all of them) and ``folded_block`` folded ones a block; ``batch``: the dimensions of l."""
-
-    offsets: Tensor
-    items: Tensor
-    kept_block: int
-    folded_block: int
-    batch: tuple[int, ...] = ()
-    logical: bool = False  # the folded index counts along the list
-    ends: Tensor | None = None  # [lists · groups]: how many folded indices each has; the last block is cut there
-    entry: Tensor | None = None  # [items]: the place of each item in the lists that numbers per entry belong to
-
-    def tensors(self, entries: bool) -> tuple[Tensor, ...]:
-        """The arguments of a kernel; ``entries``: whether it reads which entry each item is."""
-        found = self.offsets, self.items, self.ends, self.entry if entries else None
-        return tuple(t for t in found if t is not None)
-
-    @property
-    def form(self) -> ListForm:
-        kinds = tuple((t.dtype, t.data_ptr() & 15) for t in self.tensors(True))
-        some = self.batch, self.logical, self.ends is not None, self.entry is not None
-        items = 1 << (len(self.items) - 1).bit_length()
-        return ListForm(self.kept_block, self.folded_block, *some, len(self.offsets) - 1, items, kinds)
-
-    def own(self, given: Sequence[Tensor]) -> Lists:
-        """The same lists without the memory of these tensors: what is cached for a tensor must not keep it alive."""
-        theirs = {t.untyped_storage()._cdata for t in given}
-        mine = {n: getattr(self, n) for n in ("offsets", "items", "ends", "entry")}
-        held = {n: t.clone() for n, t in mine.items() if t is not None and t.untyped_storage()._cdata in theirs}
-        return replace(self, **held) if held else self
-
-
-def read_lists(given: ColumnLists, kept: int) -> Lists:
-    """A domain's lists for ``kept`` indices, as kernels read them."""
-    block = given.row_block if given.row_block < kept else 0
-    items = given.items if len(given.items) else given.items.new_zeros(1)  # so that there is something to point to
-    return Lists(given.offsets.contiguous(), items.contiguous(), block, given.col_block, given.batch, entry=given.entry)
 
 
 class ListedLaunch(FoldLaunch):
@@ -173,7 +105,13 @@ class ListedLaunch(FoldLaunch):
         at = len(self.batch) - 1
         rows = (self.lists_of.kept_block or kept) * heads
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if self.role != "lists" or heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
+        if (
+            self.role != "lists"
+            or heads < 2
+            or not 0 < rows <= _MOST_PACKED
+            or self.steps[at]
+            or any(e.is_pair for e in spec.fold.leaves)
+        ):
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
@@ -194,7 +132,7 @@ class ListedLaunch(FoldLaunch):
         pairs = [e for e in self.spec.fold.leaves if e.is_pair]
         entries = lists.entry and bool(pairs)
         listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
-        several = math.prod(lists.batch) > 1 and any(e is not _FIRST for e in pairs)
+        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
         written = any(kind_of(r).per_pair for r in self.fold.reductions)
         window = self.window if single else 0
         listing = replace(listing, window=window, role=self.role, numbered=several or written)
@@ -293,6 +231,7 @@ class ListedLaunch(FoldLaunch):
             return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
+        assert self.spec.listed is not None
         if self.spec.listed.each:
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
@@ -301,7 +240,11 @@ class ListedLaunch(FoldLaunch):
         if not self.plan.parts and 0 < instances < _UNEVEN_WAVES * processors:
             even = -(-_UNEVEN_WAVES * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if self.plan.boxes == 2 or self.spec.listed.window or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
+        if (
+            self.plan.boxes == 2
+            or self.spec.listed.window
+            or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
+        ):
             self.parts = 1
         self.grid = self.tiles * self.count * self.parts
 
@@ -326,7 +269,8 @@ class ListedLaunch(FoldLaunch):
         for k, (r, _) in enumerate(self.fold.outputs):
             if kind_of(r).per_pair:  # entries that are in no list have none
                 shape, dtype = self.outputs[k]
-                self.rooms[k] = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
+                zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
+                self.rooms[k] = zeros  # type: ignore[call-overload]
 
     def _output(self, r: Expr, k: int) -> Form:
         if kind_of(r).per_pair:
@@ -334,8 +278,8 @@ class ListedLaunch(FoldLaunch):
             return (*self.sizes.batch, self.entries), kind
         if self.role != "windows":
             return super()._output(r, k)
-        count = {"rows" if self.over == "cols" else "cols": self.tiles}
-        return result_form(r, k, replace(self.sizes, **count))
+        rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
+        return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
 
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
@@ -370,7 +314,8 @@ class PreparedListedFold:
             how = (own.form, steps, entries, window)
             one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, *how)
             self.launches.append(one)
-            self.long.append(_split_long_lists(one, values, batch, sizes, own) if one.spec.listed.window else None)
+            split_ones = one.spec.listed is not None and one.spec.listed.window
+            self.long.append(_split_long_lists(one, values, batch, sizes, own) if split_ones else None)
         found = [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -466,81 +411,8 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(own, steps, strict=True))
 
 
-_FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_LOCAL: dict[int, tuple[Fold, LocalFold | None]] = {}
 _MOST = 1024
-
-
-class LocalFold(NamedTuple):
-    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, whether it reads
-    positions along lists, whether its last leaf says which of equal entries of a list are the first, and for each
-    reduction of the whole fold which of its reductions that is: two for the gradient of a table, whose numbers and
-    indices are written for each entry of the lists."""
-
-    fold: Fold
-    places: tuple[int, ...]
-    logical: bool
-    once: bool
-    parts: tuple[tuple[int, ...], ...]
-
-
-def localize(fold: Fold) -> LocalFold | None:
-    """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. None where numbers of pairs are not numbers of entries, or where equal entries of a list have
-    numbers of their own and are told apart, which is an error if there are any."""
-    known = _LOCAL.get(id(fold))
-    if known is None:
-        if len(_LOCAL) >= _MOST:
-            _LOCAL.clear()
-        known = _LOCAL[id(fold)] = (fold, _localize(fold))  # the fold is held, so that its id stays its own
-    return known[1]
-
-
-def _localize(fold: Fold) -> LocalFold | None:
-    nodes = topological([*fold.reductions, *fold.scales])
-    once = [e for e in nodes if e.op == "listed_once"]
-    edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
-    if any(e.is_pair for e in fold.leaves) and (once or not edges):
-        return None
-    positions = {e: index("col") for e in nodes if e.op == "listed_position"}
-    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: _FIRST for e in once}}
-    scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)
-    found: dict[Expr, Expr] = {}  # reductions and their scales
-    parts = []
-    for r, (_, scale) in scaled:
-        own = [_as_kernels_fold(r)] if r.attrs[0] != "histogram" else [_per_entry(a) for a in r.args[:2]]
-        if (len(own) == 1 and own[0] in found) or (len(own) == 2 and not edges):
-            return None
-        parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))
-        found |= dict.fromkeys(own, constructors.substitute((scale,), changed)[0])
-    reductions, scales = tuple(found), tuple(found.values()) if fold.scales else ()
-    used = {*topological([*reductions, *scales])}
-    places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
-    mapped = {r: reductions[own[0]] for r, own in zip(fold.reductions, parts, strict=True)}
-    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
-    leaves = (*(fold.leaves[k] for k in places), *([_FIRST] if once else []))
-    made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
-    return LocalFold(made, places, bool(positions), bool(once), tuple(parts))
-
-
-def _per_entry(number: Expr) -> Expr:
-    """A number for each entry of the lists."""
-    return reduce_node("pair", "cols", (), (number,))
-
-
-def _as_kernels_fold(r: Expr) -> Expr:
-    """A label's number as a sum over all pairs: a listed column may be its label several times, or never. Numbers of
-    entries are written where rows walk their lists."""
-    if r.attrs[0] == "pair":
-        return reduce_node("pair", "cols", r.attrs[2], r.args)
-    if r.attrs[0] != "pick":
-        return r
-    target, value, vector = r.args
-    _, over, (axis,) = r.attrs
-    number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
-    number = number if number.feature is None else constructors.fsum(number)
-    return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
 def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
@@ -555,8 +427,8 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     def lists(over: str) -> Lists:
         parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
         if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
-            return _make_lists(form, tensors, sizes, over)
-        make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
+            return make_lists(form, tensors, sizes, over)
+        make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
         return unchanged_tensors.compute_once(parts, make, sizes.device)
 
     def once() -> Tensor:
@@ -565,23 +437,6 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
         return found.view(*(1,) * len(sizes.batch), -1)
 
     return run_on_lists(fold, leaves, sizes, lists, once, tensors[-1].shape[-1])
-
-
-def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
-    domain = restore_domain(form, tensors)
-    if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
-        most = domain.tensors()[0].shape[-1]
-        table, lengths = (t.contiguous() for t in domain.tensors())
-        capturing = table.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph's memory is not ours to keep
-        offsets = (_multiples.__wrapped__ if capturing else _multiples)(most, len(lengths) + 1, table.device)
-        return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
-    found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
-    return read_lists(found, sizes.rows if over == "cols" else sizes.cols)
-
-
-@functools.lru_cache(maxsize=64)
-def _multiples(step: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device) * step
 
 
 def run_on_lists(
@@ -605,7 +460,7 @@ def run_on_lists(
     if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
         return None
     key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
-    numbered = any(e.is_pair and e is not _FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
+    numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
     entries = count if numbered else 0
     key += (overriding_plans(), _describe(leaves), entries, *(one.form for one in read.values()))
     if key not in _PREPARED:
@@ -619,7 +474,7 @@ def run_on_lists(
     if ready is None:
         return None
     found = [values for _, values in split(own, ready(leaves, read.__getitem__))]
-    results = []
+    results: list[Tensor] = []
     for r, parts in zip(fold.reductions, local.parts, strict=True):
         mine = [found[k] for k in parts]
         results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, sizes)]
