@@ -77,11 +77,16 @@ def _qkv_and_table() -> list[torch.Tensor]:
 
 
 def _relative_flex() -> Callable:
-    """The same by FlexAttention, whose gradient of the table is by atomics."""
+    """The same by FlexAttention, whose gradient of the table is by atomics. Its own tiles are too large."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v, bias: compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S - 1])
+    tiles = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+    def run(q, k, v, bias):
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S - 1], kernel_options=tiles)
+
+    return run
 
 
 def attention_statistics() -> Iterator[Work]:

@@ -6,7 +6,9 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, Table
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import histogram
+from monoidreduce.engines.triton.kernels import diagonal_launch, histogram
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.reductions.histogram import sum_diagonals
 from tests.support import table_cases as tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
@@ -14,8 +16,10 @@ CASES = [pytest.param(case, id=case.name) for case in tables.CASES if case.name 
 PLAN = KernelPlan(16, 16, 4, 1)
 
 
+@pytest.mark.parametrize("bands", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
+def test_kernels(case, bands, monkeypatch):
+    monkeypatch.setattr(spec_from_tensors, "MANY", 0 if bands else 2**22)
     args = case.problem(21, 50, (2,), 20)
     with mr.use(engine="triton"), use_plan({"cols": PLAN, "rows": PLAN}):
         tables.assert_right(case, tables.with_gradients(case.op, args), args)
@@ -66,3 +70,17 @@ def test_second_derivatives():
         found = second(tables.relative)
     for got, right in zip(found, second(tables.dense_relative), strict=True):
         torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("rows, cols", [(200, 130), (64, 300), (128, 64)])
+def test_sums_of_tiles_along_diagonals(rows, cols):
+    """What a warp-specialised kernel leaves of every tile of 64 x 64 pairs becomes one sum for each diagonal."""
+    strips, tiles = 2 * -(-rows // 128), -(-cols // 64)
+    x = torch.zeros(2, 64 * strips, 64 * tiles)
+    x[:, :rows, :cols] = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(0))
+    tile = x.view(2, strips, 64, tiles, 64).transpose(2, 3).flip(3)  # rows in reverse
+    parts = torch.zeros(2, strips, tiles, 128)
+    for i in range(64):
+        parts[..., i : i + 64] += tile[..., i, :]
+    found = diagonal_launch.sum_tiles(parts, rows, cols)
+    torch.testing.assert_close(found, sum_diagonals(x[:, :rows, :cols]))

@@ -76,6 +76,26 @@ class Shared:
         return self.block.clone()
 
 
+class Padded:
+    """Shared memory with gaps: ``gap`` unused elements after every ``interval``, in the order of ``bases``."""
+
+    def __init__(self, kind, shape, layout):
+        (((self.interval, self.gap),), bases, _, of) = layout
+        assert list(shape) == list(of)
+        place = torch.zeros(shape, dtype=torch.long)
+        row, col = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
+        for k, (r, c) in enumerate(bases):
+            place += ((row & r) if r else (col & c)).bool() * 2**k
+        self.place = place + place // self.interval * self.gap
+        self.flat = torch.full((int(self.place.max()) + 1,), math.nan, dtype=kind)
+
+    def store(self, values):
+        self.flat[self.place] = values
+
+    def _reinterpret(self, kind, shape, layout):
+        return Shared(self.flat[: math.prod(shape)].view(shape))
+
+
 class Box:
     """A tensor descriptor."""
 
@@ -123,6 +143,13 @@ class Machine:
 
     def names(self):
         nothing = lambda *args, **kwargs: None
+
+        def allocate(kind, shape, layout):
+            if isinstance(layout, tuple):
+                return Padded(kind, shape, layout)
+            made = [Barrier() for _ in range(shape[0])] if layout is Barrier else None
+            return Shared(torch.full(shape, _unset(kind), dtype=kind) if made is None else made)
+
         tl = SimpleNamespace(
             bfloat16=torch.bfloat16,
             float16=torch.float16,
@@ -161,11 +188,8 @@ class Machine:
             convert_layout=lambda x, layout: x,
             load=self.load,
             store=self.store,
-            allocate_shared_memory=lambda kind, shape, layout: Shared(
-                [Barrier() for _ in range(shape[0])]
-                if layout is Barrier
-                else torch.full(shape, _unset(kind), dtype=kind)
-            ),
+            PaddedSharedLayout=lambda *given: given,
+            allocate_shared_memory=allocate,
             warp_specialize=self.warp_specialize,
         )
         mbarrier = SimpleNamespace(
@@ -199,7 +223,8 @@ class Machine:
         return torch.where(seen, found, torch.tensor(other, dtype=found.dtype))
 
     @staticmethod
-    def store(place, values, mask):
+    def store(place, values, mask=None):
+        mask = torch.ones((), dtype=torch.bool) if mask is None else mask
         mask = mask.expand(place.at.shape)
         place.storage[place.at[mask].long()] = values.expand(place.at.shape)[mask].to(place.storage.dtype)
 
@@ -279,6 +304,16 @@ def assembled(text):
     def alibi_line(base, slope, like):
         return base[:, None] + slope * torch.arange(like.shape[1])[None, :]
 
+    def look_up_band(base, at, sign, like):
+        return Machine.load(base + (at[:, None] + sign * torch.arange(like.shape[1])))
+
+    def sum_antidiagonals(tile):
+        found = torch.zeros(4, 128, dtype=tile.dtype)
+        for i in range(64):
+            found[i // 16, i % 16 : i % 16 + 64] += tile[i]
+        # [warp, h, e, c, r] -> row 16 warp + 8 h + r, column 2 c + e
+        return found.view(4, 2, 2, 4, 8).permute(0, 1, 4, 3, 2).reshape(64, 8)
+
     same = lambda block, *_: block
     return {
         "order_before_wait": same,
@@ -292,6 +327,8 @@ def assembled(text):
         "coin": coin,
         "index_distance": index_distance,
         "alibi_line": alibi_line,
+        "look_up_band": look_up_band,
+        "sum_antidiagonals": sum_antidiagonals,
         "late": lambda block, like: torch.full_like(like, torch.nan),  # nobody may look at what is added
     }
 

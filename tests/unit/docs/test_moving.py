@@ -20,6 +20,8 @@ NEEDS = {  # section: what must be importable, and whether its kernels need a GP
     "KeOps": ("pykeops", False),
     "Varlen attention": ("flash_attn", True),
     "Graphs": ("torch_geometric", False),
+    "cuEquivariance": ("cuequivariance_torch", True),
+    "Late interaction": ("pylate", False),
 }
 
 

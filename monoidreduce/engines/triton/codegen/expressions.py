@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ....program.constructors import apply
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
@@ -143,6 +144,8 @@ class ExpressionWriter:
             return "folded_at[None, :]" if self.spec.folds(e) else kept
         if e.op in ("dot", "sqdist", "fsum", "famax", "famin"):
             return self._over_features(e)
+        if e.op == "cast" and e.is_pair and (distance := self._cast_distance(e)) is not None:
+            return distance
         if e.op == "lookup":
             return lookups.write_lookup(self, *e.args)
         if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
@@ -428,6 +431,15 @@ class ExpressionWriter:
             return None
         return self.bind((a, "gap"), self.apart(self.number(at)), True)
 
+    def _cast_distance(self, e: Expr) -> str | None:
+        """``(i - j).abs().float()`` or ``(i - j).float()`` as float32; None for anything else."""
+        (a,) = e.args
+        if e.dtype != "float" or (found := self.index_distance(a, "float")) is not None:
+            return found if e.dtype == "float" else None
+        if a.op == "abs" and a.args[0].op == "sub":  # the other way round
+            return self.index_distance(apply("abs", apply("sub", *a.args[0].args[::-1])), "float")
+        return None
+
     def apart(self, at: str) -> str:
         """Kept indices minus the folded indices of a tile, as float32."""
         return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"
@@ -512,14 +524,21 @@ class ExpressionWriter:
                 self._near(e, name, norms)
             return name
 
-        def part(f: str) -> str:
+        def factors(f: str) -> tuple[str, str]:
             a, b = self.component(x, f), self.component(y, f)
             if e.op == "dot":
-                return f"{a} * {b}"
+                return a, b
             gap = self.bind((e, f, "gap"), f"{a} - {b}", True)
-            return f"{gap} * {gap}"
+            return gap, gap
 
-        return self._walked(x, part, e)
+        width = self.spec.width(x.feature)
+        if e.dtype == "float" and 0 < width <= TINY and self.spec.compares_pairs:
+            self.prepare_walk(x)
+            text = " * ".join(factors("0"))
+            for f in range(1, width):  # by now the compiler has nothing to decide on
+                text = f"tl.fma({', '.join(factors(str(f)))}, {text})"
+            return text
+        return self._walked(x, lambda f: " * ".join(factors(f)), e)
 
     def _near(self, e: Expr, square: str, norms: list[str]) -> None:
         """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""

@@ -75,6 +75,7 @@ class Spec:
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property
@@ -95,6 +96,14 @@ class Spec:
         """The leaves whose strides are multiples of 8, which the kernel's text says: Triton looks for multiples of 16
         alone, and would load vectors of 40 features number by number."""
         return frozenset(e for e, own in zip(self.fold.leaves, self.eighths, strict=False) if own)
+
+    @cached_property
+    def compares_pairs(self) -> bool:
+        """True when a number of a pair is compared with a result that was one of them, as a user's minimum is in its
+        gradient: every kernel must then round it alike, however it is used."""
+        under = topological(self.fold.reductions)
+        equal = any(e.op in ("eq", "ne") and e.is_pair and e.args[0].dtype == "float" for e in under)
+        return equal or any(r.attrs[0] == "user" for r in self.fold.reductions)
 
     @cached_property
     def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:

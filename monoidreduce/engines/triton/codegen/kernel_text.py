@@ -104,7 +104,7 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     """The run-time parameters of a kernel, in the order in which ``fold_kernel.py`` gives them, and those that Triton
     must not specialize on."""
     count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
-    names = [f"out{k}" for k in range(count)]
+    names = [f"out{k}" for k in range(count + (spec.diagonals is not None))]
     names += [name for k in spec.strided for name in name_strides(spec, k)]
     numbers = []
     for e in used:

@@ -12,18 +12,16 @@ from torch import Tensor
 
 from ....plan import settings
 from ....program.diagonals import is_along_diagonals
-from ....program.expression import Expr, index, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
-from ....reductions.histogram import add_at
-from ...common.evaluate import Allocator, Evaluator, Sizes
+from ...common.evaluate import Allocator, Sizes
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import padded
 from ..schedules.kernel_plan import KernelPlan
+from .diagonal_bands import DiagonalIndex, add_diagonals
 from .fold_kernel import FoldLaunch, Leaves
 
 _MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
-_MOST_PLACES = 64
 
 
 class HistogramLaunch(FoldLaunch):
@@ -35,7 +33,7 @@ class HistogramLaunch(FoldLaunch):
         _, self.index, table = fold.reductions[0].args
         self.table_size = sizes.of(str(table.feature))
         self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, padded(self.table_size))
-        self.places: dict[tuple, slice | Tensor] = {}  # by the numbers that an index is made of
+        self.places = DiagonalIndex(self.index, fold.leaves, sizes, self.table_size)
         super().__init__(fold, "cols", values, batch, sizes)
 
     def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
@@ -91,43 +89,7 @@ class HistogramLaunch(FoldLaunch):
         found[:, :-1] += above
         first = -(-cols // block) * block - (cols - 1)
         sums = found.view(self.count, -1)[:, first : first + rows + cols - 1]  # i - j from 1 - cols on
-        total = parts.new_zeros(self.count, self.table_size)
-        at = self._places(leaves)
-        if isinstance(at, slice):
-            total[:, at] = sums
-        else:
-            add_at(total, sums, at)
-        return total
-
-    def _places(self, leaves: Sequence[Any]) -> slice | Tensor:
-        """The entry of every diagonal, ``[batch or 1, rows + cols - 1]``; a slice where all are in order."""
-        given = dict(zip(self.fold.leaves, leaves, strict=True))
-        read = [e for e in topological([self.index]) if e.op == "leaf"]
-        numbers = all(not isinstance(given[e], Tensor) for e in read)
-        key = tuple(given[e] for e in read) if numbers else None
-        if key is not None and key in self.places:
-            return self.places[key]
-        device = torch.device("cpu") if numbers else self.sizes.device
-        at = self._evaluate({str(e.attrs[0]): given[e] for e in read}, device)
-        found: slice | Tensor = at.to(self.sizes.device)
-        if key is not None:
-            first = int(at[0, 0])
-            ordered = torch.equal(at[0], torch.arange(first, first + at.shape[1]))
-            if ordered and first >= 0 and first + at.shape[1] <= self.table_size:
-                found = slice(first, first + at.shape[1])
-            self.places = {**(self.places if len(self.places) < _MOST_PLACES else {}), key: found}
-        return found
-
-    def _evaluate(self, leaves: dict[str, Any], device: torch.device) -> Tensor:
-        rows, cols = self.lengths
-        step = torch.arange(1 - cols, rows, device=device).view(*(1,) * (len(self.sizes.batch) + 1), -1)
-        indices: dict[Expr, Any] = {index("row"): step.clamp(min=0), index("col"): (-step).clamp(min=0)}
-        found = Evaluator(replace(self.sizes, device=device), leaves, indices)(self.index)
-        return (
-            found.expand(*self.sizes.batch, 1, -1).reshape(self.count, -1)
-            if found.numel() > step.numel()
-            else found.view(1, -1)
-        )
+        return add_diagonals(sums, self.places(leaves), self.table_size)
 
 
 def list_histograms(fold: Fold) -> list[Fold]:

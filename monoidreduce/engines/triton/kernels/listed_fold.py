@@ -168,7 +168,12 @@ class ListedLaunch(FoldLaunch):
     def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists_of
-        if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
+        if (
+            self.fold.tables
+            or self.few is not None
+            or self.lengths[1] % lists.folded_block
+            or (asked is not None and asked.boxes != 2)
+        ):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
         spec = replace(self.spec, boxes=boxes)

@@ -6,6 +6,7 @@ no kernel needs are gathered by torch. :class:`PreparedFold` is made once and ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -26,9 +27,11 @@ from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
-from ..schedules import hopper
+from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import pick
+from .diagonal_bands import Bands, rewrite_fold
+from .diagonal_launch import DiagonalLaunch
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import HistogramLaunch, list_histograms
 from .record_launches import Made
@@ -48,30 +51,56 @@ class PreparedFold:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
-        self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
+        self.fold = fold  # it is held, so that its id stays its own
+        self.inner, self.sizes, self.bands = fold, sizes, None
+        if fold.tables and _gains_by_bands(sizes):
+            self.inner, bands = rewrite_fold(fold)
+            self.bands = Bands(fold, bands, sizes) if bands else None
+        if self.bands is not None:
+            fold, sizes, leaves = self.inner, self.bands.sizes, self.bands(leaves)
+            self.sizes = sizes
         values, self.batch, layouts = merge_batches_and_results(fold, leaves, sizes)
         self.picks, parts = list_kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
-        self.launches += [HistogramLaunch(one, values, self.batch, sizes) for one in list_histograms(fold)]
-        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
+        for one in list_histograms(fold):
+            if not self._join_histogram(one, values, layouts):
+                self.launches.append(HistogramLaunch(one, values, self.batch, sizes))
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
         self.order = [found.index(o) for o in fold.outputs]
 
+    def _join_histogram(self, histogram: Fold, values: Leaves, layouts: Layouts) -> bool:
+        """Let the kernel of a gradient of rows add up a histogram too, where it is one that can."""
+        for k, one in enumerate(self.launches):
+            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.staged:
+                continue
+            with contextlib.suppress(Unsupported):
+                (r,) = histogram.reductions
+                self.launches[k] = DiagonalLaunch(one.fold, r, values, self.batch, self.sizes, layouts)
+                return True
+        return False
+
+    def extend(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of ``inner``, the fold that is launched."""
+        return leaves if self.bands is None else self.bands(leaves)
+
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        views = _Lazy(lambda: merge_batches(self.fold, leaves, self.sizes)[0])
+        leaves = self.extend(leaves)
+        views = _Lazy(lambda: merge_batches(self.inner, leaves, self.sizes)[0])
         found: list[Tensor] = []
         known: dict[tuple[int, ...], pick.Pairs] = {}
         for r in self.picks:
-            picked = gather_labels(r, views(), self.batch, self.sizes, raised=self.fold.raised, known=known)
+            picked = gather_labels(r, views(), self.batch, self.sizes, raised=self.inner.raised, known=known)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
             found += one(leaves, views)
         return [found[k] for k in self.order]
 
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
-        """How a replay makes the launches again, and which results each writes; None where labels are gathered, too."""
-        if self.picks:
+        """How a replay makes the launches again, and which results each writes; None where labels are gathered, or
+        bands made, too."""
+        if self.picks or self.bands is not None:
             return None
         found, first = [], 0
         for one in self.launches:
@@ -84,6 +113,11 @@ class PreparedFold:
         return found
 
 
+def _gains_by_bands(sizes: Sizes) -> bool:
+    """True when there are enough pairs to pay for the few launches that make bands."""
+    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= spec_from_tensors.MANY
+
+
 class PartlyShownFold:
     """A fold of whose results only some are shown: those saved for the backward pass share one allocation."""
 
@@ -94,7 +128,7 @@ class PartlyShownFold:
 
     def _alone(self) -> FoldLaunch | None:
         """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
-        if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
+        if len(self.ready.launches) != 1 or self.ready.picks or self.ready.bands or len(self.rest) < 2:
             return None
         one = self.ready.launches[0]
         if one.combines:

@@ -132,9 +132,12 @@ class Operands:
 
 @functools.lru_cache(maxsize=1024)
 def find_operands(spec: Spec) -> Operands | None:
-    """The vectors of a fold that is one softmax-weighted sum, its logits made of one product; None for any other."""
+    """The vectors of a fold that is one softmax-weighted sum, its logits made of one product, and maybe weighted means
+    of numbers that are made of the same product and of indices; None for any other."""
     (r, *others) = spec.fold.reductions
-    if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
+    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.deep:
+        return None
+    if len(r.args) > 2 and not all(_is_made_of_pairs(e) for e in r.args[2:]):
         return None
     sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
     dots = [e for e in topological(r.args) if e.op in OF_VECTORS]
@@ -142,11 +145,17 @@ def find_operands(spec: Spec) -> Operands | None:
         return None
     queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
     values = sums[0].vector
-    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
+    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
     copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
+
+
+def _is_made_of_pairs(e: Expr) -> bool:
+    """True for a number per pair without numbers of one axis: what each thread holds already."""
+    leaves = [n for n in topological([e]) if n.op == "leaf" and n.feature is None]
+    return e.is_pair and e.feature is None and not any(n.rows or n.cols for n in leaves)
 
 
 def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
@@ -216,6 +225,7 @@ class _PairValues(ExpressionWriter):
     toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
+    pair_layout = "score"
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -255,7 +265,9 @@ class _Text:
         self.n, v.totals = soft.name, soft.means[0].names
         self.totals = ", ".join(v.totals)
         self.guesses = soft.level
-        soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
+        self.means = [f"{soft.name}_mean{k}" for k in range(1, len(soft.means))]  # of numbers, beside the vectors'
+        # dropout masks weights when they are rounded
+        soft.rounded = [soft.rounded[0] or v.toss is not None, *(False for _ in self.means)]
         soft.compensates = self.guesses and soft.rounded[0]
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
@@ -279,7 +291,8 @@ class _Text:
             self.unpack = [f"operand = {self.last}"]
         else:
             weights = f"tl.convert_layout({rounded}, WEIGHTS)"
-            self.weights = f"pack_pairs({weights})" if self.spec.bounds or self.softcap else weights
+            packs = self.spec.bounds or self.softcap or self.means or self.spec.fold.tables
+            self.weights = f"pack_pairs({weights})" if packs else weights
 
     def write(self, name: str, arguments: Sequence[str], unspecialized: Sequence[str]) -> tuple[str, list[str]]:
         """The kernel's text, and of it the lines that come from code generation."""
@@ -453,12 +466,12 @@ class _Text:
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
         """The loop over whole tiles, and what comes before it. With softcap, the polynomial runs where the first tile
-        showed that it applies. Queries are held in registers unless softcap or ALiBi need these."""
+        showed that it applies. Queries are held in registers unless something else needs these."""
         n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
-        elif not self.alibi and self.schedule.holds_queries:
+        elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
             block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
@@ -485,7 +498,7 @@ class _Text:
         v.loop(masked)
         v.alone = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
-        logit, value = (known(a, truths) for a in soft.reduction.args)
+        logit, value, *more = (known(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
         v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
@@ -497,6 +510,12 @@ class _Text:
             part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
         else:
             part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+        for mean, number in zip(self.means, more, strict=True):
+            weighted = v.seen(f"{n}_weight * {v.full(number)}", "0.0")
+            if soft.guessing:
+                v.inside.append(f"{mean} += lanes({weighted})")
+            else:
+                v.inside.append(f"{mean} = {mean} * {n}_shrink + tl.sum({weighted}, 1)")
         return [*v.inside, f"{n}_part = {part}"]
 
     def _begin(self) -> list[str]:
@@ -506,9 +525,13 @@ class _Text:
             return [
                 f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
                 f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
+                *self._zero_means(),
             ]
         largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
-        return [f"{n}_total = lanes(zeros)", *largest]
+        return [f"{n}_total = lanes(zeros)", *largest, *(f"{mean} = lanes(zeros)" for mean in self.means)]
+
+    def _zero_means(self) -> list[str]:
+        return [f"{mean} = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))" for mean in self.means]
 
     def _rescale(self) -> list[str]:
         """Rescale the accumulators to the new running maximum."""
@@ -528,9 +551,15 @@ class _Text:
             n=n,
             totals=self.totals,
             sums=self._zero_sums(),
-            rounding=rounding if compensates else [],
+            rounding=[
+                *(rounding if compensates else []),
+                *(f"{mean} = tl.convert_layout(tl.sum({mean}, 1), {rows})" for mean in self.means),
+            ],
             near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
-            no_rounding=[f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else [],
+            no_rounding=[
+                *([f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else []),
+                *self._zero_means(),
+            ],
             enter=enter_tile(self.order.any()),
             copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
             scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),

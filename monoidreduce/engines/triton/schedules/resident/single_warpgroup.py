@@ -18,6 +18,7 @@ from ...codegen.dropout import match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
+from ...codegen.lookups import LOOK_UP_BAND
 from ...codegen.reductions import known
 from .. import gluon_parts
 from ..gluon_parts import (
@@ -32,6 +33,7 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
+from .logit_forms import INDEX_DISTANCE
 from .work_split import GroupWork, folded_numbers, kept_and_folded
 
 _IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
@@ -95,12 +97,16 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     if any("coin(" in line for line in generated):
         return None
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
+    functions += LOOK_UP_BAND if spec.fold.tables else ""
+    functions += INDEX_DISTANCE if "index_distance(" in body else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
     return made and replace(made, alone=True)
 
 
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
+
+    pair_layout = "score0"
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
@@ -117,6 +123,9 @@ class _PairValues(ExpressionWriter):
 
     def _shift(self, number: Expr, total: Expr) -> str:
         return self.here(f"shift{self.shifts.index((number, total))}")
+
+    def apart(self, at: str) -> str:
+        return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
 
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .....plan.default_tiles import Tile
 from .....program.constructors import ONE
-from .....program.expression import Expr
+from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
+from ...codegen.lookups import LOOK_UP_BAND
 from ...codegen.reductions import known
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -38,7 +39,7 @@ from ..gluon_parts import (
     suffix,
 )
 from ..kernel_plan import KernelPlan
-from . import single_warpgroup
+from . import diagonal_sums, single_warpgroup
 from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
 
 
@@ -97,6 +98,11 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     if not work:
         return None
     plain = compiler.compile_fold(spec)
+    if spec.diagonals is not None:
+        if len(work) == 2 or work[0].alone or spec.group is not None:
+            return None
+        more = (e for e in topological([spec.diagonals]) if e.op == "leaf")
+        plain = replace(plain, leaves=tuple(dict.fromkeys((*plain.leaves, *more))))
     if work[0].alone:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
     if plain.shifts and (spec.line or len(work) == 1):
@@ -107,10 +113,12 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     generated = [line for _, lines in groups for line in lines]
     if text.toss is not None and any("coin(" in line for line in generated):  # random bits of two columns differ
         return write_kernel(spec, False)
-    if text.depth < 1:
+    if text.depth < 1 or (text.toss is not None and spec.diagonals is not None):
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
+    functions += LOOK_UP_BAND if spec.fold.tables else ""
+    functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
 
 
@@ -120,6 +128,7 @@ class _PairValues(ExpressionWriter):
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
         self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
+        self.pair_layout = ""  # the name of a score, which is laid out as all pairs are
 
     def _shift(self, number: Expr, total: Expr) -> str:
         return f"shift{self.shifts.index((number, total))}_here[None, :]"
@@ -173,7 +182,9 @@ class _KernelText:
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
         ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
-        self.partitions = Partitions(names, [*self.tiles, *ringed, *sent])
+        self.bands = [] if spec.diagonals is None else ["band0", "band1"]
+        self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
+        self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
 
     def _kept(self) -> list[Expr]:
         return [e for each in self.kept for e in each]
@@ -204,6 +215,7 @@ class _KernelText:
         of each, blocks that only scores read (which are released early) have one."""
         block = {e: 2 * SCHEDULE.folded * count_features(e, self.spec) for e in copied}
         room = SCHEDULE.shared_bytes - 2 * GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
+        room -= 0 if self.spec.diagonals is None else 2 * diagonal_sums.SHARED_BYTES
         room -= self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
         self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
         self.depths = dict.fromkeys(copied, self.depth)
@@ -271,6 +283,7 @@ class _KernelText:
             allocate += [
                 f"mbarrier.init(sent_{state}.index({k}), count=1)" for state in ("full", "empty") for k in range(2)
             ]
+        allocate += map(diagonal_sums.allocate, self.bands)
         own = "KEPT" if self.shares_kept else "KEPT // 2"
         runs = [(f"consumer{k if self.shares_kept else 0}", k, own) for k in range(2)]
         return fill(
@@ -344,6 +357,7 @@ class _ConsumerText:
     def __init__(self, text: _KernelText, at: int):
         self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
         self.v = _PairValues(self.spec, text.dots, text.shifts)
+        self.v.pair_layout = self._score(self.work.dots[0])
         self.residents = {e: self._memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
         self.weights = [f"weight{k}" for k in range(len(self.work.products))]
 
@@ -382,9 +396,9 @@ class _ConsumerText:
             function=f"consumer{self.at}",
             title=title,
             parameters=text.partitions.parameters(),
-            layouts=[*self._layouts(), *text.rows.layouts()],
+            layouts=[*self._layouts(), *text.rows.layouts(), *(diagonal_sums.LAYOUTS if text.bands else [])],
             opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
-            lanes=[*gluon_parts.lanes(), *text.rows.lanes()],
+            lanes=[*gluon_parts.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
             before=v.before,
             load=load,
             begin=begin,
@@ -399,6 +413,18 @@ class _ConsumerText:
             results=results,
         )
         return body, [*text.opening(), *v.before, *whole, *cut]
+
+    def _enter_bands(self) -> list[str]:
+        """Where sums along diagonals go."""
+        if not self.text.bands:
+            return []
+        place = len(self.spec.fold.outputs)
+        strip = "(tl.cast(batch, tl.int64) * tiles * 2 + tile) * tl.cdiv(folded_size, FOLDED)"
+        return [
+            "band = band0 if GROUP == 0 else band1",
+            diagonal_sums.clear("band"),
+            f"band_at = out{place} + {strip} * {diagonal_sums.SUMS}",
+        ]
 
     def _layouts(self) -> list[str]:
         """The layouts of scores, and of the sums, which are alike (``work_split.py``) or have one width each."""
@@ -495,6 +521,9 @@ class _ConsumerText:
             v.inside.append("mbarrier.arrive(sent_full.index(step % 2))")
         for k, p in enumerate(work.products):
             v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
+        if self.spec.diagonals is not None:
+            place = f"band_at + start // FOLDED * {diagonal_sums.SUMS}"
+            v.inside += diagonal_sums.add_tile(seen(self.spec.diagonals), "band", place)
         return v.inside
 
     def _results(self) -> list[str]:

@@ -38,7 +38,7 @@ _MOST_SENT = 2  # factors of a pair that are sent
 _MOST_SCORES = 3  # of a tile
 # How many numbers per folded index there may be, by the counts of scores and sums. With one score and two of them these
 # kernels take 1.07 of the time of the compiler's schedule, with one 0.82 (H200; docs/internals/mlp-kernels.md).
-_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 4}
+_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 5}
 _REGISTERS = 224  # of a thread, for what a group holds
 
 
