@@ -21,6 +21,7 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE
 from ...program.contract import Contraction, contractions
 from ...program.expression import Expr, topological
+from ...reductions.best import worst
 from ...reductions.histogram import add_at
 from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
 from .lists import Lists
@@ -28,7 +29,9 @@ from .local import LocalFold
 
 _STRETCH = 2**16  # edges whose numbers stay in the cache
 _BATCH = 64  # batch elements, which run one after the other
-_KINDS = ("sum", "soft", "pair", "histogram")
+_BEST = ("best", "topk")
+_KINDS = ("sum", "soft", "pair", "histogram", *_BEST)
+_MOST_PADDING = 4  # times the edges, where the best of lists of unequal lengths are sought
 
 
 def can_run(local: LocalFold, lists: Lists, sizes: Sizes) -> bool:
@@ -74,13 +77,19 @@ Shared = dict[tuple[int, Expr], Tensor]  # products of vectors of every edge, by
 def run(
     local: LocalFold, given: dict[Expr, Any], sizes: Sizes, lists: Lists, over: str, edges: int, shared: Shared
 ) -> list[list[Tensor]]:
-    """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``."""
+    """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``.
+
+    Raises :class:`Tied` where the best of a list depend on the order of its columns."""
     count = torch.Size(sizes.batch).numel()
     found = [_Element(local, given, sizes, lists, over, edges, k, shared).run() for k in range(count)]
     return [
         [torch.stack(ts).view(*sizes.batch, *ts[0].shape) if sizes.batch else ts[0] for ts in zip(*each, strict=True)]
         for each in zip(*found, strict=True)
     ]
+
+
+class Tied(Exception):
+    """Equal numbers compete for a place, or lists are too unequal: lists in the order of columns are needed."""
 
 
 class _Element:
@@ -111,7 +120,7 @@ class _Element:
         }  # fmt: skip
         for e in local.leaves:
             if e in given and isinstance(given[e], Tensor):
-                value = _take(given[e], e, sizes.batch, number)
+                value = take_element(given[e], e, sizes.batch, number)
                 named[e.attrs[0]] = value
                 if e.is_pair:
                     self.pairs[e] = self._in_list_order(value)
@@ -224,6 +233,8 @@ class _Stretch:
             return [total[0]]
         if r.attrs[0] == "sum":
             return [self._sum([c for _, c in _contractions(r)], None)]
+        if r.attrs[0] in _BEST:
+            return self._best(r)
         logit = self.number(r.args[0])
         peak = torch.segment_reduce(logit, "max", offsets=self.ends, initial=-torch.inf)
         safe = torch.where(peak.isinf(), 0.0, peak)
@@ -236,6 +247,25 @@ class _Stretch:
             means.append(value / (seen if value.dim() == 1 else seen.unsqueeze(-1)))
         log_total = total.log()
         return [log_total + safe, *means, log_total, safe]
+
+    def _best(self, r: Expr) -> list[Tensor]:
+        """The best numbers of every list and their columns, by torch's top-k, which does not order equal ones."""
+        number, lengths = self.number(r.args[0]), self.ends.diff()
+        k, largest = r.attrs[2] if r.attrs[0] == "topk" else (1, *r.attrs[2])
+        longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
+        if not number.is_floating_point() or longest * lists > _MOST_PADDING * max(len(number), 1):
+            raise Tied
+        lowest = worst(number.dtype, largest)
+        table = number.new_full((lists, max(longest, k + 1)), lowest)
+        rank = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
+        table.view(-1)[(self.kept - self.first) * table.shape[1] + rank] = number
+        value, at = table.topk(k + 1, dim=-1, largest=largest)
+        place = (self.ends[:-1].unsqueeze(-1) + at).clamp(max=max(len(number) - 1, 0))
+        place = self.folded[place] if len(number) else torch.zeros_like(place)
+        place = torch.where(value == lowest, -1, place)
+        if bool(((value[:, 1:] == value[:, :-1]) & (place[:, 1:] != place[:, :-1])).any()) or bool(value.isnan().any()):
+            raise Tied
+        return [value[:, 0], place[:, 0]] if r.attrs[0] == "best" else [value[:, :k], place[:, :k]]
 
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""
@@ -301,7 +331,7 @@ class _Stretch:
         return total.index_add_(0, self.kept - self.first, number.long())
 
 
-def _take(value: Tensor, e: Expr, batch: tuple[int, ...], number: int) -> Tensor:
+def take_element(value: Tensor, e: Expr, batch: tuple[int, ...], number: int) -> Tensor:
     """A leaf's numbers for one batch element."""
     behind = (1 if e.is_pair else e.rows + e.cols) + (e.feature is not None)
     tail = value.shape[value.dim() - behind :]

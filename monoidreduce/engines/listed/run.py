@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +19,7 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
-from . import edge_numbers
+from . import chosen_edges, edge_numbers
 from .gather import FlatLeaf, Layout, Piece
 from .lists import Lists, check_numbers, find_lists, flatten_index
 from .local import LocalFold, localize
@@ -34,19 +36,24 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
+    if edges and chosen_edges.can_run(fold, sizes, tensors):
+        return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
     results: list[Any] = [None] * len(fold.reductions)
     shared: edge_numbers.Shared = {}
     for over, places in _groups(fold, leaves, sizes):
+        found = None
         chosen = [fold.reductions[k] for k in places]
-        ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
-        lists = find_lists(form, tensors, sizes.rows, sizes.cols, over[0], ordered and form[0] != "pages")
-        ragged = bool(lists.kept_size % lists.kept_block)
-        local = localize(fold, over[0], places, lists.limit is not None, ragged)
-        if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
-            check_numbers(lists)
-        if edges and edge_numbers.can_run(local, lists, sizes):
-            found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
-        else:
+        find = functools.partial(find_lists, form, tensors, sizes.rows, sizes.cols, over[0])
+        lists, once = find(False), _has_once(fold, places)
+        local = localize(fold, over[0], places, lists.limit is not None, bool(lists.kept_size % lists.kept_block))
+        if edges and not once and edge_numbers.can_run(local, lists, sizes):
+            with contextlib.suppress(edge_numbers.Tied):
+                found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
+        if found is None:
+            ordered = once or any(kind_of(r).place is not None for r in chosen)
+            lists = find(True) if ordered and form[0] != "pages" else lists
+            if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
+                check_numbers(lists)
             found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
