@@ -40,29 +40,35 @@ class MomentsAccumulator(Accumulator):
 
 
 class MomentsLines(Lines):
-    """Mean and sum of squared deviations; tiles are merged by Chan's formula."""
+    """Mean and sum of squared deviations of what a thread holds of a row; tiles, and in the end a row's four threads,
+    are merged by Chan's formula. So threads do not wait for each other inside the loop."""
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
-        return [f"{n}_{part} = tl.zeros([KEPT], {kind})" for part in ("mean", "spread", "count")]
+        lanes = [f"{n}_{part} = tl.zeros([KEPT, 4], {kind})" for part in ("means", "spreads")]
+        return [*lanes, f"{n}_counts = tl.zeros([1, 4], {kind})"]
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        x = v.full(fields[0])
+        inside = "folded_in[None, :]" if v.masked else "tl.full([1, FOLDED], 1, tl.int1)"
         v.inside += [
-            f"{n}_n = tl.zeros([KEPT], {v.float}) + {v.tile_count()}",
-            f"{n}_tile = tl.sum({v.seen(x, '0.0')}, 1) / {n}_n",
-            f"{n}_dev = {v.seen(f'{x} - {n}_tile[:, None]', '0.0')}",
-            f"{n}_gap = {n}_tile - {n}_mean",
-            f"{n}_all = {n}_count + {n}_n",
-            f"{n}_spread += tl.sum({n}_dev * {n}_dev, 1) + {n}_gap * {n}_gap * ({n}_count * {n}_n / {n}_all)",
-            f"{n}_mean += {n}_gap * ({n}_n / {n}_all)",
-            f"{n}_count = {n}_all",
+            f"{n}_n, {n}_mean, {n}_spread = lane_moments({v.full(fields[0])}, {inside})",
+            f"{n}_gap = {n}_mean - {n}_means",
+            f"{n}_share = {n}_n / tl.maximum({n}_counts + {n}_n, 1.0)",
+            f"{n}_means += {n}_gap * {n}_share",
+            f"{n}_spreads += {n}_spread + {n}_gap * {n}_gap * ({n}_counts * {n}_share)",
+            f"{n}_counts += {n}_n",
         ]
 
     def finish(self) -> list[tuple[list[str], Any]]:
         n = self.name
-        return [([f'tl.where({n}_count == 0.0, float("nan"), {n}_mean)'], None), ([f"{n}_spread"], None)]
+        self.v.inside += [
+            f"{n}_all = tl.sum({n}_counts + tl.zeros([KEPT, 4], {self.v.float}), 1)",
+            f"{n}_middle = tl.sum({n}_means * {n}_counts, 1) / {n}_all  # NaN of no pairs",
+            f"{n}_apart = tl.where({n}_counts > 0.0, {n}_means - {n}_middle[:, None], 0.0)",
+            f"{n}_sum = tl.sum({n}_spreads + {n}_counts * {n}_apart * {n}_apart, 1)",
+        ]
+        return [([f"{n}_middle"], None), ([f"{n}_sum"], None)]
 
 
 class Moments(Reduction):

@@ -14,7 +14,7 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import compiler
+from monoidreduce.engines.triton.codegen import compiler, kernel_text
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.reductions import softmax
@@ -354,3 +354,35 @@ def test_precisions(monkeypatch):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)
         assert len(engine._PREPARED) == 3
+
+
+def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():
+    text = "v0 = dot\nv1 = cos(v0)\nv2 = sin(v0)\nsum += v1 * v2\nv3 = dot\nsum += v3"
+    assert kernel_text.count_held(text, {"v0", "v1", "v2", "v3"}) == 2
+    assert kernel_text.count_held(text, set()) == 0
+    widths = kernel_text.BlockWidths(kept=128, kept_blocks=1, folded=128, state=128)
+    cut = {}
+    for held in (3, 4, 100):
+        traits = kernel_text.Traits(held_pairs=held)
+        kernel = kernel_text.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
+        cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, boxes=True).block_folded
+    assert cut == {3: 128, 4: 64, 100: 64}
+
+
+@pytest.mark.parametrize(
+    ("shape", "guesses", "staged"),
+    [
+        ((64, 16, 128, 64), False, False),
+        ((64, 16, 257, 64), True, False),
+        ((64, 16, 128, 128), False, False),
+        ((64, 16, 256, 128), True, True),
+        ((2, 16, 128, 64), True, False),  # few pairs: nothing to gain
+    ],
+)
+def test_short_loops_have_a_running_maximum(shape, guesses, staged, monkeypatch):
+    internals.forget_launches(monkeypatch)
+    internals.pretend_device(monkeypatch, descriptors=True, warp_specialised=True)
+    found = internals.collect_launches(monkeypatch)
+    with mr.use(engine="triton"), torch.no_grad():
+        attention(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)), 0.125)
+    assert [(call.kernel.traits.guesses, call.kernel.staged) for call in found] == [(guesses, staged)]

@@ -29,6 +29,7 @@ from .kernel_text import (
     Kernel,
     Traits,
     copy_device_functions,
+    count_held,
     decorate_functions,
     list_arguments,
     write_header,
@@ -186,6 +187,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             near=bool(spec.near),
             several=any(map(are_several, writer.blocks)),
             pair_features=writer.pair_features,
+            held_pairs=count_held(text, writer.pair_names),
         ),
     )
 

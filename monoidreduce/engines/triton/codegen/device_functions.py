@@ -59,6 +59,16 @@ def lanes(block):
     return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)
 
 
+def lane_moments(block, inside):
+    # of what a thread holds of a row: how many are inside, their mean and the sum of squared deviations from it
+    x = tl.reshape(tl.where(inside, block, 0.0), [block.shape[0], block.shape[1] // 8, 4, 2])
+    here = tl.reshape(inside, [1, block.shape[1] // 8, 4, 2])
+    count = tl.sum(tl.sum(here.to(block.dtype), 1), 2)
+    mean = tl.sum(tl.sum(x, 1), 2) / tl.maximum(count, 1.0)
+    gap = tl.where(here, x - mean[:, None, :, None], 0.0)
+    return count, mean, tl.sum(tl.sum(gap * gap, 1), 2)
+
+
 def lane_largest(weight):
     # the largest weight that a thread holds of a row, as bits: one instruction compares three integers
     bits = tl.reshape(tl.cast(weight, tl.int32, bitcast=True), [weight.shape[0], weight.shape[1] // 8, 4, 2])

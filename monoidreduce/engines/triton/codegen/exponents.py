@@ -76,9 +76,9 @@ def _factor_out_of_sum(e: Expr, spec: Spec) -> Factored | None:
 
 
 def _is_factor(k: Expr, spec: Spec, positive: bool) -> bool:
-    """True for a float that is the same for all pairs: a constant, or a number given at the call."""
+    """True for a number that is the same for all pairs: a constant, or a float given at the call."""
+    if k.op == "const" and k.dtype != "bool":
+        return k.const > 0 if positive else k.const != 0
     if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
         return False
-    if k.op == "const":
-        return k.const > 0 if positive else k.const != 0
     return k.op == "leaf" and (not positive or spec.type_of[k] == "positive")

@@ -60,6 +60,7 @@ class ExpressionWriter:
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
         self.state_width = 0  # features of all accumulators that are blocks
         self.pair_features = 0  # features of all vectors that are held per pair
+        self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
@@ -77,6 +78,8 @@ class ExpressionWriter:
             return found
         if not name:
             name, self.count = f"v{self.count}", self.count + 1
+            if folded and isinstance(key, Expr) and key.is_pair and key.dtype == "float":
+                self.pair_names.add(name)
         (self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
@@ -315,6 +318,7 @@ class ExpressionWriter:
         if e.op in ("div", "reciprocal") and self.spec.narrow and e.dtype == "float" and e.args[-1].is_pair:
             form = "native" if self.spec.native else "quick"  # once for all that is divided by it
             over = self.bind((args[-1], "reciprocal"), f"{form}_reciprocal({args[-1]})", True)
+            self.pair_names.add(over)
             return over if e.op == "reciprocal" else f"{args[0]} * {over}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
@@ -670,10 +674,6 @@ class ExpressionWriter:
     def add_product(self, total: str, weight: str, block: str) -> str:
         """A line that adds a tile's Σ_j weight_ij × vector_j to a running sum."""
         return f"{total} = tl.dot({weight}, {block}, acc={total}{self.options()})"
-
-    def tile_count(self) -> str:
-        """How many folded indices of a tile exist."""
-        return "tl.minimum(folded_size - start, FOLDED)" if self.masked else "FOLDED"
 
     def operand_type(self) -> str:
         """The type of matrix products' operands."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,7 @@ class Traits:
     near: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
     pair_features: int = 0  # features of the vectors that are held for every pair of a tile
+    held_pairs: int = 0  # floats per pair that are held at the same time, at most
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,15 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 row = place.format("kept_lane[:, None]") + (f" + {first}" if first else "")
                 lines.append(f"tl.store({row} + {lane}[None, :], {text}, mask={mask})")
     return lines
+
+
+def count_held(text: str, names: set[str]) -> int:
+    """How many of these names have been bound, and are yet to be read, where they are most."""
+    found: dict[str, tuple[int, int]] = {}  # the first and the last line that has a name
+    for at, line in enumerate(text.splitlines()):
+        found |= {name: (found.get(name, (at,))[0], at) for name in re.findall(r"\w+", line) if name in names}
+    changes = sorted(change for first, last in found.values() for change in ((first, 1), (last, -1)))
+    return max([0, *itertools.accumulate(step for _, step in changes)])
 
 
 @functools.cache

@@ -219,6 +219,7 @@ class FoldLaunch:
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
+        many &= not spec_from_tensors.has_short_loops(self.spec)
         by_turns = many and reads_bands_alone(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
@@ -501,6 +502,8 @@ class FoldLaunch:
             missing = len(batch) - len(self.sizes.batch)
             summed = self._layout(self.fold.outputs[0])
             kept = batch if summed is None or missing else summed.shape[: len(batch)]
+            if all(math.prod(v.shape[: len(self.sizes.batch)]) == 1 for v in asked if isinstance(v, Tensor)):
+                kept = (1,) * len(batch)  # one table for all batch elements
             for e, v in values.items():
                 if isinstance(v, Tensor):
                     whole = v[None] if missing else v

@@ -28,20 +28,22 @@ from ...common import matmul, unchanged_tensors
 from ...common.combine import split
 from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
-from ..codegen import compiler, few_rows
+from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.availability import available
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
 from . import long_lists
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm, Lists, make_lists
-from .listed_program import FIRST, localize
+from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
 from .prepared_fold import list_kernels, merge_batches_and_strides
+from .record_launches import Made
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -92,6 +94,7 @@ class ListedLaunch(FoldLaunch):
         self.before = ((), tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
+        self.may_guess = spec.guess
         self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
@@ -112,6 +115,8 @@ class ListedLaunch(FoldLaunch):
             or self.steps[at]
             or any(e.is_pair for e in spec.fold.leaves)
         ):
+            return None
+        if any(self.before):  # what is converted has the batch dimensions of the call
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
@@ -139,7 +144,11 @@ class ListedLaunch(FoldLaunch):
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
-        copied = () if lists.ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
+        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
+        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+        staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
+        copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
         few = not any(dims is not None for dims in copied)
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
         tile = 1 if single else plan.block_folded
@@ -153,10 +162,10 @@ class ListedLaunch(FoldLaunch):
                 self.spec = replace(self.spec, listed=replace(listing, each=True))
                 return copied
         else:
-            joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-            self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+            guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
+            self.spec = replace(tiled, guess=guess)
             plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
-            self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+            self.plan = staged or plain
         if self.role != "lists":
             return copied
         if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
@@ -165,7 +174,11 @@ class ListedLaunch(FoldLaunch):
             self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
         return copied
 
-    def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+    def _guesses_staged(self, spec: Spec) -> bool:
+        """Whether a hand-scheduled kernel may guess a maximum where indices are compared: all see the first tile."""
+        return self.may_guess and bool(listed.find_upper_limits(spec))
+
+    def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists_of
         if (
@@ -176,7 +189,7 @@ class ListedLaunch(FoldLaunch):
         ):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(self.spec, boxes=boxes)
+        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
         tile = self._turns(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
@@ -289,6 +302,21 @@ class ListedLaunch(FoldLaunch):
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
 
+    def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
+        """How a replay launches it again; ``places``: of its leaves among the whole fold's; ``found``: the lists."""
+        if self.shifts or (self.spec.split and any(r.attrs[0] == "best" for r in self.fold.reductions)):
+            return None  # torch combines what has no order
+        made, count = self.recipe(), len(self.spec.fold.leaves)
+        if made is None:
+            return None
+        arguments: list[Any] = []
+        for a in made.arguments:
+            if isinstance(a, Leaf) and a.at >= count:
+                arguments += [found] if a.at == count else []
+            else:
+                arguments.append(a._replace(at=places[a.at]) if isinstance(a, Leaf | DescriptorOf) else a)
+        return made._replace(arguments=tuple(arguments))
+
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not _LISTS}, plan)
 
@@ -336,6 +364,22 @@ class PreparedListedFold:
                 long(results, mine, tensors, merged)
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
+
+    def recipes(self, places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot. ``places``: of the leaves in those of a call."""
+        if any(long is not None for long in self.long) or any(kind_of(r).per_pair for r in self.fold.reductions):
+            return None
+        made, first = [], 0
+        at = dict(zip(self.fold.leaves, places, strict=True))
+        for one in self.launches:
+            recipe = one.recipe_over([at[e] for e in one.fold.leaves], found(one)) if one.grid else None
+            joined = one.united()
+            if recipe is None or joined is None:
+                return None
+            count = len(one.outputs)
+            made.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
+            first += count
+        return made
 
     def _merged(
         self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
@@ -424,66 +468,119 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    lists = functools.cache(functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
+    found = _prepare(fold, leaves, sizes, lists)
+    return None if found is None else found[0].run(found[1], lists)
+
+
+def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
+    """A fold over lists prepared for leaves like these; None where it has no kernel."""
+    found = _prepare(fold, leaves, sizes, functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
+    return None if found is None else found[0]
+
+
+def _domain_places(fold: Fold) -> tuple[int, ...]:
+    """The places of the domain's tensors among the leaves."""
+    assert fold.domain is not None
+    return tuple(fold.leaves.index(a) for a in fold.domain.args)
+
+
+def _find_domain(fold: Fold, leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaves[k] for k in _domain_places(fold)]
+
+
+def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
+    """The lists of one direction, made once for the same tensors."""
     assert fold.domain is not None
     (form,) = fold.domain.attrs
-    given = dict(zip(fold.leaves, leaves, strict=True))
-    tensors = [given[a] for a in fold.domain.args]
+    parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
+    if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
+        return make_lists(form, tensors, sizes, over)
+    make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
+    return unchanged_tensors.compute_once(parts, make, sizes.device)
 
-    def lists(over: str) -> Lists:
-        parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
-        if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
-            return make_lists(form, tensors, sizes, over)
-        make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
-        return unchanged_tensors.compute_once(parts, make, sizes.device)
 
-    def once() -> Tensor:
+def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
+    """The leaves of the fold that kernels run."""
+    found = [leaves[k] for k in local.places]
+    if local.once:
+        assert fold.domain is not None
+        (form,), tensors = fold.domain.attrs, _find_domain(fold, leaves)
         make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
-        found = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
-        return found.view(*(1,) * len(sizes.batch), -1)
+        once = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        found.append(once.view(*(1,) * len(sizes.batch), -1))
+    return found
 
-    return run_on_lists(fold, leaves, sizes, lists, once, tensors[-1].shape[-1])
+
+class ListedFold:
+    """A fold over lists, prepared for leaves like some, in the form of a ``PreparedFold``: for replay."""
+
+    picks: Sequence[Expr] = ()
+    launches: Sequence[ListedLaunch] = ()  # none that is launched without lists
+
+    def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
+        self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
+        self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        given = _find_domain(self.fold, leaves)
+        read = functools.cache(lambda over: _read_domain(self.fold, given, self.sizes, over))
+        return self.run(_find_leaves(self.fold, self.local, leaves, self.sizes), read)
+
+    def run(self, leaves: Sequence[Any], lists: Callable[[str], Lists]) -> list[Tensor]:
+        """The same of the leaves that kernels read, on the lists of each direction (``"cols"``, ``"rows"``)."""
+        found = [values for _, values in split(self.local.fold, self.ready(leaves, lists))]
+        results: list[Tensor] = []
+        for r, parts in zip(self.fold.reductions, self.local.parts, strict=True):
+            mine = [found[k] for k in parts]
+            results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
+        return results
+
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot."""
+        if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
+            return None
+        return self.ready.recipes(self.local.places, self._find_lists)
+
+    def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
+        listed = one.spec.listed
+        assert listed is not None
+
+        def find(*tensors: Tensor) -> tuple[int, ...]:
+            read = _read_domain(self.fold, tensors, self.sizes, one.over)
+            return tuple(t.data_ptr() for t in read.tensors(listed.entries))
+
+        return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
 
 
-def run_on_lists(
-    fold: Fold,
-    leaves: Sequence[Any],
-    sizes: Sizes,
-    lists: Callable[[str], Lists],
-    once: Callable[[], Tensor],
-    count: int,
-) -> list[Tensor] | None:
-    """The same on the lists of each direction (``"cols"``, ``"rows"``); ``once()``: which of equal entries of a list
-    are the first, ``count``: how many edges a batch element has."""
+def _prepare(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
+) -> tuple[ListedFold, list[Any]] | None:
+    """The fold as kernels run it, and the leaves that they read; None where it has none."""
     local = localize(fold)
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, leaves = local.fold, [*(leaves[k] for k in local.places), *([once()] if local.once else [])]
+    own = local.fold
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
     if not ways.keys() <= {"cols", "rows"}:
         return None
     read = {over: lists(over) for over in ways}
     if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
         return None
+    mine = _find_leaves(fold, local, leaves, sizes)
     key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
     numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
-    entries = count if numbered else 0
-    key += (overriding_plans(), _describe(leaves), entries, *(one.form for one in read.values()))
+    entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
+    key += (overriding_plans(), _describe(mine), entries, *(one.form for one in read.values()))
     if key not in _PREPARED:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
         try:
-            _PREPARED[key] = PreparedListedFold(own, leaves, sizes, read.__getitem__, entries)
+            _PREPARED[key] = PreparedListedFold(own, mine, sizes, read.__getitem__, entries)
         except Unsupported:
             _PREPARED[key] = None
     ready = _PREPARED[key]
-    if ready is None:
-        return None
-    found = [values for _, values in split(own, ready(leaves, read.__getitem__))]
-    results: list[Tensor] = []
-    for r, parts in zip(fold.reductions, local.parts, strict=True):
-        mine = [found[k] for k in parts]
-        results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, sizes)]
-    return results
+    return None if ready is None else (ListedFold(fold, sizes, local, ready), mine)
 
 
 def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:
