@@ -71,17 +71,26 @@ def _numbers(local: LocalFold) -> list[Expr]:
     return found
 
 
-Shared = dict[tuple[int, Expr], Tensor]  # products of vectors of every edge, by batch element: for both directions
+# Products of vectors and weights of sums of every edge, by batch element: for both directions.
+Shared = dict[tuple[int, Expr], Tensor]
 
 
 def run(
-    local: LocalFold, given: dict[Expr, Any], sizes: Sizes, lists: Lists, over: str, edges: int, shared: Shared
+    local: LocalFold,
+    given: dict[Expr, Any],
+    sizes: Sizes,
+    lists: Lists,
+    over: str,
+    edges: int,
+    shared: Shared,
+    both: bool = False,
 ) -> list[list[Tensor]]:
     """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``.
+    ``both``: the other direction runs too, on the same ``shared``.
 
     Raises :class:`Tied` where the best of a list depend on the order of its columns."""
     count = torch.Size(sizes.batch).numel()
-    found = [_Element(local, given, sizes, lists, over, edges, k, shared).run() for k in range(count)]
+    found = [_Element(local, given, sizes, lists, over, edges, k, shared, both).run() for k in range(count)]
     return [
         [torch.stack(ts).view(*sizes.batch, *ts[0].shape) if sizes.batch else ts[0] for ts in zip(*each, strict=True)]
         for each in zip(*found, strict=True)
@@ -105,13 +114,15 @@ class _Element:
         edges: int,
         number: int,
         shared: Shared,
+        both: bool,
     ):
         assert local.fold is not None
         self.fold, self.lists, self.over = local.fold, lists, over
         self.sizes = replace(sizes, batch=())
         self.ends = torch.cat([lists.start.new_zeros(1), lists.length.cumsum(0)])
         self.first = int(lists.start[0]) if len(lists.start) else 0  # lists lie one behind the other
-        self.edges, self.number, self.shared = edges, number, shared
+        self.edges, self.number, self.shared, self.both = edges, number, shared, both
+        self.kept: dict[Expr, list[tuple[int, Tensor]]] = {}  # weights by stretch, for the other direction
         self.pairs: dict[Expr, Tensor] = {}
         self.dots: dict[Expr, Tensor] = {}
         named: dict[str, Any] = {
@@ -130,6 +141,8 @@ class _Element:
 
     def run(self) -> list[list[Tensor]]:
         parts = [stretch.run() for stretch in self._stretches()]
+        for e, pieces in self.kept.items():
+            self.shared[self.number, e] = self._in_edge_order(torch.cat([t for _, t in pieces]), self.edges)
         results = []
         for k, (r, scale) in enumerate(self.fold.scaled):
             if r.attrs[0] == "histogram":
@@ -165,6 +178,19 @@ class _Element:
                 self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._stretches()])
                 self.shared[self.number, e] = self._in_edge_order(self.dots[e], self.edges)
         return self.dots[e]
+
+    def weights(self, e: Expr, stretch: _Stretch) -> Tensor:
+        """The weights of a sum for the edges of a stretch: of two directions, the second reads what the first had."""
+        if not self.both or not e.is_pair:
+            return stretch.number(e)
+        if e not in self.dots and (self.number, e) in self.shared:
+            self.dots[e] = self._in_list_order(self.shared[self.number, e])
+        if e in self.dots:
+            return self.dots[e][stretch.edges]
+        found = stretch.number(e)
+        if e not in self.kept or self.kept[e][-1][0] != stretch.edges.start:
+            self.kept.setdefault(e, []).append((stretch.edges.start, found))
+        return found
 
     @property
     def _stored(self) -> slice:
@@ -312,8 +338,7 @@ class _Stretch:
         """Σ weight × value of every list."""
         total: Tensor | None = None
         for c in parts:
-            number = self.number(c.weight)
-            number = number if weight is None else number * weight
+            number = self.whole.weights(c.weight, self) if weight is None else self.number(c.weight) * weight
             found = self._add_up(number)
             if c.vector is not None:
                 table, starts = self.whole.value(c.vector), self.ends[:-1]

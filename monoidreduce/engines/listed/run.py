@@ -40,7 +40,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
     results: list[Any] = [None] * len(fold.reductions)
     shared: edge_numbers.Shared = {}
-    for over, places in _groups(fold, leaves, sizes):
+    groups = _groups(fold, leaves, sizes)
+    for over, places in groups:
         found = None
         chosen = [fold.reductions[k] for k in places]
         find = functools.partial(find_lists, form, tensors, sizes.rows, sizes.cols, over[0])
@@ -48,7 +49,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         local = localize(fold, over[0], places, lists.limit is not None, bool(lists.kept_size % lists.kept_block))
         if edges and not once and edge_numbers.can_run(local, lists, sizes):
             with contextlib.suppress(edge_numbers.Tied):
-                found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
+                count = tensors[1].shape[-1]
+                found = edge_numbers.run(local, given, sizes, lists, over[0], count, shared, len(groups) > 1)
         if found is None:
             ordered = once or any(kind_of(r).place is not None for r in chosen)
             lists = find(True) if ordered and form[0] != "pages" else lists
