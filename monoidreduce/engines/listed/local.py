@@ -32,10 +32,11 @@ class LocalFold:
 
 
 @functools.lru_cache(maxsize=1024)
-def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: bool, ragged: bool = False) -> LocalFold:
-    """The reductions at ``places``, which go over ``over`` (or are per pair, or of a table). ``hidden``: some kept
-    indices are not listed (the end of a page), and ``listed`` stays a condition; ``ragged``: the last block of kept
-    indices repeats one, which must not count twice in a table."""
+def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", ragged: bool = False) -> LocalFold:
+    """The reductions at ``places``, which go over ``over`` (or are per pair, or of a table). ``hidden``: some ``kept``
+    indices are not listed (the end of a page) or some ``folded`` ones (of a list that was filled up), and ``listed``
+    stays a condition; ``ragged``: the last block of kept indices repeats one, which must not count twice in a table."""
+    on_rows = (over == "rows") == (hidden == "folded")
     extra = {
         name: node("leaf", (), (f"_{name}",), rows=rows, cols=cols, feature=None, dtype=dtype)
         for name, rows, cols, dtype in (
@@ -45,7 +46,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: bool, ragge
             ("num_cols", False, False, "int"),
             ("position", False, True, "int"),
             ("once", over == "rows", over != "rows", "bool"),
-            ("listed", over != "rows", over == "rows", "bool"),
+            ("listed", on_rows, not on_rows, "bool"),
             ("exists", over != "rows", over == "rows", "bool"),
         )
     }
