@@ -275,7 +275,7 @@ class _Stretch:
         return [log_total + safe, *means, log_total, safe]
 
     def _best(self, r: Expr) -> list[Tensor]:
-        """The best numbers of every list and their columns, by torch's top-k, which does not order equal ones."""
+        """The best numbers of every list and their columns, by torch's top-k: which of equals it finds is left open."""
         number, lengths = self.number(r.args[0]), self.ends.diff()
         k, largest = r.attrs[2] if r.attrs[0] == "topk" else (1, *r.attrs[2])
         longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
@@ -289,9 +289,11 @@ class _Stretch:
         place = (self.ends[:-1].unsqueeze(-1) + at).clamp(max=max(len(number) - 1, 0))
         place = self.folded[place] if len(number) else torch.zeros_like(place)
         place = torch.where(value == lowest, -1, place)
-        if bool(((value[:, 1:] == value[:, :-1]) & (place[:, 1:] != place[:, :-1])).any()) or bool(value.isnan().any()):
-            raise Tied
-        return [value[:, 0], place[:, 0]] if r.attrs[0] == "best" else [value[:, :k], place[:, :k]]
+        if r.attrs[0] == "topk":
+            return [value[:, :k], place[:, :k]]
+        if bool(((value[:, 1] == value[:, 0]) & (place[:, 1] != place[:, 0])).any()) or bool(value.isnan().any()):
+            raise Tied  # the first column wins
+        return [value[:, 0], place[:, 0]]
 
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""

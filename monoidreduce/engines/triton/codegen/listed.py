@@ -364,11 +364,11 @@ class ListedWriter(ExpressionWriter):
         folded = e is None or (self.spec.folds(e) and not self.spec.is_number(e))
         return text.replace("[None, :]", "") if self.listed.each and folded else text
 
-    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
         if not self.listed.each or not self.spec.folds(e):
-            return super().block(e, piece, at)
+            return super().block(e, piece, at, stored)
         lines = len(self.inside)
-        name = super().block(e, piece, at)
+        name = super().block(e, piece, at, stored)
         for k in range(lines, len(self.inside)):  # [KEPT, FOLDED, features]
             line = self.inside[k].replace("[None, :]", "[None, None, :]").replace("folded_lane[:, None]", _EACH[0])
             self.inside[k] = line.replace("folded_in[:, None]", _EACH[1])
