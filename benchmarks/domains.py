@@ -241,8 +241,8 @@ def _graph(device: str) -> Work:
     calls: dict[str, Call] = {
         "ours": lambda target, source, values: mr.ops.graph_attention(target, source, values, domain)
     }
+    calls |= {"gather + scatter, compiled": torch.compile(scattered)} if device == "cuda" else {}
     calls |= {"gather + scatter": scattered}
-    calls |= {"the same, compiled": torch.compile(scattered)} if device == "cuda" else {}
     args = (_draw(device, rows), _draw(device, rows), _draw(device, rows, d))
     return Work("edges", args, calls, bars=(0.5, 0.5) if device == "cuda" else (1.0, 1.0))
 

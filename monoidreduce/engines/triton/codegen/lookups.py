@@ -35,7 +35,7 @@ def write_lookup(v: Any, table: Expr, index: Expr) -> str:
     """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the kernel's writer."""
     if hasattr(v, "pair_layout") and is_band(table):
         return _look_up_band(v, table)
-    if type(v).__name__ != "ExpressionWriter":
+    if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)
     outside = literal(float("nan") if table.dtype == "float" else 0)
