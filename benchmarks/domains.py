@@ -3,9 +3,9 @@
     python -m benchmarks.domains --out DIR [--device cpu] [--only WORK ...] [--budget SECONDS] [--commit C]
 
 Each work is one call of ours beside what people use for it: FlexAttention with the same blocks (making its mask is not
-counted), FlashAttention's varlen, gathers in plain torch, also compiled; of pages, the share of the memory bandwidth by
-the bytes that are read. Before anything is timed, results are compared. Times are taken in turns. On a CPU the works
-are the same and smaller, in float32, beside plain torch.
+counted), fla's native sparse attention, FlashAttention's varlen, gathers in plain torch, also compiled; of pages, the
+share of the memory bandwidth by the bytes that are read. Before anything is timed, results are compared. Times are
+taken in turns. On a CPU the works are the same and smaller, in float32, beside plain torch.
 """
 
 from __future__ import annotations
@@ -92,6 +92,45 @@ def _over_blocks(device: str, name: str, sizes: tuple[int, ...], each: int, shar
     return Work(name, args, calls | peer, bars=bars)
 
 
+def _selected(device: str, name: str, shared: int) -> Work:
+    """Every block of queries sees its own block and 15 before it: as native sparse attention selects them."""
+    heads, length, d, each, most = (32, 32768, 128, 64, 16) if device == "cuda" else (4, 1024, 32, 32, 4)
+    blocks = length // each
+    before = torch.rand(blocks, blocks, device=device).tril(-1)
+    before.fill_diagonal_(2.0)  # the own block comes first
+    index = before.argsort(1, descending=True)[:, :most].int().contiguous()
+    count = torch.arange(1, blocks + 1, device=device, dtype=torch.int32).clamp(max=most)
+    domain = mr.blocks(index, count, rows=each, cols=each)
+    args = tuple(_draw(device, 1, length, h, d).transpose(1, 2) for h in (heads, shared, shared))
+    calls: dict[str, Call] = {
+        "ours": lambda q, k, v: mr.ops.attention(q, k, v, cols=domain, causal=True, enable_gqa=True)
+    }
+    if device == "cpu":
+        seen = (domain.mask(length, length) > 0).tril()
+        calls["masked SDPA"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    elif (nsa := _nsa(index, count, shared, each)) is not None:
+        calls["NSA of fla"] = nsa
+    return Work(name, args, calls, bars=(1.0, 1.0))
+
+
+def _nsa(index: Tensor, count: Tensor, shared: int, each: int) -> Call | None:
+    """fla's kernels, which take a list per token and at least 16 query heads a key head."""
+    try:
+        attend = importlib.import_module("fla.ops.nsa.parallel").ParallelNSAFunction.apply
+    except ImportError:
+        return None
+    lists = index.long().repeat_interleave(each, 0)[None, :, None].expand(-1, -1, shared, -1).contiguous()
+    counts = count.long().repeat_interleave(each)[None, :, None].expand(-1, -1, shared).contiguous()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] < 16 * shared:
+            raise ValueError("16 query heads a key head, at least")
+        given = (t.transpose(1, 2) for t in (q, k, v))
+        return attend(*given, lists, counts, each, q.shape[-1] ** -0.5, None).transpose(1, 2)
+
+    return call
+
+
 def _packed(device: str) -> Work:
     sequences, low, high, heads, d = (64, 200, 8000, 16, 128) if device == "cuda" else (8, 20, 300, 2, 32)
     make = torch.Generator().manual_seed(0)
@@ -117,11 +156,22 @@ def _packed(device: str) -> Work:
 
 
 def _flex_documents(lengths: Tensor, total: int) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     document = torch.repeat_interleave(lengths)
     same = lambda b, h, i, j: document[i] == document[j]
-    mask = create_block_mask(same, None, None, total, total, device=str(lengths.device))
+    first = torch.arange(0, total, 128, device=document.device)
+    low, high = document[first], document[(first + 127).clamp(max=total - 1)]  # of each block
+    meet = (low[:, None] <= high) & (high[:, None] >= low)
+    alone = (low == high) & (first + 128 <= total)
+    full = meet & alone[:, None] & alone
+    lists: list[Tensor] = []
+    for kept in (meet & ~full, full):
+        lists += [
+            kept.sum(1)[None, None].int(),
+            torch.argsort(kept.int(), dim=1, descending=True, stable=True)[None, None].int(),
+        ]
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 128), mask_mod=same)
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: flex(q, k, v, block_mask=mask)
 
@@ -220,11 +270,9 @@ def works(device: str) -> Iterator[tuple[str, Callable[[], Work]]]:
     blocks = functools.partial(_over_blocks, device)
     yield "blocks 25 %", lambda: blocks("blocks 25 %", sizes, 128 if large else 64, 0.25, bars)
     yield "blocks 6 %", lambda: blocks("blocks 6 %", sizes, 128 if large else 64, 0.0625, bars)
-    chosen = (1, 32, 8, 32768, 128) if large else (1, 4, 2, 1024, 32)
-    yield (
-        "selected blocks",
-        lambda: blocks("selected blocks", chosen, 64 if large else 32, 16 / 512 if large else 0.125, bars),
-    )
+    for shared in (8, 2) if large else (2,):
+        name = f"selected blocks, {32 if large else 4}/{shared} heads"
+        yield name, functools.partial(_selected, device, name, shared)
     for name, make in (("jagged", _packed), ("pages", _paged), ("edges", _graph), ("sampled softmax", _sampled)):
         yield name, functools.partial(make, device)
 
@@ -315,7 +363,11 @@ def main() -> None:
         if time.time() - began > options.budget:
             print("out of time before", name, file=sys.stderr)
             break
-        row = measure(make(), options.device)
+        try:
+            row = measure(make(), options.device)
+        except Exception as error:  # the others still count
+            print(name, type(error).__name__, str(error)[:300], file=sys.stderr)
+            continue
         results["rows"].append(row)
         print(row["work"], row["ms"], row.get("bandwidth", ""), row["apart"], row["why"] or "", flush=True)
         path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")

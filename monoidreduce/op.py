@@ -416,12 +416,17 @@ class Op(dynamo.Compiled, Generic[Result]):
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
-            op = self._over.get(domain.form)
-            if op is None:
-                op = self._over[domain.form] = Op(self.function, domain.form, self.parameters)
-            return op, domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
+            op = self._over_form(domain.form)
+            call = domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
+            return self._over_form(call.form), call
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
+
+    def _over_form(self, form: tuple) -> Op:
+        found = self._over.get(form)
+        if found is None:
+            found = self._over[form] = Op(self.function, form, self.parameters)
+        return found
 
     # Plans
 

@@ -139,12 +139,17 @@ def build(kind: type[D], **fields: Any) -> D:
 def can_inspect(*tensors: Tensor) -> bool:
     """Whether values may be read: on a CPU, or where ``mr.use(check=True)`` asks for it; never while a compiler or a
     function transform runs, under which there are none."""
+    here = all(t.device.type == "cpu" for t in tensors) or settings.now().check
+    return here and is_plain(*tensors)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether these are tensors with memory, and no compiler or function transform runs."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and all(type(t) is Tensor and t.device.type != "meta" for t in tensors)
-        and (all(t.device.type == "cpu" for t in tensors) or settings.now().check)
     )
 
 

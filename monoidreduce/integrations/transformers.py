@@ -2,19 +2,22 @@
 
     register()                                    # once; then attn_implementation="monoidreduce" is a choice
     fuse_loss(model)                              # its loss then never builds [tokens, vocabulary]
+    model.generate(..., past_key_values=PagedKeyValueCache(model.config))  # keys and values in pages
 
 Masks are said by indices and by a few numbers per key (``transformers_masks.py``); only those of another form reach us
-as a matrix, which is then read tile by tile. The attention is in ``transformers_attention.py``, the loss in
-``transformers_loss.py``.
+as a matrix, which is then read tile by tile. The attention is in ``transformers_attention.py``, its pages in
+``transformers_pages.py``, the loss in ``transformers_loss.py``.
 """
 
 from __future__ import annotations
 
 from .transformers_attention import NAME, attention_forward, mask, register
 from .transformers_loss import causal_lm_loss, fuse_loss, token_logprobs, unfuse_loss
+from .transformers_pages import PagedKeyValueCache
 
 __all__ = [
     "NAME",
+    "PagedKeyValueCache",
     "attention_forward",
     "causal_lm_loss",
     "fuse_loss",

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..domains import Jagged
 from ..errors import ArgumentError
-from ..ops import attention, checks
+from ..ops import attention, attention_paged, checks
 from ..ops.attention import attention_in_blocks
 from .transformers_dispatch import (
     NAME,
@@ -31,6 +31,7 @@ from .transformers_dispatch import (
     mask_form_of_layer,
 )
 from .transformers_masks import mask, read_code
+from .transformers_pages import layer_of
 
 __all__ = ["NAME", "attention_forward", "check_attention", "check_dispatch", "mask", "register"]
 
@@ -101,6 +102,20 @@ def attention_forward(
         )
     attend: Any = attention
     options: dict[str, Any] = {}
+    layer = layer_of(key)
+    if layer is not None and layer.keys is not None:
+        options = {} if sliding_window is None else {"window": (sliding_window - 1, None)}
+        found = attention_paged(
+            query, key, value, layer.pages(), scale=scaling, softcap=softcap, sinks=s_aux, **options
+        )
+        return found.transpose(1, 2).contiguous(), None
+    if layer is not None:
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ArgumentError(
+                detail="keys in pages are seen as far as a sequence goes, and this mask says more",
+                fix="Leave past_key_values out",
+            )
+        layer.write_prompt(key, value, attention_mask)
     if attention_mask is None:
         asked = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         config = getattr(module, "config", None)

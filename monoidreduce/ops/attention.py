@@ -343,7 +343,8 @@ def _attend(
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
-    if options.get("lower_right") and q.shape[-2] == 1 and cols is None and checks.is_undivided():
+    last = options.get("lower_right") if cols is None else cols.kind == "pages"
+    if last and q.shape[-2] == 1 and checks.is_undivided():
         _drop_implied(options)
     if cols is not None:
         _align(cols, options, q)
@@ -506,7 +507,7 @@ def _drop_implied(options: dict[str, Any]) -> None:
     for name in ("causal", "right"):
         options.pop(name, None)
     if "left" not in options and "alibi_slopes" not in options:
-        del options["lower_right"]
+        options.pop("lower_right", None)
 
 
 def _check_domain(cols: Any, **given: Any) -> None:

@@ -50,13 +50,15 @@ def restrict(outputs: tuple[Expr, ...], form: Form) -> tuple[Expr, ...]:
     }
     if form[0] == "jagged":
         exists = apply("eq", inputs["_cols_row_sequence"], inputs["_cols_col_sequence"])
+        exists = apply("stretches", exists) if len(form) > 2 else exists
         outputs = _move_indices(outputs, form, inputs)
     else:
         exists = listed_node("listed", form, tuple(inputs.values()))
         if form[0] == "pages":
-            first = apply("sub", inputs["_cols_lengths"], size("rows"))
             position = listed_node("listed_position", form, tuple(inputs.values()))
-            places = {index("col"): position, index("row"): apply("add", index("row"), first)}
+            # in this order engines compute it, and nothing is computed of lengths before a launch
+            row = apply("add", apply("sub", index("row"), size("rows")), inputs["_cols_lengths"])
+            places = {index("col"): position, index("row"): row}
             outputs = constructors.substitute(outputs, places)
     done: dict[Expr, Expr] = {}
     for e in topological(outputs):

@@ -566,6 +566,8 @@ _ROWS = [
         triton="nan_to_num({0}, {nan}, {posinf}, {neginf})",
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
+    # the same condition, which holds in long stretches of both axes: numbers along each rise (``mr.jagged``)
+    _P("stretches", lambda x, out=None: _into(x, out), None, lambda x: x, "bool", triton="{0}"),
     _P("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
     _P("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
     _P("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
@@ -654,4 +656,5 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 # every torch name -> the primitive it means
 NAMES: dict[str, str] = {alias: p.name for p in _ROWS for alias in (p.name, *p.names)}
+del NAMES["stretches"]
 del NAMES["popcount"]  # torch has no such function: it is ``mr.popcount``, which asks for the width

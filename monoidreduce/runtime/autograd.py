@@ -55,7 +55,6 @@ Runner = Callable[..., Sequence[Any]]  # (sizes, *inputs) -> outputs
 def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
     """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
     calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
-    alike = alike and not program.is_listed  # lists are as long as their numbers say
     walk = make_walk(engine, program, numbers, alike)
     return with_replay(make_steps(engine, program, numbers), walk) if alike else walk
 

@@ -14,6 +14,7 @@ from ..engines.common.batching import broadcast_shapes
 from ..engines.common.evaluate import Sizes
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
+from ..program.domain import HIDDEN
 from ..program.expression import Expr, topological
 from ..program.several import letters
 from ..program.symbol import Symbol
@@ -71,7 +72,7 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - len(p.tail)
-    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored
+    as_given = p.axis in ("pairs", "list", "lists", "edges") or p.stored or p.name.startswith(HIDDEN)
     if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and not as_given:
         value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
     if len(letters(p.feature)) == 2:

@@ -184,7 +184,7 @@ def _walk(
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = compile_program(traced.outputs)
-    names, frozen = inputs(program), alike and can_record(engine, sizes) and not program.is_listed
+    names, frozen = inputs(program), alike and can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asking = logit_rounding.asking(values)
     program = logit_rounding.marked(program, asking, sizes)

@@ -45,7 +45,7 @@ class CallKeys:
         self.declared, self.launches = declared, launches
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
-    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = "") -> tuple | None:
+    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: Any = "") -> tuple | None:
         """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``asked``: what else it
         depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)

@@ -16,9 +16,16 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
+from ..domains.base import is_plain
+from ..engines.common import unchanged_tensors
+from ..engines.common.evaluate import traced_length
+from ..engines.common.listed_pairs import restore_domain
 from ..errors import ArgumentError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.domain import inputs_of
+from . import layer_replay
+
+_LONG = 1024  # columns of a sequence, on average, from which on the start-up of a warp-specialised kernel pays
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,40 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
         return _bind_pages(parameters, values, given, domain)
     rows, cols = (_length(parameters, given, axis) for axis in ("rows", "cols"))
     domain.check(rows, cols)
+    form = domain.form
     if isinstance(domain, Jagged):
-        found = domain._once("sequences", (rows, cols), lambda: _sequences(domain, rows, cols))
+        form += ("long",) if _is_long(domain, rows, cols) else ()
+        found = tuple(_sequence(*domain.tensors(), form, rows, cols, k) for k in range(4))
     else:
         found = domain.tensors()
         if isinstance(domain, Edges):
             _check_numbers_of_edges(parameters, given, domain)
-    names = [name for name, _ in inputs_of(domain.form)]
-    return DomainCall(domain.form, {**values, **dict(zip(names, found, strict=True))})
+    names = [name for name, _ in inputs_of(form)]
+    return DomainCall(form, {**values, **dict(zip(names, found, strict=True))})
 
 
-def _sequences(domain: Jagged, rows: int, cols: int) -> tuple[Tensor, ...]:
-    found = (domain.row_sequences(rows), domain.col_sequences(cols))
-    return tuple(t.long() for t in (*found, domain.row_positions(rows), domain.col_positions(cols)))
+@layer_replay.step
+def _sequence(*given: Any) -> Tensor:
+    """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
+    *tensors, form, rows, cols, place = given
+    make = lambda: _sequences(restore_domain(form, tensors), rows, cols, len(form) > 2)
+    parts = ("sequences", form, rows, cols, *tensors)
+    if not is_plain(*tensors):
+        return make()[place]
+    return unchanged_tensors.compute_once(parts, make, tensors[0].device)[place]
+
+
+def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
+    """The sequences of rows and columns (of long ones as warp-specialised kernels copy them), and places in them."""
+    found = domain.row_sequences(rows), domain.col_sequences(cols)
+    places = domain.row_positions(rows).long(), domain.col_positions(cols).long()
+    return *(found if long else (t.long() for t in found)), *places
+
+
+def _is_long(domain: Jagged, rows: int, cols: int) -> bool:
+    """Whether sequences are long on average, on a device that has kernels for that."""
+    least = _LONG * (len(domain.row_offsets) - 1)
+    return domain.device.type == "cuda" and min(traced_length(rows), traced_length(cols)) >= least
 
 
 def _length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], axis: str) -> int:
@@ -135,7 +163,8 @@ def _bind_pages(
             at = value.dim() - tail - 1
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
-    tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), domain.lengths.view(sequences, *ones)
+    lengths = domain.lengths if domain.lengths.is_cuda else domain.lengths.long()  # tiles in torch count in int64
+    tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]
     return DomainCall(domain.form, {**moved, **dict(zip(names, tensors, strict=True))}, grouped)
 

@@ -23,18 +23,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..arrays import call_with_tensors, has_arrays
+from ..domains import Blocks, Edges, Jagged, Pages
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.generated_code import FunctionWriter, define, tuple_text
+from ..plan import settings
 from .call_key import CHOICE, CallKeys
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
+_DOMAINS = frozenset({Blocks, Edges, Jagged, Pages})
 _LONGEST = 32  # steps of a recording: what takes more is no plain layer
 _got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
 _methods = lambda *names: {getattr(Tensor, name) for name in names}
 
 # Functions whose answer is decided by the kind of a tensor
 _READS = frozenset(
-    _got("device", "dtype", "is_cuda", "layout", "ndim", "shape")
+    _got("device", "dtype", "is_cuda", "is_nested", "is_quantized", "is_sparse", "layout", "ndim", "shape")
     | _methods("__len__", "dim", "is_complex", "is_floating_point", "numel", "size")
     | _methods("data_ptr", "stride")  # read for an op's key, which holds them where they decide anything
 )
@@ -43,7 +46,8 @@ _MAKES = frozenset(
     _methods("__add__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__radd__")
     | _methods("__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "add", "div", "mul", "sub")
     | _methods("argmax", "clamp", "detach", "double", "expand", "flatten", "float", "log", "long", "mean", "neg")
-    | _methods("new_full", "new_zeros", "reshape", "squeeze", "sum", "to", "transpose", "unflatten", "unsqueeze")
+    | _methods("movedim", "new_full", "new_zeros", "reshape", "squeeze", "sum", "to", "transpose", "unflatten")
+    | _methods("unsqueeze", "view")
     | {torch.full, torch.ones_like, torch.zeros_like}
 )
 
@@ -169,6 +173,11 @@ def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[.
     return recorded
 
 
+def _not_recorded(*values: Any) -> Any:
+    """Stands for a call over a domain that cannot be replayed."""
+    raise AssertionError("the layer is called instead")
+
+
 class LayerReplay:
     """A layer, with the recordings of its calls by their keys; ``unkeyed`` is called in its place for calls without a
     key, such as those on subclasses of tensors."""
@@ -183,6 +192,9 @@ class LayerReplay:
         if recording.get() is not None:
             return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         values = (*args, *kwargs.values()) if kwargs else args
+        for at, value in enumerate(values):
+            if type(value) in _DOMAINS:
+                return self._over_domain(at, value, values, args, kwargs)
         key = self.keys.key(len(args), kwargs, values)
         if key is None:
             if has_arrays(values):
@@ -191,25 +203,42 @@ class LayerReplay:
         call = self.known.find(key)
         return self._record(key, args, kwargs) if call is None else call(*values)
 
+    def _over_domain(self, at: int, domain: Any, values: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A call over a domain: its tensors are values like all others, its form is a part of the key. Where the
+        numbers of lists are looked at in every call, nothing is replayed."""
+        tensors = domain.tensors()
+        flat = (*values[:at], *values[at + 1 :], *tensors)
+        key = None
+        if not settings.now().check and (tensors[0].is_cuda or settings.interprets_kernels()):
+            key = self.keys.key(len(flat), {}, flat, (len(args), *kwargs, at, domain.form))
+        if key is None:
+            return self.unkeyed(*args, **kwargs)
+        call = self.known.find(key)
+        if call is None:
+            return self._record(key, args, kwargs, flat)
+        return self.layer(*args, **kwargs) if call is _not_recorded else call(*flat)
+
     def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
         call = lambda *given, **named: self(given, named)
         return call_with_tensors(call, list(inspect.signature(self.layer).parameters), args, kwargs)
 
-    def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Record the second call of a kind; one that raises leaves nothing behind."""
+    def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any], flat: tuple | None = None) -> Any:
+        """Record the second call of a kind; one that raises leaves nothing behind. ``flat``: its values with the
+        tensors of a domain in place of that."""
         if key not in self.seen:
             result = self.layer(*args, **kwargs)
             self.seen.keep(key, True)
             return result
-        recorder = LayerRecorder((*args, *kwargs.values()))
+        recorder = LayerRecorder((*args, *kwargs.values()) if flat is None else flat)
         token = recording.set(recorder)
         try:
             with recorder:
                 result = self.layer(*args, **kwargs)
         finally:
             recording.reset(token)
-        self.known.keep(key, recorder.function(result) or self._call_layer(len(args), tuple(kwargs)))
+        otherwise = self._call_layer(len(args), tuple(kwargs)) if flat is None else _not_recorded
+        self.known.keep(key, recorder.function(result) or otherwise)
         return result
 
     def _call_layer(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:

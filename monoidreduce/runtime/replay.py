@@ -49,11 +49,16 @@ Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept f
 Launches = Callable[[Sequence[Any]], Results]
 
 
-def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | None:
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
+    if fold.domain is not None:
+        return triton.prepare_listed(fold, leaves, sizes)
     return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
+READY: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] = {
+    "auto": planner.prepare_launches,
+    "triton": _kernels,
+}
 
 
 def can_record(engine: str, sizes: Sizes) -> bool:
@@ -260,7 +265,7 @@ class ForwardReplays:
         keeps = saved_row_gradients.many(sizes) and any(
             saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
         )
-        return pairs <= _PAIRS and not keeps
+        return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
 
     def _record(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
         recorded, made = self.steps.record(values, sizes), self.steps.script

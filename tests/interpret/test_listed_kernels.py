@@ -198,13 +198,13 @@ def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
     compiler.compile_fold.cache_clear()
 
 
-def paged(page, most, lengths, heads=2):
+def paged(page, most, lengths, heads=2, widths=(16, 24)):
     """Keys and values in pages, of which what nobody reads is NaN; the domain."""
     make, sequences = torch.Generator().manual_seed(0), len(lengths)
     count = sequences * most + 2
     table = torch.randperm(count, generator=make)[: sequences * most].view(sequences, most)
     domain = mr.pages(table, lengths, page=page)
-    stores = [torch.randn(count, page, heads, f, generator=make) for f in (16, 24)]
+    stores = [torch.randn(count, page, heads, f, generator=make) for f in widths]
     unread = domain.mask(1, count * page).sum((0, 1)) == 0
     for store in stores:
         store.view(count * page, heads, -1)[unread] = torch.nan
@@ -332,3 +332,34 @@ def test_numbers_in_float64(run):
     with run(), torch.no_grad():
         found = scaled_weights(q, k, v, 0.3, cols=domain)
     torch.testing.assert_close(found, softmax(0.3 * (q @ k.mT), domain.mask(5, 7))[1] @ v)
+
+
+@mr.op
+def causal(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.1, -torch.inf), v)
+
+
+@mr.op
+def near(q: Row["f"], k: Col["f"], v: Col["d"]):
+    seen = (mr.col_index <= mr.row_index) & (mr.col_index > mr.row_index - 70)
+    return mr.softmax_mean(torch.where(seen, q @ k * 0.1, -torch.inf), v)
+
+
+@pytest.mark.parametrize("op, page", [(causal, 64), (plain, 64), (near, 64), (causal, 128)])
+def test_warp_specialised_pages(run, monkeypatch, op, page):
+    """A chunk of prompts: the last page of a sequence ends somewhere, one has just begun, one is empty."""
+    seen = gluon_simulator.simulate(monkeypatch)
+    internals.set_pair_thresholds(monkeypatch, many=0, very_many=0)
+    lengths, rows, make = torch.tensor([300, 150, 256, 0]), 150, torch.Generator().manual_seed(1)
+    domain, *stores = paged(page, 384 // page, lengths, widths=(128, 128))
+    k, v = (t.bfloat16() for t in stores)
+    q = torch.randn(4, 4, rows, 128, generator=make).bfloat16()
+    with run(), torch.no_grad():
+        found = op(q, k, v, cols=domain)
+    keys, values = (domain.gather(t.double()).repeat_interleave(2, 1) for t in (k, v))
+    at, col = (lengths - rows)[:, None, None] + torch.arange(rows)[:, None], torch.arange(keys.shape[-2])
+    inside = (col < lengths[:, None, None]).expand(-1, rows, -1)
+    shown = {causal: col <= at, near: (col <= at) & (col > at - 70), plain: inside}[op] & inside
+    expected = softmax(q.double() @ keys.mT * 0.1, shown[:, None].long())[1] @ values
+    assert (found.double() - expected).norm() < 6e-3 * expected.norm()
+    assert [call.kernel.staged for call in seen] == [True]

@@ -95,8 +95,10 @@ def run_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> 
         return triton.run(fold, given, sizes, fallback=eager.run)
 
 
-def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
+def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
     """The launches of :func:`run` for leaves like these, for replay; None if it does more than launch kernels."""
+    if fold.domain is not None:
+        return triton.prepare_listed(fold, leaves, sizes) if _has_kernels(sizes.device) else None
     how = _choose(fold, leaves, sizes)[1]
     if not _has_kernels(sizes.device):
         return None
@@ -107,7 +109,7 @@ def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.
 
 def prepare_topk(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """A function that does what :func:`run` does for leaves like these, if that is a top-k over vendor GEMMs."""
-    deep = _has_kernels(sizes.device) and _choose(fold, leaves, sizes)[1].schedule == "panel"
+    deep = fold.domain is None and _has_kernels(sizes.device) and _choose(fold, leaves, sizes)[1].schedule == "panel"
     return topk.prepare_best_products(fold, leaves, sizes) if deep else None
 
 

@@ -25,7 +25,7 @@ from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, panel_topk, topk
-from .kernels.listed_fold import run_listed
+from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
 from .launch import jit_module
@@ -42,6 +42,7 @@ __all__ = [
     "Buffer",
     "KernelPlan",
     "KernelStep",
+    "ListedFold",
     "NumberArithmetic",
     "PartlyShownFold",
     "PreparedFold",
@@ -62,6 +63,7 @@ __all__ = [
     "overriding_plans",
     "prepare",
     "prepare_k_loop_fold",
+    "prepare_listed",
     "prepare_side",
     "prepared_folds",
     "record",

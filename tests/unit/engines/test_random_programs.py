@@ -80,6 +80,7 @@ def test_random_programs_use_the_whole_language():
         "gate",
         "normal_gate",
         "mish_gate",
+        "stretches",
     }  # nobody writes these; .float() is a cast, dropout a coin, silu and gelu have gates
     # these have programs of their own, in test_scalar_functions.py, test_language.py and test_tables.py
     wanted -= {*scalar_functions.NAMES, "popcount", *(name for name in PRIMITIVES if name.startswith("bitwise_"))}

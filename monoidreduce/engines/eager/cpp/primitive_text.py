@@ -56,6 +56,7 @@ _PLAIN = {
     "isinf": "(({0} < 0 ? -{0} : {0}) == INF)",
     "cast": "{0}",
     "detach": "{0}",
+    "stretches": "{0}",
     "nan_to_num": "nan_to_num_({0}, (F){nan}, (F){posinf}, (F){neginf})",
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
@@ -126,7 +127,7 @@ def write_primitive(e: Expr, args: list[str], single: bool) -> str:
         wanted = [widest] * 2
     elif name in ("logical_and", "logical_or", "logical_xor", "logical_not"):
         wanted = ["bool"] * len(args)
-    elif name in ("isnan", "isinf", "cast", "detach"):
+    elif name in ("isnan", "isinf", "cast", "detach", "stretches"):
         wanted = classes
     else:
         wanted = [e.dtype] * len(args)

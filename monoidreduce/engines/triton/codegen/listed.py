@@ -12,6 +12,7 @@ one tile (``Spec.grouped``), so that what they fold is read once.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from ....program.expression import Expr
@@ -87,6 +88,62 @@ def tile_of_step(spec: Spec, step: str) -> str:
     tiles = _tiles(spec)
     block = f"tl.cast(tl.load(items + tl.where(positions > 0, list_first + {step} // {tiles}, 0)), tl.int32)"
     return f"tl.where(positions > 0, {block} * {tiles} + {step} % {tiles}, tl.cdiv(folded_size, FOLDED))"
+
+
+@functools.lru_cache(maxsize=1024)
+def find_upper_limits(spec: Spec) -> tuple[few_rows.Limit, ...] | None:
+    """The conditions of a fold over positions, where each is a limit that positions lie below and that rises with the
+    kept index (causal): the first tiles are then whole. None where some condition is another."""
+    limits = few_rows.find_limits(spec.fold, spec.over) if spec.listed is not None and spec.listed.logical else None
+    if limits is None or not all(op in ("lt", "le") and _rises(spec, bound) for op, bound in limits):
+        return None
+    return limits
+
+
+def _rises(spec: Spec, e: Expr) -> bool:
+    """Whether an integer is the kept index and numbers of the batch element, added or subtracted."""
+    if e.op == "add":
+        return all(_rises(spec, a) for a in e.args)
+    if e.op == "sub":
+        return _rises(spec, e.args[0]) and not spec.keeps(e.args[1]) and _rises(spec, e.args[1])
+    return e.op in ("const", "size") or (e.op == "leaf" and not e.is_pair and not spec.keeps(e)) or _is_kept(spec, e)
+
+
+def _is_kept(spec: Spec, e: Expr) -> bool:
+    return e.op in ("row_index", "col_index") and not e.op.startswith(spec.over[:3])
+
+
+def write_limit(spec: Spec, e: Expr, kept: str) -> str:
+    """Such an integer as a scalar; ``kept``: the kept index."""
+    if _is_kept(spec, e):
+        return kept
+    if e.op == "const":
+        return repr(e.const)
+    if e.op == "size":
+        return "folded_size" if e.attrs[0] == spec.over else "kept_size"
+    if e.op == "leaf":
+        x = str(e.attrs[0])
+        if spec.is_number(e):
+            return f"{x}_number"
+        return f"tl.cast(tl.load({x}_ptr{''.join(f' + b{k} * {x}_b{k}' for k in spec.kept_batch)}), tl.int32)"
+    first, second = (write_limit(spec, a, kept) for a in e.args)
+    return f"({first} {'+' if e.op == 'add' else '-'} {second})"
+
+
+def write_steps(spec: Spec, kept: int) -> list[str]:
+    """Lines of a hand-scheduled kernel: how many tiles it visits, of which the first ones are whole. ``kept``: indices
+    of an instance."""
+    assert spec.listed is not None
+    if not spec.listed.ends:
+        return ["whole_steps = positions // FOLDED", "steps = tl.maximum(whole_steps, 1)"]
+    lines = ["whole_steps = positions // FOLDED", "steps = tl.cdiv(positions, FOLDED)"]
+    for op, bound in find_upper_limits(spec) or ():
+        least = write_limit(spec, bound, f"tile * {kept}")
+        most = write_limit(spec, bound, f"(tl.minimum(tile * {kept} + {kept}, kept_size) - 1)")
+        more = " + 1" if op == "le" else ""
+        lines.append(f"whole_steps = tl.minimum(whole_steps, tl.maximum({least}{more}, 0) // FOLDED)")
+        lines.append(f"steps = tl.minimum(steps, tl.cdiv(tl.maximum({most}{more}, 0), FOLDED))")
+    return [*lines, "steps = tl.maximum(steps, 1)"]
 
 
 def write_tile_range(v: ExpressionWriter) -> list[str]:

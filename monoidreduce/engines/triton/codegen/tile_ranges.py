@@ -83,6 +83,12 @@ def compute_tile_ranges(
     kept_tiles, folded_tiles = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
     if not folded_tiles:
         return torch.zeros(1, kept_tiles, len(EDGES), dtype=torch.int32, device=device)
+    stretch = find_stretches(fold)
+    if stretch is not None:
+        bounds = functools.partial(compute_tile_ranges, values=values, lengths=lengths, blocks=blocks, device=device)
+        own = _stretch_ranges(stretch, over, values, lengths, blocks)
+        rest = _hold_everywhere(fold, stretch)
+        return _intersect(own, bounds(rest, over)) if whole_tile_conditions(rest) else own
     chosen = whole_tile_conditions(fold)
     batch = max([1, *(v.shape[0] for v in values.values() if isinstance(v, Tensor))])
     group = max(1, -(-batch * kept_tiles * folded_tiles // _MOST_CELLS))
@@ -96,8 +102,7 @@ def compute_tile_ranges(
         codes = codes * 3 + state
         whole = whole & (state == int(truth))
     groups = -(-folded_tiles // group)
-    table = torch.tensor(list_idle_codes(fold), device=device)
-    active = ~table[codes].expand(codes.shape[0], kept_tiles, groups)
+    active = ~_idle_table(fold, device)[codes].expand(codes.shape[0], kept_tiles, groups)
     at = torch.arange(groups, device=device)
     whole = whole & active & ((at + 1) * steps[1] <= lengths[1])
     first = torch.where(active, at, groups).amin(-1)
@@ -109,6 +114,64 @@ def compute_tile_ranges(
         runs.append(torch.minimum(found, last))
     edges = [*runs, last]
     return (torch.stack(edges, -1) * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def _idle_table(fold: Fold, device: Any) -> Tensor:
+    return torch.tensor(list_idle_codes(fold), device=device)
+
+
+# Stretches: of numbers that rise along both axes, those that a tile meets lie side by side
+
+
+@functools.lru_cache(maxsize=1024)
+def find_stretches(fold: Fold) -> Expr | None:
+    """The condition that holds in stretches of both axes, under which all reductions are; None where there is none."""
+    found = {e for e in topological(whole_tile_conditions(fold)) if e.op == "stretches"}
+    (one, *others) = found or (None,)
+    if one is None or others or [a.op for a in one.args[0].args] != ["leaf", "leaf"]:
+        return None
+    return one if all(is_idle(r, {one: const(False)}) for r in fold.reductions) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _hold_everywhere(fold: Fold, condition: Expr) -> Fold:
+    """The fold where a condition always holds."""
+    return Fold(fold.leaves, substitute(fold.reductions, {condition: const(True)}))
+
+
+def _stretch_ranges(
+    stretch: Expr, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int]
+) -> Tensor:
+    """``EDGES`` of the condition alone: no cell is looked at, so that sequences of any number cost little."""
+    first, second = stretch.args[0].args
+    kept, folded = (values[e] for e in sorted((first, second), key=lambda e: e.cols if over == "cols" else e.rows))
+    batch = max(kept.shape[0], folded.shape[0])
+    kept, folded = kept.expand(batch, -1), folded.expand(batch, -1).contiguous()
+    starts = torch.arange(0, lengths[0], blocks[0], device=kept.device)
+    least, most = kept[:, starts].contiguous(), kept[:, (starts + blocks[0] - 1).clamp(max=lengths[0] - 1)].contiguous()
+    begin = torch.searchsorted(folded, least, out_int32=True)
+    end = torch.maximum(torch.searchsorted(folded, most, right=True, out_int32=True), begin)
+    block = blocks[1]
+    first_tile, last = begin // block, (end + block - 1) // block
+    last = torch.where(end > begin, last, first_tile)
+    whole_first = torch.where(least == most, (begin + block - 1) // block, last)
+    whole_first = torch.minimum(whole_first, last)
+    whole_last = torch.where(least == most, torch.maximum(end // block, whole_first), last)
+    return torch.stack([first_tile, whole_first, whole_last, last, last, last], -1).to(torch.int32)
+
+
+def _intersect(one: Tensor, other: Tensor) -> Tensor:
+    """``EDGES`` where both of two conditions must hold; ``one`` has a single run of whole tiles."""
+    first, begin, end, *_, last = one.unbind(-1)
+    edges = [torch.maximum(first, other[..., 0])]
+    bottom, top = edges[0], torch.maximum(torch.minimum(last, other[..., 5]), edges[0])
+    for k in (1, 3):  # each run of the other's whole tiles, inside this one's
+        starts = torch.maximum(other[..., k], begin).clamp(bottom, top)
+        stops = torch.maximum(torch.minimum(other[..., k + 1], end).clamp(bottom, top), starts)
+        nothing = top if k == 3 else bottom
+        edges += [torch.where(stops > starts, edge, nothing) for edge in (starts, stops)]
+    return torch.stack([*edges, top], -1).contiguous()
 
 
 class Range(NamedTuple):
@@ -300,5 +363,6 @@ _RULES: dict[str, Callable[..., Range]] = {
     "logical_or": _or,
     "logical_not": _not,
     "detach": lambda x: x,
+    "stretches": lambda x: x,
     "bitwise_right_shift": _shift_right,
 }

@@ -502,6 +502,8 @@ class FoldLaunch:
             missing = len(batch) - len(self.sizes.batch)
             summed = self._layout(self.fold.outputs[0])
             kept = batch if summed is None or missing else summed.shape[: len(batch)]
+            if all(math.prod(v.shape[: len(self.sizes.batch)]) == 1 for v in asked if isinstance(v, Tensor)):
+                kept = (1,) * len(batch)  # one table for all batch elements
             for e, v in values.items():
                 if isinstance(v, Tensor):
                     whole = v[None] if missing else v

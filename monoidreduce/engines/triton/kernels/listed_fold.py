@@ -27,15 +27,17 @@ from ....program.philox import DRAWS
 from ...common import matmul, unchanged_tensors
 from ...common.evaluate import Sizes
 from ...common.listed_pairs import restore_domain
-from ..codegen import compiler, few_rows
-from ..codegen.kernel_spec import NARROW, Listing, Unsupported
+from ..codegen import compiler, few_rows, listed
+from ..codegen.kernel_spec import NARROW, Listing, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.availability import available
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .prepared_fold import list_kernels, merge_batches_and_strides
+from .record_launches import Made
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -142,6 +144,7 @@ class ListedLaunch(FoldLaunch):
         self.before = ((), tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
+        self.may_guess = spec.guess
         self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
         self.few = self._pack_heads(values)
         if self.few is not None:
@@ -156,6 +159,8 @@ class ListedLaunch(FoldLaunch):
         rows = (self.lists_of.kept_block or kept) * heads
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
         if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
+            return None
+        if any(self.before):  # what is converted has the batch dimensions of the call
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
@@ -178,7 +183,11 @@ class ListedLaunch(FoldLaunch):
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or (settings.current.get().tiles or {}).get(self.over)
-        copied = () if lists.ends or not descriptors.are_supported(device) else self._copied(plainly, leaves)
+        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
+        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
+        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+        staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
+        copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
         few = not any(dims is not None for dims in copied)
         plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
         tile = 1 if single else plan.block_folded
@@ -188,23 +197,27 @@ class ListedLaunch(FoldLaunch):
             self.spec = replace(self.spec, guess=False)
             self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
         else:
-            joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-            self.spec = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+            guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
+            self.spec = replace(tiled, guess=guess)
             plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
-            self.plan = (None if few else self._choose_staged(copied, asked)) or plain
+            self.plan = staged or plain
         if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
             tiles = max(lists.kept_block // self.plan.block_kept, 1)
             gathered = self.spec.listed.gathered if self.spec.listed else True
             self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
         return copied
 
-    def _choose_staged(self, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+    def _guesses_staged(self, spec: Spec) -> bool:
+        """Whether a hand-scheduled kernel may guess a maximum where indices are compared: all see the first tile."""
+        return self.may_guess and bool(listed.find_upper_limits(spec))
+
+    def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists_of
         if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(self.spec, boxes=boxes)
+        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
         tile = self._turns(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
@@ -280,6 +293,21 @@ class ListedLaunch(FoldLaunch):
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
 
+    def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
+        """How a replay launches it again; ``places``: of its leaves among the whole fold's; ``found``: the lists."""
+        if self.shifts or (self.spec.split and any(r.attrs[0] == "best" for r in self.fold.reductions)):
+            return None  # torch combines what has no order
+        made, count = self.recipe(), len(self.spec.fold.leaves)
+        if made is None:
+            return None
+        arguments: list[Any] = []
+        for a in made.arguments:
+            if isinstance(a, Leaf) and a.at >= count:
+                arguments += [found] if a.at == count else []
+            else:
+                arguments.append(a._replace(at=places[a.at]) if isinstance(a, Leaf | DescriptorOf) else a)
+        return made._replace(arguments=tuple(arguments))
+
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not _LISTS}, plan)
 
@@ -315,6 +343,20 @@ class PreparedListedFold:
             merged = functools.partial(self._merged, one, leaves, own, tensors)
             found += one([*(given[e] for e in one.fold.leaves), *tensors], merged)
         return [found[k] for k in self.order]
+
+    def recipes(self, places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot. ``places``: of the leaves in those of a call."""
+        made, first = [], 0
+        at = dict(zip(self.fold.leaves, places, strict=True))
+        for one in self.launches:
+            recipe = one.recipe_over([at[e] for e in one.fold.leaves], found(one)) if one.grid else None
+            joined = one.united()
+            if recipe is None or joined is None:
+                return None
+            count = len(one.outputs)
+            made.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
+            first += count
+        return made
 
     def _merged(
         self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
@@ -403,19 +445,62 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    given = [leaves[k] for k in _domain_places(fold)]
+    return run_on_lists(fold, leaves, sizes, lambda over: _read_domain(fold, given, sizes, over))
+
+
+def _domain_places(fold: Fold) -> tuple[int, ...]:
+    """The places of the domain's tensors among the leaves."""
+    assert fold.domain is not None
+    return tuple(fold.leaves.index(a) for a in fold.domain.args)
+
+
+def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
+    """The lists of one direction, made once for the same tensors."""
     assert fold.domain is not None
     (form,) = fold.domain.attrs
-    given = dict(zip(fold.leaves, leaves, strict=True))
-    tensors = [given[a] for a in fold.domain.args]
+    parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
+    if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
+        return _make_lists(form, tensors, sizes, over)
+    make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
+    return unchanged_tensors.compute_once(parts, make, sizes.device)
 
-    def lists(over: str) -> Lists:
-        parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
-        if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
-            return _make_lists(form, tensors, sizes, over)
-        make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
-        return unchanged_tensors.compute_once(parts, make, sizes.device)
 
-    return run_on_lists(fold, leaves, sizes, lists)
+class ListedFold:
+    """A fold over lists, prepared for leaves like some, in the form of a ``PreparedFold``: for replay."""
+
+    picks: Sequence[Expr] = ()
+    launches: Sequence[ListedLaunch] = ()  # none that is launched without lists
+
+    def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
+        self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
+        self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        given = [leaves[k] for k in self.asked]
+        read = functools.cache(lambda over: _read_domain(self.fold, given, self.sizes, over))
+        return self.ready([leaves[k] for k in self.local.places], read)
+
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot."""
+        return self.ready.recipes(self.local.places, self._find_lists)
+
+    def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
+        listed = one.spec.listed
+        assert listed is not None
+
+        def find(*tensors: Tensor) -> tuple[int, ...]:
+            read = _read_domain(self.fold, tensors, self.sizes, one.over)
+            return tuple(t.data_ptr() for t in read.tensors(listed.entries))
+
+        return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
+
+
+def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
+    """A fold over lists prepared for leaves like these; None where it has no kernel."""
+    given = [leaves[k] for k in _domain_places(fold)]
+    found = _prepare(fold, leaves, sizes, lambda over: _read_domain(fold, given, sizes, over))
+    return None if found is None else ListedFold(fold, sizes, found[0], found[1])
 
 
 def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
@@ -437,6 +522,17 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
 
 def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]) -> list[Tensor] | None:
     """The same on the lists of each direction (``"cols"``, ``"rows"``)."""
+    found = _prepare(fold, leaves, sizes, lists)
+    if found is None:
+        return None
+    local, ready, read = found
+    return ready([leaves[k] for k in local.places], read.__getitem__)
+
+
+def _prepare(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
+) -> tuple[LocalFold, PreparedListedFold, dict[str, Lists]] | None:
+    """The fold as a kernel runs it, its launches and the lists that it reads; None where it has none."""
     local = localize(fold)
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
@@ -457,7 +553,7 @@ def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callabl
         except Unsupported:
             _PREPARED[key] = None
     ready = _PREPARED[key]
-    return None if ready is None else ready(leaves, read.__getitem__)
+    return None if ready is None else (local, ready, read)
 
 
 def _describe(leaves: Sequence[Any]) -> tuple:

@@ -336,11 +336,12 @@ class TileOrder:
 
     spec: Spec
     sloped: int = 0  # kept indices of an instance, where the nearest tile comes first
+    kept: int = 0  # kept indices of an instance, where limits of a list are found from them
 
     @property
     def opening(self) -> list[str]:
         if self.spec.listed:
-            lines = ["whole_steps = positions // FOLDED", "steps = tl.maximum(whole_steps, 1)"]
+            lines = listed.write_steps(self.spec, self.kept)
         elif not self.spec.bounds:
             lines = ["whole_steps = folded_size // FOLDED", "steps = tl.cdiv(folded_size, FOLDED)"]
         else:
@@ -386,6 +387,14 @@ class TileOrder:
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
         whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
         return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
+
+    def enter(self, tile: str, mask: bool = True) -> list[str]:
+        """The folded indices of a tile: its place along the axis or, of positions along a list, along that."""
+        if not self.spec.listed or not self.spec.listed.logical:
+            return enter_tile(tile, mask)
+        lines = [f"start = ({tile}) * FOLDED"]
+        lines.append("folded_at = step * FOLDED + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))")
+        return [*lines, "folded_in = folded_at < positions"] if mask else lines
 
     def enter_group(self, step: str = "step") -> list[str]:
         """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""

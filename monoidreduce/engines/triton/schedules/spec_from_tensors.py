@@ -188,6 +188,12 @@ def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
     return tuple(e for e in topological(tile_ranges.whole_tile_conditions(fold)) if e.op == "leaf")
 
 
+def walks_are_short(spec: Spec) -> bool:
+    """Whether conditions on data are expected to leave few tiles of a walk, as packed documents do; long stretches
+    (``mr.jagged``) do not."""
+    return bool(spec.bounds and condition_leaves(spec.fold)) and tile_ranges.find_stretches(spec.fold) is None
+
+
 @functools.lru_cache(maxsize=1024)
 def _vectors(fold: Fold) -> tuple[Expr, ...]:
     """The vectors that a fold computes with."""

@@ -26,7 +26,7 @@ from .....program.contract import contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen import compiler, kernel_text, listed, tile_ranges
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
@@ -40,7 +40,6 @@ from ..gluon_parts import (
     Ring,
     TileOrder,
     VectorRows,
-    enter_tile,
     fill,
     indent,
     leaf_name,
@@ -98,6 +97,7 @@ SCHEDULES = (
 )
 
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
+_LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
@@ -116,9 +116,12 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
     if not hopper.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
-    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
+    short = spec_from_tensors.walks_are_short(spec)
     few = count * length < schedule.kept * spec_from_tensors.processors(device)
-    return None if short or few or write_kernel(spec, schedule) is None else schedule.tile
+    if spec.listed is not None and spec.listed.folded_block < schedule.folded:  # a tile lies in one block
+        tile = (schedule.kept, spec.listed.folded_block, 4, schedule.ring * schedule.folded // spec.listed.folded_block)
+        schedule = find_schedule(spec, tile) if tile[1] >= _LEAST_FOLDED else None
+    return None if short or few or schedule is None or write_kernel(spec, schedule) is None else schedule.tile
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ def write_kernel(
     if plain.shifts:
         return None
     text = _Text(spec, schedule, operands, even, aligned)
+    if text.ends and text.means:  # numbers beyond the end of a list are not cleared
+        return None
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
@@ -234,7 +239,8 @@ class _PairValues(ExpressionWriter):
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
 
     def apart(self, at: str) -> str:
-        return f"index_distance(tl.sum({at}, 1), start, score)"
+        place = "step * FOLDED" if self.spec.listed and self.spec.listed.logical else "start"
+        return f"index_distance(tl.sum({at}, 1), {place}, score)"
 
     def product(self, x: Expr, y: Expr) -> str:
         return "score"
@@ -269,11 +275,14 @@ class _Text:
         # dropout masks weights when they are rounded
         soft.rounded = [soft.rounded[0] or v.toss is not None, *(False for _ in self.means)]
         soft.compensates = self.guesses and soft.rounded[0]
-        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+        self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
+        limited = self.ends and listed.find_upper_limits(spec) is not None
+        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
-        self.order = TileOrder(spec, schedule.kept if self.guesses and soft.sloped and spec.listed is None else 0)
+        sloped = self.guesses and soft.sloped and spec.listed is None
+        self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
@@ -291,7 +300,7 @@ class _Text:
             self.unpack = [f"operand = {self.last}"]
         else:
             weights = f"tl.convert_layout({rounded}, WEIGHTS)"
-            packs = self.spec.bounds or self.softcap or self.means or self.spec.fold.tables
+            packs = self.spec.bounds or self.ends or self.softcap or self.means or self.spec.fold.tables
             self.weights = f"pack_pairs({weights})" if packs else weights
 
     def write(self, name: str, arguments: Sequence[str], unspecialized: Sequence[str]) -> tuple[str, list[str]]:
@@ -414,14 +423,14 @@ class _Text:
             first_scores=[self.keys.wait("0"), *self._start_scores("0", self.residents)],
             release_first=[self.keys.release("0")],
             totals=self.totals,
-            enter_first=enter_tile(self.order.any()),
+            enter_first=self.order.enter(self.order.any()),
             first_cut=arithmetic["first_cut"],
             first_whole=arithmetic["first_whole"],
             weights=self.weights,
             before_whole=before_whole,
             whole=whole,
-            cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), self.residents),
-            last_sums=self._start_sums("(steps - 1)", self.last),
+            cut=self._step(arithmetic["cut"], self.order.enter(self.order.cut()), self.residents),
+            last_sums=self._start_sums("(steps - 1)", self.last, self._clear_end("(steps - 1)", "steps - 1")),
             retry=retry,
             results=results,
         )
@@ -437,9 +446,24 @@ class _Text:
         """First MMAs: queries times the keys of a step, in the background."""
         return gluon_parts.start_score("score", queries, self.keys.blocks(step))
 
-    def _start_sums(self, step: str, weights: str) -> list[str]:
+    def _start_sums(self, step: str, weights: str, before: Sequence[str] = ()) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
-        return [self.values.wait(step), *gluon_parts.start_sum(self.v.totals, weights, self.values.blocks(step))]
+        blocks = self.values.blocks(step)
+        return [self.values.wait(step), *before, *gluon_parts.start_sum(self.v.totals, weights, blocks)]
+
+    def _clear_end(self, step: str, at: str, slot: str = "") -> list[str]:
+        """Zeros in place of the values beyond the end of a list: what its last block holds there may be NaN. Each group
+        writes the same zeros before its own MMA reads them."""
+        if not self.ends:
+            return []
+        lines = [f"if ({at}) * FOLDED + FOLDED > positions:"]
+        blocks = self.values.blocks_in(slot) if slot else self.values.blocks(step)
+        for k, (block, (_, size)) in enumerate(zip(blocks, self.values.slices, strict=True)):
+            wide = self.rows.name("WIDE", size)
+            inside = f"(({at}) * FOLDED + tl.arange(0, FOLDED, tl.SliceLayout(1, {wide})) < positions)[:, None]"
+            lines.append(f"    held{suffix(k)} = {block}")
+            lines.append(f"    held{suffix(k)}.store(tl.where({inside}, held{suffix(k)}.load({wide}), 0.0))")
+        return [*lines, "    fence_async_shared()"]
 
     def _step(
         self, arithmetic: list[str], enter: list[str], queries: Sequence[str], ahead: Sequence[str] = ()
@@ -478,9 +502,9 @@ class _Text:
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
         ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
         whole = [line for line in whole if line.strip() not in ahead]
-        if not self.spec.bounds:
+        if not self.spec.bounds and not self.ends:
             whole.append(f"{n}_total = order_before_wait({n}_total)")
-        return before, self._step(whole, enter_tile(self.order.whole(), mask=False), queries, list(ahead))
+        return before, self._step(whole, self.order.enter(self.order.whole(), mask=False), queries, list(ahead))
 
     def _weigh(
         self,
@@ -560,14 +584,17 @@ class _Text:
                 *([f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else []),
                 *self._zero_means(),
             ],
-            enter=enter_tile(self.order.any()),
+            enter=self.order.enter(self.order.any()),
             copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
             scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
             arithmetic=arithmetic,
             rescale=self._rescale(),
             weights=self.weights,
             copy_values=self.values.copy("start", "retry_full.index(GROUP)", "GROUP"),
-            add=gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+            add=[
+                *self._clear_end("step", "step", "GROUP"),
+                *gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+            ],
         )
         return text.split("\n")
 

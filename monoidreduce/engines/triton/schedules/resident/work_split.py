@@ -28,7 +28,7 @@ from .....program.several import OF_VECTORS
 from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
-from ..spec_from_tensors import condition_leaves
+from ..spec_from_tensors import walks_are_short
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
@@ -89,7 +89,9 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
-    if spec.bounds and (condition_leaves(spec.fold) or len(spec.fold.reductions) > 2):
+    if spec.listed is not None and spec.listed.ends:  # what blocks hold beyond the end of a list is not cleared
+        return ()
+    if walks_are_short(spec) or (spec.bounds and len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
