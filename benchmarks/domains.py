@@ -132,7 +132,7 @@ def _nsa(index: Tensor, count: Tensor, shared: int, each: int) -> Call | None:
 
 
 def _packed(device: str) -> Work:
-    sequences, low, high, heads, d = (64, 200, 8000, 16, 128) if device == "cuda" else (8, 20, 300, 2, 32)
+    sequences, low, high, heads, d = (64, 200, 8000, 16, 128) if device == "cuda" else (16, 50, 1200, 4, 64)
     make = torch.Generator().manual_seed(0)
     lengths = torch.randint(low, high + 1, (sequences,), generator=make)
     ends = [0, *lengths.cumsum(0).tolist()]
@@ -192,7 +192,7 @@ def _varlen(offsets: Tensor, longest: int) -> Call | None:
 
 def _paged(device: str) -> Work:
     sequences, low, high, heads, shared, d = (
-        (64, 1024, 32768, 32, 8, 128) if device == "cuda" else (4, 60, 900, 4, 2, 32)
+        (64, 1024, 32768, 32, 8, 128) if device == "cuda" else (8, 256, 8192, 8, 2, 64)
     )
     page = 64
     make = torch.Generator().manual_seed(0)

@@ -32,9 +32,10 @@ from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
-from .program import constructors, declarations
+from .program import declarations
 from .program.compile import compile_program
 from .program.domain import inputs_of as domain_inputs
+from .program.domain import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
@@ -99,6 +100,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        if declarations.RESERVED in kwargs and kwargs[declarations.RESERVED] is None:  # all pairs
+            del kwargs[declarations.RESERVED]
         if torch.compiler.is_dynamo_compiling():
             if _any_scaled(args, kwargs):
                 stored, given = self._stored(args, kwargs)
@@ -301,9 +304,8 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        listed, found = constructors.find_listed(traced.outputs), None
-        if listed is not None:
-            found = listed_cost.count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+        found = listed_cost.count_pairs(traced.outputs, inputs, sizes)
+        if found is not None:
             average = max(1, round(found.average))
             outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
             traced = replace(traced, outputs=outputs)
@@ -404,9 +406,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         is this one."""
         if _any_scaled(args, kwargs):
             return self._stored(args, kwargs)
-        if declarations.RESERVED in kwargs:
+        if kwargs.get(declarations.RESERVED) is not None:
             op, call = self._restrict(args, kwargs)
             return op, call.values
+        kwargs.pop(declarations.RESERVED, None)
         return None
 
     # Over some of the pairs
@@ -463,9 +466,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         return getattr(self, self._name_stored(*forms)), given
 
     @dynamo.constant
-    def _name_stored(self, *forms: tuple[str, str]) -> str:
+    def _name_stored(self, *forms: tuple[str, Any]) -> str:
         """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
-        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        name = "_stored_" + "_".join(
+            f"{n}_{scales}_{str(wide)[6:]}_{bits}_{block}" for n, (scales, wide, bits, block) in forms
+        )
         if not hasattr(self, name):
             body, parameters = make_body(self.function, self.parameters, dict(forms))
             setattr(self, name, Op(body, parameters=parameters))
@@ -522,7 +527,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
-            f"{n}={shown(v)}" for n, v in given
+            f"{public_name(n)}={shown(v)}" for n, v in given
         )
 
 

@@ -156,7 +156,10 @@ def is_plain(*tensors: Tensor) -> bool:
 def integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
     """Raise unless ``value`` is an int32 or int64 tensor with ``least`` to ``most`` dimensions, as ``shape`` shows."""
     if not isinstance(value, Tensor):
-        raise ArgumentError(detail=f"{name} was given {shown(value)}", fix=f"Give a tensor of integers {shape}")
+        raise ArgumentError(
+            detail=f"{name} was given {shown(value)}",
+            fix=f"Give a tensor of integers {shape}; torch.as_tensor makes one of a list or an array",
+        )
     if value.dtype not in (torch.int32, torch.int64):
         raise DTypeError(
             detail=f"{name} is {shown(value)}", fix="Give int32 or int64, for example with .to(torch.int32)"

@@ -65,6 +65,13 @@ class Jagged(base.Domain):
     def _restore(cls, form: tuple, tensors: tuple[Tensor, ...]) -> Jagged:
         return base.build(cls, row_offsets=tensors[0], col_offsets=tensors[-1])
 
+    def _check_sizes(self, rows: int, cols: int) -> None:
+        if self.is_square and rows != cols:
+            raise ShapeError(
+                detail=f"there are {rows} rows and {cols} columns, but one tensor of offsets for both",
+                fix="Say where the columns of each sequence are: mr.jagged(row_offsets, col_offsets)",
+            )
+
     def _check_values(self, rows: int, cols: int) -> None:
         base.offsets_rise("row_offsets", self.row_offsets, rows, "rows")
         base.offsets_rise("col_offsets", self.col_offsets, cols, "columns")

@@ -39,7 +39,7 @@ def call_with_values(
         first, like = found.setdefault(str(side), (name, value))
         if like.offsets() is not value.offsets():
             raise ShapeError(
-                detail=f"{first} and {name} are nested tensors of different lengths",
+                detail=f"{first} and {name} are nested tensors with offsets of their own",
                 fix="Make both with the same offsets: torch.nested.nested_tensor_from_jagged(values, x.offsets())",
             )
         given[name] = value.values()

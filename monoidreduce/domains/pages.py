@@ -185,7 +185,7 @@ class Pages(base.Domain):
                 detail=f"{name} has shape {tuple(store.shape)}, but a page holds {self.page}",
                 fix="[pages, page, heads, features] was expected; mr.pages(page=) says the size of a page",
             )
-        base.one_device(table=self.table, **{name: store})
+        base.one_device(cols=self.table, **{name: store})  # no parameter of an op is called cols
 
     def _check_new(self, stores: tuple[Tensor, ...], news: tuple[Tensor, ...], counts: Tensor | None) -> int:
         """How many columns come."""

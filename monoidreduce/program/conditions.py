@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..reductions import kind_of
+from .constructors import substitute
+from .contract import interval
 from .expression import Expr, topological
 from .lower import Fold
 from .philox import DRAWS
@@ -17,6 +19,11 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
     number = [c for c in found if c.feature is None and (c.rows or c.cols)]
     open_ones = _undecidable(number)
     return tuple(c for c in dict.fromkeys(number) if c not in open_ones)
+
+
+def is_idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
+    """Whether a reduction sees only its identity where conditions are replaced so."""
+    return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
 
 
 def _undecidable(roots: list[Expr]) -> set[Expr]:

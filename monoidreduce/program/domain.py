@@ -20,6 +20,7 @@ from .expression import Expr, index, node, reduce_node, size, topological
 from .philox import DRAWS
 
 HIDDEN = "_cols_"  # the inputs that a domain adds to a program are called so, and something more
+ROW_SEQUENCE, COL_SEQUENCE = "_cols_row_sequence", "_cols_col_sequence"  # which packed sequence each belongs to
 Form = tuple  # the static part of a domain: its kind first (``domains.base.Domain.form``)
 
 NAMES = {  # the inputs that a domain adds to a program, and what each is: "list" and "lists" have axes of their own
@@ -27,13 +28,18 @@ NAMES = {  # the inputs that a domain adds to a program, and what each is: "list
     "blocks": (("_cols_index", "lists"), ("_cols_count", "list")),
     "pages": (("_cols_table", "list"), ("_cols_lengths", "batch")),
     "jagged": (
-        ("_cols_row_sequence", "rows"),
-        ("_cols_col_sequence", "cols"),
+        (ROW_SEQUENCE, "rows"),
+        (COL_SEQUENCE, "cols"),
         ("_cols_row_position", "rows"),
         ("_cols_col_position", "cols"),
     ),
 }
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "sub")
+
+
+def public_name(name: str) -> str:
+    """The name of an input as users know it: that of a domain's is what it is called there."""
+    return name.replace(HIDDEN, "cols.") if name.startswith(HIDDEN) else name
 
 
 def inputs_of(form: Form) -> tuple[tuple[str, str], ...]:
@@ -49,7 +55,7 @@ def restrict(outputs: tuple[Expr, ...], form: Form) -> tuple[Expr, ...]:
         for name, axis in inputs_of(form)
     }
     if form[0] == "jagged":
-        exists = apply("eq", inputs["_cols_row_sequence"], inputs["_cols_col_sequence"])
+        exists = apply("eq", inputs[ROW_SEQUENCE], inputs[COL_SEQUENCE])
         exists = apply("stretches", exists) if len(form) > 2 else exists
         outputs = _move_indices(outputs, form, inputs)
     else:

@@ -95,6 +95,8 @@ def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
         return apply("sub", a, b.args[0])
     if a.op == "neg":
         return apply("sub", b, a.args[0])
+    if _is_mask(a) and _is_mask(b) and a.args[0] is b.args[0] and _hides_pairs(a.args[0], a):
+        return apply("where", a.args[0], apply("add", a.args[1], b.args[1]), a.args[2])
     return None
 
 
@@ -104,6 +106,8 @@ def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
         return a
     if is_constant(a, 0) and _has_result_shape(b, args):
         return apply("neg", b)
+    if _is_mask(a) and _is_mask(b) and a.args[0] is b.args[0] and _hides_pairs(a.args[0], a):
+        return apply("where", a.args[0], apply("sub", a.args[1], b.args[1]), a.args[2])
     return apply("add", a, b.args[0]) if b.op == "neg" else None
 
 
@@ -122,13 +126,37 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
             return apply("neg", other)
         if one.op == "neg":
             return apply("neg", apply("mul", one.args[0], other))
-        if not one.is_pair and one.feature is None and _is_mask(other):  # push factors under a mask
+        hides = _is_mask(other) and (not one.is_pair or _hides_pairs(other.args[0], one))
+        if one.feature is None and hides:  # push factors under a mask
             return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
         if other.op == "mul" and other.is_pair and not one.is_pair and one.feature is None and one.dtype == "float":
             for pair, number in (other.args, other.args[::-1]):
                 if pair.is_pair and _can_multiply_first(number, one):  # one factor per pair instead of two
                     return apply("mul", pair, apply("mul", number, one))
     return None
+
+
+def _hides_pairs(c: Expr, value: Expr) -> bool:
+    """True for a condition that says which pairs exist (listed ones, or those of one packed sequence), where ``value``
+    may be infinite or NaN for a pair that does not: the 0 that stands for such a pair is not to be multiplied by it."""
+    if c.op in ("logical_and", "stretches"):
+        return any(_hides_pairs(a, value) for a in c.args)
+    sides = [(a.rows, a.cols) for a in c.args if a.op in ("leaf", "input") and a.dtype == "int" and a.feature is None]
+    exists = c.op == "listed" or (c.op == "eq" and sides == [(True, False), (False, True)])
+    return exists and not _is_bounded(value)
+
+
+_BOUNDED = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")
+_bounded: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()  # answers of :func:`_is_bounded`
+
+
+def _is_bounded(value: Expr) -> bool:
+    """Whether an expression is finite whatever its leaves are."""
+    for e in topological([value], stop=_bounded.__contains__):
+        if e not in _bounded:
+            sums = e.op in ("add", "sub", "mul", "neg", "square") and all(_bounded[a] for a in e.args)
+            _bounded[e] = e.op in _BOUNDED or e.dtype == "bool" or sums or (e.op == "const" and math.isfinite(e.const))
+    return _bounded[value]
 
 
 def _is_mask(e: Expr) -> bool:
@@ -150,6 +178,8 @@ def _can_multiply_first(a: Expr, b: Expr) -> bool:
 
 def _div(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
+    if b.is_pair and b.feature is None and _is_mask(a) and _hides_pairs(a.args[0], b):
+        return apply("where", a.args[0], apply("div", a.args[1], b), a.args[2])
     if is_constant(a, 0) and _has_result_shape(a, args):
         return ZERO
     return a if is_constant(b, 1) and _has_result_shape(a, args) and a.dtype == "float" else None

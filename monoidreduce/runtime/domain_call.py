@@ -163,7 +163,9 @@ def _bind_pages(
             at = value.dim() - tail - 1
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
-    lengths = domain.lengths if domain.lengths.is_cuda else domain.lengths.long()  # tiles in torch count in int64
+    lengths = domain.lengths
+    if not lengths.is_cuda:  # tiles in torch count in int64; one tensor for all calls, which find their lists by it
+        lengths = domain._once("lengths", (), lengths.long)
     tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]
     return DomainCall(domain.form, {**moved, **dict(zip(names, tensors, strict=True))}, grouped)

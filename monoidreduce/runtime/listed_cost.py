@@ -18,6 +18,7 @@ from ..engines.listed.lists import find_lists
 from ..program import constructors
 from ..program.constructors import LISTED
 from ..program.declarations import Parameter
+from ..program.domain import COL_SEQUENCE, ROW_SEQUENCE
 from ..program.expression import Expr, const, index, topological
 
 
@@ -36,6 +37,23 @@ class ListedPairs:
             f"over {self.kind}: {self.average:.3g} of {self.cols} columns a row ({share:.2g} % of the pairs), "
             f"at most {self.longest}"
         )
+
+
+def count_pairs(outputs: Sequence[Expr], inputs: Mapping[str, Any], sizes: Sizes) -> ListedPairs | None:
+    """How many columns a row folds; None where pairs are not listed, nor folded sequence by sequence."""
+    listed = constructors.find_listed(outputs)
+    if listed is not None:
+        return count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+    if ROW_SEQUENCE not in inputs or sizes.device.type != "cpu":
+        return None
+    lengths = [
+        torch.bincount(inputs[n].flatten(), minlength=int(inputs[ROW_SEQUENCE].max()) + 2 if sizes.rows else 2)
+        for n in (ROW_SEQUENCE, COL_SEQUENCE)
+    ]
+    count = min(map(len, lengths)) - 1  # what is behind the sequences belongs to none
+    rows, cols = (t[:count] for t in lengths)
+    longest = int(cols.max()) if count else 0
+    return ListedPairs("jagged", int((rows * cols).sum()) / max(1, sizes.rows), longest, sizes.cols)
 
 
 def count_listed(listed: Expr, tensors: Sequence[Tensor], sizes: Sizes) -> ListedPairs:
@@ -64,7 +82,8 @@ def as_dense(
     """The program over all of ``cols`` columns, inputs without numbers, and their sizes."""
     replaced: dict[Expr, Expr] = {}
     for e in topological(outputs):
-        if e.op in LISTED:
+        packed = e.op == "eq" and [a.attrs[:1] for a in e.args] == [(ROW_SEQUENCE,), (COL_SEQUENCE,)]
+        if e.op in LISTED or packed:
             replaced[e] = index("col") if e.op == "listed_position" else _everywhere()
     given = {n: _resize(v, parameters[n], sizes, cols) for n, v in inputs.items()}
     return constructors.substitute(outputs, replaced), given, replace(sizes, cols=cols)

@@ -58,9 +58,11 @@ def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callab
     walk the lists, where there are any."""
 
     def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+        compiled = kernels and triton.runs_on(sizes.device)
         if fold.domain is None:
-            return run(fold, leaves, sizes)
-        walked = triton.run_listed(fold, leaves, sizes) if kernels and triton.runs_on(sizes.device) else None
+            found = None if compiled else listed.run_packed(fold, leaves, sizes, inner)
+            return run(fold, leaves, sizes) if found is None else found
+        walked = triton.run_listed(fold, leaves, sizes) if compiled else None
         return listed.run(fold, leaves, sizes, inner) if walked is None else walked
 
     return engine

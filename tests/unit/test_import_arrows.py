@@ -70,7 +70,7 @@ PACKAGES: dict[str, set[str]] = {
     "stream": COMMON | {"engines.ranks", "engines.stream", "files", "sources", "saved_runs", "block_runs"},
     "autotune": {"errors", "arrays", "plan", "runtime", "tuning", "sources"},
     "explain": COMMON | {"engines.eager", "engines.triton", "runtime"},
-    "stored_vectors": {"errors", "program"},  # given in place of tensors
+    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "op": COMMON
     | {"engines.ranks", "engines.stream", "runtime", "block_runs", "stream", "autotune", "explain", "stored_vectors"},
     "ops": COMMON | {"engines.ranks", "runtime", "files", "sources", "block_runs", "stream", "stored_vectors", "op"},

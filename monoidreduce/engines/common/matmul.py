@@ -87,6 +87,7 @@ dry_run_sizes: ContextVar[Any] = ContextVar("dry_run_sizes", default=None)
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)
 _EXP2_IS_FASTER = platform.machine().lower() in ("aarch64", "arm64")
 _TRANSPOSE_FIRST = _EXP2_IS_FASTER  # a transposed [n, d] costs 4 % of the product and makes it 20 % faster there
+_FEW_ROWS = 64  # rows up to which the transposed copy costs more than it saves: 6 times the product at 4 rows
 
 
 def exp_into(out: Tensor, x: Tensor, factor: float = 1) -> Tensor:
@@ -102,7 +103,8 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
         return out.copy_(_multiply_integers(x, y))
     x = x if alpha == 1 else x * alpha  # alpha in the product itself is 1.5 times slower with OpenBLAS
     small = _is_small_batch(out, y.shape[-2])
-    yt = y.mT.contiguous() if _TRANSPOSE_FIRST and out.device.type == "cpu" and not small else y.mT
+    first = _TRANSPOSE_FIRST and out.device.type == "cpu" and out.shape[-2] > _FEW_ROWS
+    yt = y.mT.contiguous() if first else y.mT
     if out.shape[0] == 1:
         torch.mm(x[0], yt[0], out=out[0])
         return out

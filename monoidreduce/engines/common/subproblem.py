@@ -71,7 +71,7 @@ def run_subproblem(
 def run_block(fold: Fold, leaves: list[Any], sizes: Sizes, rows: slice, cols: slice, engine: Engine) -> list[State]:
     """Run a fold on some rows and columns of a whole problem; returns one state per reduction."""
     whole = Subproblem(((0, sizes.rows),), ((0, sizes.cols),), (sizes.rows, sizes.cols))
-    return _run_block(fold, leaves, sizes, whole, _Range(rows, rows.start), _Range(cols, cols.start), engine)
+    return _run_block(fold, leaves, sizes, whole, Range(rows, rows.start), Range(cols, cols.start), engine)
 
 
 def finish_states(fold: Fold, states: list[State]) -> list[Tensor]:
@@ -94,7 +94,7 @@ def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[i
     return found
 
 
-def _add_pair_results(target: Tensor, value: Tensor, row: _Range, col: _Range, wide: bool) -> None:
+def _add_pair_results(target: Tensor, value: Tensor, row: Range, col: Range, wide: bool) -> None:
     """Add a block's results per pair; along an axis of size 1 all blocks are summed."""
     for axis, at in ((-2, row.local), (-1, col.inside(wide))):
         if target.shape[axis] != 1:
@@ -103,7 +103,7 @@ def _add_pair_results(target: Tensor, value: Tensor, row: _Range, col: _Range, w
 
 
 @dataclass(frozen=True)
-class _Range:
+class Range:
     """A contiguous range: its local slice, and its global start."""
 
     local: slice
@@ -114,31 +114,31 @@ class _Range:
         return slice(self.start, self.start + self.local.stop - self.local.start) if wide else self.local
 
 
-def _join_ranges(ranges: Ranges) -> list[_Range]:
+def _join_ranges(ranges: Ranges) -> list[Range]:
     """The ranges, with adjacent ones joined."""
-    found: list[_Range] = []
+    found: list[Range] = []
     at = 0
     for start, stop in ranges:
         count = stop - start
         if found and (last := found[-1]).start + last.local.stop - last.local.start == start:
-            found[-1] = _Range(slice(last.local.start, at + count), last.start)
+            found[-1] = Range(slice(last.local.start, at + count), last.start)
         else:
-            found.append(_Range(slice(at, at + count), start))
+            found.append(Range(slice(at, at + count), start))
         at += count
     return found
 
 
 def _run_block(
-    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, row: _Range, col: _Range, engine: Engine
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, row: Range, col: Range, engine: Engine
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
     placed, fed = offset_fold(fold)
     cut = list(leaves)
     if fold.domain is None:  # else rows are divided with their lists, and there is one block
-        cut = [_slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
+        cut = [slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
-    cut += [_make_offset_leaf(f, given, starts, part.totals, own) for f in fed]
+    cut += [make_offset_leaf(f, given, starts, part.totals, own) for f in fed]
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
     along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0), "both": (0, 0)}
     return [
@@ -147,7 +147,7 @@ def _run_block(
     ]
 
 
-def _slice_leaf(value: Any, e: Expr, row: _Range, col: _Range, wide: bool) -> Any:
+def slice_leaf(value: Any, e: Expr, row: Range, col: Range, wide: bool) -> Any:
     """The rows and columns of a leaf that a block reads; broadcast axes (size 1) of arguments per pair stay."""
     if not isinstance(value, Tensor):
         return value
@@ -160,7 +160,7 @@ def _slice_leaf(value: Any, e: Expr, row: _Range, col: _Range, wide: bool) -> An
     return value
 
 
-def _make_offset_leaf(
+def make_offset_leaf(
     what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes
 ) -> Any:
     if isinstance(what, str):

@@ -129,6 +129,11 @@ class Piece:
     def slot(self) -> Tensor:
         return self.batch.slot[self.first : self.last]
 
+    @property
+    def length(self) -> Tensor | None:
+        """The units of each piece that are not filled up; None: all."""
+        return None if self.batch.length is None else self.batch.length[self.first : self.last]
+
     @functools.cached_property
     def coordinates(self) -> Sequence[Any]:
         return self.lists.coordinates(self.lists.element[self.list])
@@ -146,7 +151,10 @@ class Piece:
     def place(self) -> Tensor:
         """The places of the pieces' units among all items."""
         start = self.batch.start[self.first : self.last]
-        return start.unsqueeze(1) + torch.arange(self.batch.units, device=start.device)
+        inside = torch.arange(self.batch.units, device=start.device)
+        if self.length is not None:  # beyond the end of a list, its last one again
+            inside = torch.minimum(inside, self.length.unsqueeze(1) - 1)
+        return start.unsqueeze(1) + inside
 
     @functools.cached_property
     def folded(self) -> Tensor:
@@ -181,7 +189,10 @@ class Piece:
 
     @property
     def listed(self) -> Tensor:
-        """Which kept columns of a page belong to the sequence."""
+        """Which kept columns of a page belong to the sequence; which folded indices of a piece are not filled up."""
+        if self.length is not None:
+            inside = torch.arange(self.batch.units * self.lists.unit, device=self.length.device)
+            return inside < (self.length * self.lists.unit).unsqueeze(1)
         assert self.lists.limit is not None
         return self.position < self.lists.limit[self.list].unsqueeze(1)
 

@@ -45,17 +45,17 @@ class Lists:
     def kept_blocks(self) -> int:
         return -(-self.kept_size // self.kept_block)
 
-    def pieces(self, most: int, merged: tuple[int, ...]) -> Pieces:
+    def pieces(self, most: int, merged: tuple[int, ...], spare: int = 0) -> Pieces:
         """The lists cut into pieces of at most ``most`` units; ``merged``: batch dimensions along which lists of one
-        kept block are combined."""
-        key = most, merged
+        kept block are combined; ``spare``: units that may be filled up in a batch of pieces."""
+        key = most, merged, spare
         if key not in self.known:
             owner = self.kept
             if any(self.batch):
                 left = [1 if d in merged else n for d, n in enumerate(self.batch)]
                 places = [p if d not in merged else 0 for d, p in enumerate(self.coordinates(self.element))]
                 owner = flatten_index(places, left) * self.kept_blocks + self.kept
-            self.known[key] = cut(owner, self.start, self.length, most)
+            self.known[key] = cut(owner, self.start, self.length, most, spare)
         return self.known[key]
 
     def coordinates(self, element: Tensor) -> list[Tensor | int]:

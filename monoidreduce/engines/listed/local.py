@@ -32,9 +32,11 @@ class LocalFold:
 
 
 @functools.lru_cache(maxsize=1024)
-def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: bool) -> LocalFold:
-    """The reductions at ``places``, which go over ``over`` (or are per pair). ``hidden``: some kept indices are not
-    listed (the end of a page), and ``listed`` stays a condition."""
+def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "") -> LocalFold:
+    """The reductions at ``places``, which go over ``over`` (or are per pair). ``hidden``: some ``kept`` indices are not
+    listed (the end of a page) or some ``folded`` ones (of a list that was filled up), and ``listed`` stays a
+    condition."""
+    on_rows = (over == "rows") == (hidden == "folded")
     extra = {
         name: node("leaf", (), (f"_{name}",), rows=rows, cols=cols, feature=None, dtype=dtype)
         for name, rows, cols, dtype in (
@@ -44,7 +46,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: bool) -> Lo
             ("num_cols", False, False, "int"),
             ("position", False, True, "int"),
             ("once", over == "rows", over != "rows", "bool"),
-            ("listed", over != "rows", over == "rows", "bool"),
+            ("listed", on_rows, not on_rows, "bool"),
         )
     }
     replaced: dict[Expr, Expr] = {

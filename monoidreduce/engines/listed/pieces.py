@@ -3,6 +3,9 @@
 Pieces of equal length make one dense batch, without masks. A length is cut into numbers of few significant bits: with
 three of them, 1000 is 896 + 104 and 104 is 96 + 8. Few bits are few different lengths and more pieces, so long lists
 in all allow more bits. Pieces of one list are combined in a tree whose form depends on their number alone.
+
+Where a batch costs more to begin than to run, lists of unequal lengths are one batch: the shorter ones are filled up,
+and a condition hides what they were filled with.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ _FREE_BITS = 9  # of the number of items: below 2⁹ items two significant bits,
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Pieces of one length: ``list`` says whose, ``start`` where in the items, ``slot`` where the result belongs: the
-    number of a kept block where it is ``whole``, else a place among the parts."""
+    number of a kept block where it is ``whole``, else a place among the parts. ``length``: the units of each that are
+    its own, where some are filled up."""
 
     units: int
     whole: bool
     list: Tensor
     start: Tensor
     slot: Tensor
+    length: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +45,15 @@ class Pieces:
     owners: Tensor
 
 
-def cut(owner: Tensor, start: Tensor, length: Tensor, most: int) -> Pieces:
-    """Cut lists into pieces; ``owner``: the kept block that each list belongs to, several lists may have one."""
-    lists, starts, units = _cut_lengths(start, length, most)
+def cut(owner: Tensor, start: Tensor, length: Tensor, most: int, spare: int = 0) -> Pieces:
+    """Cut lists into pieces; ``owner``: the kept block that each list belongs to, several lists may have one.
+    ``spare``: units that may be filled up in a batch; 0: none are."""
+    lists, starts, units = _cut_whole(start, length, most) if spare else _cut_lengths(start, length, most)
+    own, units = units, _fill_up(units, spare) if spare else units
     whose = owner[lists]
     order = (starts - start[lists]).argsort(stable=True)
     order = order[whose[order].argsort(stable=True)]
-    lists, starts, units, whose = lists[order], starts[order], units[order], whose[order]
+    lists, starts, units, own, whose = lists[order], starts[order], units[order], own[order], whose[order]
     owners, place, counts = torch.unique_consecutive(whose, return_inverse=True, return_counts=True)
     several = counts > 1
     whole = ~several[place]
@@ -56,21 +63,43 @@ def cut(owner: Tensor, start: Tensor, length: Tensor, most: int) -> Pieces:
     batches, at = [], 0
     for kind, size in zip(kinds.tolist(), sizes.tolist(), strict=True):
         mine = order[at : at + size]
-        batches.append(Batch(kind // 2, bool(kind % 2), lists[mine], starts[mine], slot[mine]))
+        filled = own[mine] if bool((own[mine] != units[mine]).any()) else None
+        batches.append(Batch(kind // 2, bool(kind % 2), lists[mine], starts[mine], slot[mine], filled))
         at += size
     return Pieces(tuple(batches), int((~whole).sum()), counts[several], owners[several])
+
+
+def _cut_whole(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The list, the start and the length of every piece, the last of each list as long as it is."""
+    count = -(-length // most)
+    lists = torch.repeat_interleave(count)
+    place = torch.arange(len(lists), device=length.device) - (count.cumsum(0) - count)[lists]
+    return lists, start[lists] + place * most, (length[lists] - place * most).clamp(max=most)
+
+
+def _fill_up(units: Tensor, spare: int) -> Tensor:
+    """Lengths of pieces, each as long as the longest of its batch: from the longest one on, until more would be filled
+    up than is spare."""
+    if not len(units):
+        return units
+    lengths, counts = torch.unique(units, return_counts=True)
+    ceilings: list[int] = []
+    top, filled = 0, 0
+    for n, count in zip(reversed(lengths.tolist()), reversed(counts.tolist()), strict=True):
+        filled += (top - n) * count
+        if not ceilings or filled > spare:
+            top, filled = n, 0
+        ceilings.append(top)
+    return torch.tensor(ceilings[::-1])[torch.searchsorted(lengths, units)]
 
 
 def _cut_lengths(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """The list, the start and the length of every piece."""
     total = int(length.sum())
     bits = max(_LEAST_BITS, min(_MOST_BITS, _LEAST_BITS + (total.bit_length() - _FREE_BITS) // 3))
-    whole = length // most
-    lists = torch.repeat_interleave(whole)
-    first = whole.cumsum(0) - whole
-    place = torch.arange(len(lists), device=length.device) - first[lists]
-    found = [(lists, start[lists] + place * most, torch.full_like(lists, most))]
-    at, rest = start + whole * most, length % most
+    lists, at, units = _cut_whole(start, length // most * most, most)
+    found = [(lists, at, units)]
+    at, rest = start + length // most * most, length % most
     lists = torch.arange(len(length), device=length.device)
     powers = 2 ** torch.arange(63, device=length.device)
     while True:

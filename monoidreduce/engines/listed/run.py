@@ -27,6 +27,7 @@ from .pieces import combine_parts
 _CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
+_FILLED = 2**20  # bytes of leaves and pairs that take as long as a batch of pieces to begin, about a millisecond
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
@@ -46,7 +47,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         chosen = [fold.reductions[k] for k in places]
         ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
         lists = find_lists(form, tensors, sizes.rows, sizes.cols, over[0], ordered and form[0] != "pages")
-        local = localize(fold, over[0], places, lists.limit is not None)
+        local = localize(fold, over[0], places, "" if lists.limit is None else "kept")
         if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
             check_numbers(lists)
         if edges and edge_numbers.can_run(local, lists, sizes):
@@ -59,7 +60,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
 
 
 def _has_once(fold: Fold, places: tuple[int, ...]) -> bool:
-    local = localize(fold, fold.reductions[places[0]].attrs[1], places, False)
+    local = localize(fold, fold.reductions[places[0]].attrs[1], places)
     return any(name == "once" for name, _ in local.extra)
 
 
@@ -99,10 +100,11 @@ class _Run:
         self.fold, self.local, self.given, self.sizes, self.lists, self.over = fold, local, given, sizes, lists, over
         self.merged, self.engine, self.edges = merged, engine, edges
         self.layout = Layout.of(sizes.batch, lists, self._find_packed())
-        self.extra = {e: name for name, e in local.extra}
+        self.filled = localize(fold, over, local.places, "folded")  # the same for pieces that are filled up
+        self.extra = {e: name for name, e in (*local.extra, *self.filled.extra)}
         self.flat = {
             e: FlatLeaf(given[e], e, self.layout, edges)
-            for e in local.leaves
+            for e in self.filled.leaves
             if e not in self.extra and isinstance(given[e], Tensor)
         }
         self.reductions = [fold.reductions[k] for k in local.places]
@@ -121,7 +123,7 @@ class _Run:
         room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
-        pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged)
+        pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._spare(bytes_unit))
         whole = [self._empty(r) for r in self.reductions]
         parts: list[list[Tensor]] = []
         for batch in pieces.batches:
@@ -147,6 +149,12 @@ class _Run:
         return [
             [self.pairs[k]] if k in self.pairs else [self._as_result(t) for t in named[k]] for k in self.local.places
         ]
+
+    def _spare(self, bytes_unit: int) -> int:
+        """Units that may be filled up in a batch of pieces on a CPU, where beginning a batch takes as long."""
+        if self.sizes.device.type != "cpu" or self.pairs or self.lists.limit is not None:
+            return 0
+        return max(1, _FILLED // bytes_unit)
 
     def _find_packed(self) -> tuple[int, ...]:
         """The batch dimensions that only rows have, where columns are folded: more rows for the same columns."""
@@ -195,14 +203,15 @@ class _Run:
         batch = (*self.layout.shared_sizes, piece.count)
         lengths = piece.rows.shape[1] * self.layout.copies, piece.cols.shape[1]
         sizes = replace(self.sizes, rows=lengths[0], cols=lengths[1], batch=batch)
-        values = {e: self._leaf(e, piece) for e in self.local.leaves}
+        local = self.local if piece.length is None else self.filled
+        values = {e: self._leaf(e, piece) for e in local.leaves}
         found: dict[int, list[Tensor]] = {}
-        if self.local.fold is not None:
-            fold = self.local.fold
+        if local.fold is not None:
+            fold = local.fold
             results = self.engine(fold, [values[e] for e in fold.leaves], sizes)
-            for k, (r, mine) in zip(self.local.folded, combine.split(fold, results), strict=True):
+            for k, (r, mine) in zip(local.folded, combine.split(fold, results), strict=True):
                 found[k] = self._write_pairs(k, mine, piece) if kind_of(r).per_pair else mine
-        plain = iter(self.local.plain)
+        plain = iter(local.plain)
         for k in self.local.places:
             if k not in found:
                 found[k] = self._reduce_plain(next(plain), values, sizes)
@@ -266,18 +275,8 @@ class _Run:
         """Results of all kept blocks, each as if its list were empty."""
         if kind_of(r).per_pair:
             return []
-        shared, block = self.layout.shared_sizes, self.kept_block
-        found = []
-        for k, (feature, _) in enumerate(outputs_of(r)):
-            tail = () if feature is None else (self.sizes.of(str(feature)),)
-            dtype = result_form(r, k, self.sizes)[1]
-            found.append(torch.empty(0, *shared, 1, block, *tail, dtype=dtype, device=self.sizes.device))
-        kind = kind_of(r)
-        nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
-        return [
-            t.expand(*shared, self.blocks, *t.shape[self.layout_dim + 1 :]).to(f.dtype).contiguous()
-            for t, f in zip(nothing, found, strict=True)
-        ]
+        lead = *self.layout.shared_sizes, self.blocks, self.kept_block
+        return [t.expand(*lead, *t.shape[1:]).contiguous() for t in results_of_nothing(r, self.sizes)]
 
     def _keep_parts(self, parts: list[list[Tensor]], count: int, piece: Piece, found: list[list[Tensor]]) -> None:
         """Put the states of some pieces among the parts, which are allocated when the first are known."""
@@ -303,6 +302,17 @@ class _Run:
         for at, d in enumerate((*layout.shared, *layout.own, *layout.packed)):
             order[d] = at
         return t.permute((*order, *range(len(order), t.dim()))).contiguous()
+
+
+def results_of_nothing(r: Expr, sizes: Sizes) -> list[Tensor]:
+    """The results of a reduction that folds no pair, of one kept index: ``[1(, features)]``."""
+    found = []
+    for k, (feature, _) in enumerate(outputs_of(r)):
+        tail = () if feature is None else (sizes.of(str(feature)),)
+        found.append(torch.empty(0, 1, *tail, dtype=result_form(r, k, sizes)[1], device=sizes.device))
+    kind = kind_of(r)
+    nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
+    return [t.to(f.dtype) for t, f in zip(nothing, found, strict=True)]
 
 
 def _zeros_per_pair(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Pair, Row
-from monoidreduce.engines.listed import edge_numbers
+from monoidreduce.engines.listed import edge_numbers, packed
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import listed_cases
 
@@ -216,6 +216,43 @@ def test_indices_of_packed_sequences():
     assert prefix(y, y, cols=mr.jagged(torch.tensor([0, 2, 5])))[0].tolist() == [1.0, 3.0, 4.0, 12.0, 28.0]
 
 
+@pytest.mark.parametrize("engine", ["eager", "auto"])
+def test_what_belongs_to_no_sequence_is_never_read(engine):
+    """Memory beyond the last offset may hold anything; also where a body needs two passes, and rows have no columns."""
+    rows, cols = torch.tensor([0, 280, 280, 360]), torch.tensor([0, 270, 280, 280])
+    args = [torch.randn(n, 3, dtype=F64) for n in (370, 290, 290)]
+    clean = [t[:360] if len(t) == 370 else t[:280] for t in args]
+    for t, end in zip(args, (360, 280, 280), strict=True):
+        t[end:] = torch.nan
+    domain = mr.jagged(rows, cols)
+    for op in (two_passes, conditions, best):
+
+        def run(given, op=op):
+            given = [t.requires_grad_() for t in given]
+            found = op(*given, cols=domain)
+            found = [found] if isinstance(found, torch.Tensor) else list(found)
+            total = sum(torch.where(t.isfinite(), t, 0.0).sum() for t in found if t.requires_grad)
+            return found, torch.autograd.grad(total, given, materialize_grads=True)
+
+        with mr.use(engine=engine):
+            (found, grads), (expected, truths) = run([t.clone() for t in args]), run([t.clone() for t in clean])
+        for one, other in zip((*found, *grads), (*expected, *truths), strict=True):
+            torch.testing.assert_close(one[: len(other)], other, equal_nan=True)
+
+
+def test_sequences_are_folded_one_by_one():
+    """Pairs of two long sequences are never computed, those of short neighbours are."""
+    args = [torch.randn(n, 3) for n in (900, 900, 900)]
+    offsets = torch.tensor([0, 300, 310, 320, 900])
+    with mr.use(engine="eager"), mr.tally() as tiles:
+        two_passes(*args, cols=mr.jagged(offsets))
+    assert tiles.computed == 2 * 3  # two passes over three stretches
+    numbers = torch.tensor([0, 0, 1, 1, 2])
+    stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
+    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), False),)
+    assert packed._make_stretches(numbers.flip(0), numbers, 12) is None
+
+
 @mr.op
 def paged(q: Row["f"], k: Col["f"], v: Col["d"], slope: Batch):
     gap = mr.row_index - mr.col_index
@@ -243,6 +280,15 @@ def test_pages(engine, heads):
     expected = torch.softmax(s, -1) @ values, torch.logsumexp(s, -1), s.amax(-1), s.argmax(-1)
     for one, other in zip((*found, *grads), (*expected, *listed_cases.gradients(expected, args)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_column_tensor_may_be_called_table():
+    @mr.op
+    def total(x: Row, table: Col):
+        return mr.sum(x * table)
+
+    domain = mr.pages(torch.tensor([[1]]), torch.tensor([2]), page=2)
+    assert total(torch.ones(1, 1, 1), torch.arange(4.0).view(2, 2, 1), cols=domain).tolist() == [[[5.0]]]
 
 
 # Sizes, memory, types
@@ -339,6 +385,12 @@ def test_explain_and_cost():
     assert "over edges: 3 of 300 columns a row (1 % of the pairs), at most 3" in text
     assert text.as_dict()["listed"]["longest"] == 3 and text.as_dict()["cols"] == 300
     assert conditions.cost(*args, cols=edges)["flash"].flops < conditions.cost(*args)["flash"].flops / 20
+    jagged = mr.jagged(torch.tensor([0, 100, 200, 290]))
+    assert "over jagged: 93.7 of 300 columns a row (31 % of the pairs), at most 100" in two_passes.explain(
+        *args, cols=jagged
+    )
+    assert best.explain(*args, cols=None).as_dict()["listed"] is None
+    assert torch.equal(two_passes(*args, cols=None), two_passes(*args))
 
 
 def test_total():
@@ -359,6 +411,10 @@ def test_what_is_refused():
         best.stream(args[0], cols=edges)
     with pytest.raises(mr.ArgumentError, match=r"mr\.blocks"):
         best(*args, cols=3)
+    with pytest.raises(mr.ShapeError, match=r"one tensor of offsets for both.*mr\.jagged\(row_offsets, col_offsets"):
+        best(*args, cols=mr.jagged(torch.tensor([0, 2])))
+    with pytest.raises(mr.ShapeError, match=r"of cols\.index, \(5,\).*of x"):
+        best(args[0].expand(2, 2, 3), *args[1:], cols=mr.blocks(torch.zeros(5, 1, 1, dtype=torch.int64)))
     with pytest.raises(mr.ColumnListError, match="0 to 3"):
         best(*args, cols=mr.edges(torch.tensor([0, 1, 2]), torch.tensor([0, 4])))
     with pytest.raises(mr.ShapeError, match="one number an edge"):

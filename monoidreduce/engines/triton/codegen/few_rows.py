@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from ....program.conditions import is_idle
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, node
 from ....program.lower import Fold
@@ -36,7 +37,7 @@ def find_limits(fold: Fold, over: str) -> tuple[Limit, ...] | None:
     found: list[Limit] = []
     for c in tile_ranges.whole_tile_conditions(fold):
         limits = [_match(atom, over) for atom in _atoms(c)]
-        if None in limits or not all(tile_ranges.is_idle(r, {c: const(False)}) for r in fold.reductions):
+        if None in limits or not all(is_idle(r, {c: const(False)}) for r in fold.reductions):
             return None
         found += [limit for limit in limits if limit is not None]
     return tuple(dict.fromkeys(found))

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....program.conditions import conditions
+from ....program.conditions import conditions, is_idle
 from ....program.constructors import substitute
-from ....program.contract import interval
 from ....program.expression import Expr, const, topological
 from ....program.lower import Fold
 from ....program.normal_form import split_index_match
-from ....reductions import kind_of
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
@@ -65,11 +63,6 @@ def list_idle_codes(fold: Fold) -> tuple[bool, ...]:
         replace = {c: const(bool(s)) for c, s in zip(chosen, states, strict=True) if s != 2}
         answers.append(all(is_idle(r, replace) for r in fold.reductions))
     return tuple(answers)
-
-
-def is_idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
-    """Whether a reduction sees only its identity where conditions are replaced so."""
-    return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
 
 
 def compute_tile_ranges(

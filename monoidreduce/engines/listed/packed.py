@@ -1,0 +1,160 @@
+"""Folds over packed sequences on a CPU: each sequence is a small fold of its own, on slices of the leaves.
+
+Pairs of two sequences would be the identity, because a condition ``row's number == column's number`` says so
+(``mr.jagged``, documents). Where these numbers rise along both axes, only the stretches of equal numbers are folded,
+without the condition. So a sequence costs what it would alone, and what lies beyond the last one is never read. Short
+neighbours are one stretch, with the condition.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program import constructors
+from ...program.compile import offset_fold
+from ...program.conditions import is_idle
+from ...program.expression import Expr, const, topological
+from ...program.lower import Fold
+from ...reductions import kind_of
+from ..common import combine, unchanged_tensors
+from ..common.evaluate import Sizes, pair_result_form
+from ..common.result_layout import allocate_result
+from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
+from .run import results_of_nothing
+
+_SHORT = 2**16  # pairs of all batch elements, which take less time than a fold takes to begin
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring sequences; ``single``: there is one."""
+
+    rows: slice
+    cols: slice
+    single: bool
+
+
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor] | None:
+    """Run a fold sequence by sequence; None where it does not fold packed sequences, or their numbers are not known."""
+    same = find_condition(fold)
+    if same is None or sizes.device.type != "cpu":
+        return None
+    short = _SHORT // max(1, torch.Size(sizes.batch).numel())
+    stretches = _find_stretches(*(leaves[fold.leaves.index(e)] for e in same.args), short)
+    if stretches is None:
+        return None
+    outputs: list[Tensor] = []
+    for r, k in fold.outputs:
+        if kind_of(r).per_pair:
+            shape, dtype = pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
+            outputs.append(torch.zeros(shape, dtype=dtype))
+        else:
+            outputs.append(allocate_result(fold, r, k, leaves, sizes))
+    _fill_rest(fold, outputs, stretches, sizes)
+    for s in stretches:
+        _run_stretch(_without_condition(fold, same) if s.single else fold, leaves, sizes, s, engine, outputs)
+    return outputs
+
+
+def _run_stretch(
+    fold: Fold, leaves: list[Any], sizes: Sizes, s: Stretch, engine: Engine, outputs: list[Tensor]
+) -> None:
+    row, col = Range(s.rows, s.rows.start), Range(s.cols, s.cols.start)
+    own = replace(sizes, rows=s.rows.stop - s.rows.start, cols=s.cols.stop - s.cols.start)
+    placed, fed = offset_fold(fold)
+    cut = [slice_leaf(v, e, row, col, False) for v, e in zip(leaves, fold.leaves, strict=True)]
+    starts, totals = {"row_start": row.start, "col_start": col.start}, (sizes.of("rows"), sizes.of("cols"))
+    given = dict(zip(fold.leaves, cut, strict=True))
+    cut += [make_offset_leaf(f, given, starts, totals, own) for f in fed]
+    found = engine(placed, cut, own)
+    for (r, k), t, target in zip(fold.outputs, found, outputs, strict=True):
+        over, kind = r.attrs[1], kind_of(r)
+        if kind.per_pair:
+            for axis, at in ((-2, s.rows), (-1, s.cols)):
+                if target.shape[axis] != 1:
+                    target = target.narrow(axis, at.start, at.stop - at.start)
+            target += t
+            continue
+        if kind.both_axes:
+            target += t
+            continue
+        kept, folded = (s.rows, s.cols) if over == "cols" else (s.cols, s.rows)
+        if k == kind.place and folded.start:
+            t = torch.where(t < 0, t, t + folded.start)
+        target.narrow(len(sizes.batch), kept.start, kept.stop - kept.start).copy_(t)
+
+
+def _fill_rest(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], sizes: Sizes) -> None:
+    """What rows and columns without a partner have, which are of no stretch."""
+    full = {"cols": sum(s.rows.stop - s.rows.start for s in stretches) == sizes.rows}
+    full["rows"] = sum(s.cols.stop - s.cols.start for s in stretches) == sizes.cols
+    for r, mine in combine.split(fold, outputs):
+        if kind_of(r).both_axes:
+            mine[0].zero_()
+        elif not kind_of(r).per_pair and not full[r.attrs[1]]:
+            for t, nothing in zip(mine, results_of_nothing(r, sizes), strict=True):
+                t.copy_(nothing)
+
+
+@functools.lru_cache(maxsize=1024)
+def find_condition(fold: Fold) -> Expr | None:
+    """A condition ``number of the row == number of the column`` outside of which every reduction sees its identity."""
+    for e in topological([a for r in fold.reductions for a in r.args]):
+        if e.op != "eq" or any(a.op != "leaf" or a.dtype != "int" or a.feature is not None for a in e.args):
+            continue
+        row, col = e.args
+        if (row.rows, row.cols, col.rows, col.cols) != (True, False, False, True):
+            continue
+        if all(is_idle(r, {e: const(False)}) for r in fold.reductions):
+            return e
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_condition(fold: Fold, same: Expr) -> Fold:
+    """The fold of one sequence; what would no longer depend on rows and columns both keeps the condition."""
+    reductions = []
+    for r in fold.reductions:
+        args = constructors.substitute(r.args, {same: const(True)})
+        still = kind_of(r).per_pair or (any(a.rows for a in args) and any(a.cols for a in args))
+        reductions.append(constructors.rebuild(r, args) if still else r)
+    return Fold(fold.leaves, tuple(reductions), fold.scales, exact=fold.exact)
+
+
+def _find_stretches(rows: Any, cols: Any, short: int) -> tuple[Stretch, ...] | None:
+    """The stretches of equal numbers; None where the numbers do not rise, differ by batch element or have no values."""
+    if any(type(t) is not Tensor or t.numel() != t.shape[-1] for t in (rows, cols)):
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None
+    make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1), short)
+    return unchanged_tensors.compute_once(("stretches", rows, cols, short), make, rows.device)
+
+
+def _make_stretches(rows: Tensor, cols: Tensor, short: int) -> tuple[Stretch, ...] | None:
+    if bool((rows.diff() < 0).any()) or bool((cols.diff() < 0).any()):
+        return None
+    found: list[Stretch] = []
+    sides: list[dict[int, slice]] = []
+    for t in (rows, cols):
+        numbers, counts = torch.unique_consecutive(t, return_counts=True)
+        places = zip(numbers.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
+        sides.append({n: slice(end - count, end) for n, end, count in places})
+    for row, col in ((own, sides[1][n]) for n, own in sides[0].items() if n in sides[1]):
+        if found and _is_short(found[-1], row, col, short):
+            found[-1] = Stretch(slice(found[-1].rows.start, row.stop), slice(found[-1].cols.start, col.stop), False)
+        else:
+            found.append(Stretch(row, col, True))
+    return tuple(found)
+
+
+def _is_short(last: Stretch, row: slice, col: slice, short: int) -> bool:
+    """Whether a sequence joins the stretch that ends where it begins: both have at most ``short`` pairs."""
+    adjacent = last.rows.stop == row.start and last.cols.stop == col.start
+    return adjacent and (row.stop - last.rows.start) * (col.stop - last.cols.start) <= short
