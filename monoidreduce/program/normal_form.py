@@ -346,10 +346,11 @@ def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tu
                 return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
         return e, []
     if e.op == "div":
-        (dense, hots), by = found[e.args[0]], e.args[1]
-        return (
-            (dense and apply("div", dense, by), [(a, t, apply("div", v, by)) for a, t, v in hots]) if hots else (e, [])
-        )
+        dense, hots = found[e.args[0]]
+        if not hots:
+            return e, []
+        by = e.args[1]
+        return dense and apply("div", dense, by), [(a, t, apply("div", v, by)) for a, t, v in hots]
     if e.op == "where":
         hot, rest = split_index_match(e.args[0])
         if hot is not None and constructors.is_constant(e.args[2], 0):

@@ -141,7 +141,7 @@ def test_the_gradient_of_a_best_pair_is_gathered_whatever_conditions_it_has(name
     function = getattr(torch.nn.functional, name)
 
     @mr.op
-    def best(x: Row["d"], y: Col["d"]):
+    def best(x: mr.Row["d"], y: mr.Col["d"]):
         return mr.max(function(x @ y))
 
     gen = torch.Generator().manual_seed(0)
