@@ -22,7 +22,7 @@ Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it e
 
 _MANY = 64  # a product of more factors than this is not written out
 _MANY_HOTS = 8
-_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # operations that split_index_matches looks into
+_HOT_INSIDE = ("add", "sub", "neg", "mul", "div", "where")  # operations that split_index_matches looks into
 
 
 def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -303,7 +303,7 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     if not whole.is_pair or _stays_whole(mid, vector):
         return make("sum", over, (), (whole,))[0]
     total = ZERO
-    for axis, target, value in split_index_matches(mid)[1]:
+    for axis, target, value in _merge_matches(split_index_matches(mid)[1], 1):
         picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
         total = picked if total is ZERO else apply("add", total, picked)
     return total
@@ -345,14 +345,17 @@ def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tu
             if hots:
                 return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
         return e, []
-    if e.op == "where" and constructors.is_constant(e.args[2], 0):
+    if e.op == "div":
+        dense, hots = found[e.args[0]]
+        if not hots:
+            return e, []
+        by = e.args[1]
+        return dense and apply("div", dense, by), [(a, t, apply("div", v, by)) for a, t, v in hots]
+    if e.op == "where":
         hot, rest = split_index_match(e.args[0])
-        if hot is not None:
+        if hot is not None and constructors.is_constant(e.args[2], 0):
             return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
-        dense, hots = found[e.args[1]]
-        if hots:
-            c = e.args[0]
-            return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
+        return _split_condition(e, *(found.get(a, (a, [])) for a in e.args[1:]))
     if e.op == "cast" and e.args[0].dtype == "bool":
         hot, rest = split_index_match(e.args[0])
         if hot is not None:
@@ -370,9 +373,24 @@ def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tu
     return e, []
 
 
-def _merge_matches(hots: list[Hot]) -> list[Hot]:
-    """Add up the values at equal places where there are many: shared values would be written out repeatedly."""
-    if len(hots) <= _MANY_HOTS:
+def _split_condition(
+    e: Expr, one: tuple[Expr | None, list[Hot]], other: tuple[Expr | None, list[Hot]]
+) -> tuple[Expr | None, list[Hot]]:
+    """:func:`split_index_matches` of a ``where``, given that of its two values."""
+    if not one[1] and not other[1]:
+        return e, []
+    c = e.args[0]
+    first, second = (0.0 if d is None else d for d, _ in (one, other))
+    none = all(isinstance(d, float) or constructors.is_constant(d, 0) for d in (first, second))
+    hots = [(a, t, apply("where", c, v, 0.0)) for a, t, v in one[1]]
+    hots += [(a, t, apply("where", c, 0.0, v)) for a, t, v in other[1]]
+    return None if none else apply("where", c, first, second), _merge_matches(hots)
+
+
+def _merge_matches(hots: list[Hot], few: int = _MANY_HOTS) -> list[Hot]:
+    """Add up the values at equal places where there are more than a few: shared values would be written out
+    repeatedly, and each place is gathered."""
+    if len(hots) <= few:
         return hots
     sums: dict[tuple[str, Expr], Expr] = {}
     for axis, t, value in hots:

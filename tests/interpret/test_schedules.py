@@ -386,3 +386,16 @@ def test_short_loops_have_a_running_maximum(shape, guesses, staged, monkeypatch)
     with mr.use(engine="triton"), torch.no_grad():
         attention(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)), 0.125)
     assert [(call.kernel.traits.guesses, call.kernel.staged) for call in found] == [(guesses, staged)]
+
+
+def test_quotients_by_whole_numbers_are_products(monkeypatch):
+    @mr.op
+    def gates(x: Row["d"], y: Col["d"]):
+        return mr.sum(torch.nn.functional.hardswish(x @ y))
+
+    internals.forget_launches(monkeypatch)
+    found = internals.collect_launches(monkeypatch)
+    with mr.use(engine="triton"), torch.no_grad():
+        gates(*(torch.zeros(64, 16, dtype=torch.bfloat16) for _ in range(2)))
+    (text,) = (call.kernel.text for call in found)
+    assert f" * {1 / 6}" in text and " / 6" not in text

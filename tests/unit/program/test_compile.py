@@ -151,3 +151,21 @@ def test_weights_of_gradients_have_few_numbers():
     assert before != after
     fed = re.findall(r"x\d+ <- .*# per row$", stages["backward of pass 1", "hoist one-sided"], re.MULTILINE)
     assert len(fed) == 5  # two of the weight itself, a rest and two coefficients
+
+
+@pytest.mark.parametrize("name", ["elu", "hardswish", "softsign", "leaky_relu", "selu"])
+def test_the_gradient_of_a_best_pair_is_gathered_whatever_conditions_it_has(name):
+    function = getattr(torch.nn.functional, name)
+
+    @mr.op
+    def best(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.max(function(x @ y))
+
+    gen = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, n, 4, dtype=torch.float64, generator=gen, requires_grad=True) for n in (9, 7))
+    *_, last = best.explain(x, y, passes=True).as_dict()["passes"]
+    assert last["text"].count("pick[") == 2 and "sum[" not in last["text"]
+    weights = torch.arange(18.0, dtype=torch.float64).view(2, 9)
+    found = torch.autograd.grad(best(x, y), (x, y), weights)
+    exact = torch.autograd.grad(function(x @ y.mT).max(-1).values, (x, y), weights)
+    torch.testing.assert_close(found, exact)
