@@ -149,7 +149,7 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
 def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict], only: str) -> None:
     works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds(), *gpu_works.indexers()]
     works += gpu_works.long_lists()
-    works += gpu_works.own_monoids()
+    works += [*gpu_works.own_monoids(), *gpu_works.stored_operands()]
     works += [*gpu_works.attention_statistics(), *gpu_works.packed_codes()]
     for work in works:
         if not any(word in work.name for word in only.split("|")):

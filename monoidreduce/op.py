@@ -466,9 +466,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         return getattr(self, self._name_stored(*forms)), given
 
     @dynamo.constant
-    def _name_stored(self, *forms: tuple[str, str]) -> str:
+    def _name_stored(self, *forms: tuple[str, Any]) -> str:
         """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
-        name = "_stored_" + "_".join(f"{n}_{form}" for n, form in forms)
+        name = "_stored_" + "_".join(
+            f"{n}_{scales}_{str(wide)[6:]}_{bits}_{block}" for n, (scales, wide, bits, block) in forms
+        )
         if not hasattr(self, name):
             body, parameters = make_body(self.function, self.parameters, dict(forms))
             setattr(self, name, Op(body, parameters=parameters))

@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .engines.common.unpack import unpack
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from .program.declarations import STORED, Parameter
 
-_NUMBER, _BATCH, _VECTOR = "number", "batch", "vector"  # what has a scale of its own: all, a batch element, a vector
+# What has a scale of its own: all vectors, a batch element, a vector, a block of a vector's features
+_NUMBER, _BATCH, _VECTOR, _BLOCK = "number", "batch", "vector", "block"
+_WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Form(NamedTuple):
+    """What of a stored argument the program depends on."""
+
+    scales: str  # what has a scale of its own
+    wide: torch.dtype  # the type that the vectors stand for
+    bits: int
+    block: int  # features that share a scale; 0: all do
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +45,15 @@ class Scaled:
 
     values: Tensor
     scale: Tensor | float
+    wide: torch.dtype = torch.float32  # the type that the vectors stand for
+    bits: int = 8
+    block: int = 0  # features that share a scale, where the scales have a dimension of blocks; else 0
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the vectors."""
-        return self.values.shape
+        *rest, width = self.values.shape
+        return torch.Size((*rest, width * 8 // self.bits))
 
     @property
     def device(self) -> torch.device:
@@ -58,20 +74,33 @@ class Scaled:
 
     def __getitem__(self, at: Tensor | slice) -> Any:
         """Some of the vectors: a slice of them as they are stored; those at given indices as a plain tensor."""
-        scale = self.scale
-        if isinstance(scale, Tensor) and scale.dim() == self.values.dim() - 1 and len(scale) == len(self.values):
+        scale, own = self.scale, self.values.dim() - 1 + bool(self.block)
+        if isinstance(scale, Tensor) and scale.dim() == own and len(scale) == len(self.values):
             scale = scale[at]
-        found = Scaled(self.values[at], scale)
+        found = replace(self, values=self.values[at], scale=scale)
         return found if isinstance(at, slice) else found.dequantize()
 
     def unsqueeze(self, dim: int) -> Scaled:
         """The same vectors with one more batch dimension, counted from the end as in torch."""
+        return self._reshape(dim, lambda t, at, sizes: t.unsqueeze(at))
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Scaled:
+        """The same vectors with one batch dimension split, counted from the end as in torch."""
+        ones = (1,) * len(sizes)
+        return self._reshape(dim, lambda t, at, alone: t.unflatten(at, ones if alone else sizes))
+
+    def _reshape(self, dim: int, change: Callable[[Tensor, int, bool], Tensor]) -> Scaled:
         if dim > -3:
             raise ShapeError(detail=f"dimension {dim} is no batch dimension of {self!r}", fix="Give -3 or less")
-        scale = self.scale
-        if isinstance(scale, Tensor) and scale.dim() >= -dim - 1:
-            scale = scale.unsqueeze(dim + 1)
-        return Scaled(self.values.unsqueeze(dim), scale)
+        scale, at = self.scale, dim + (not self.block)
+        if isinstance(scale, Tensor) and scale.dim() >= -at:
+            scale = change(scale, at, scale.shape[at] == 1)
+        return replace(self, values=change(self.values, dim, False), scale=scale)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Scaled:
+        """The same vectors on another device."""
+        move = lambda t: t.to(device, non_blocking=non_blocking) if isinstance(t, Tensor) else t
+        return replace(self, values=move(self.values), scale=move(self.scale))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors as a plain tensor, for comparison: as many times larger as ``dtype`` is.
@@ -80,27 +109,59 @@ class Scaled:
         >>> mr.scaled(torch.tensor([[2, 4]], dtype=torch.int8), 0.5).dequantize()
         tensor([[1., 2.]])
         """
+        if self.block:
+            return unpack((self.bits, self.block), self.shape[-1], self.values, self.scale, dtype)  # type: ignore[arg-type]
         scale = self.scale.unsqueeze(-1) if isinstance(self.scale, Tensor) and self.scale.dim() else self.scale
-        return self.values.to(dtype) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
+        return unpack((self.bits, 0), self.shape[-1], self.values, None, dtype) * (
+            scale.to(dtype) if isinstance(scale, Tensor) else scale
+        )
 
     def __repr__(self) -> str:
-        return f"mr.scaled({shown(self.values)}, {shown(self.scale)})"
+        more = (f", block={self.block}" if self.block else "") + (f", bits={self.bits}" if self.bits != 8 else "")
+        return f"mr.scaled({shown(self.values)}, {shown(self.scale)}{more})"
 
     @property
-    def form(self) -> str:
-        """What the scale belongs to: ``"number"``, ``"batch"`` or ``"vector"``."""
-        if not isinstance(self.scale, Tensor) or not self.scale.dim():
-            return _NUMBER
-        return _BATCH if self.scale.shape[-1] == 1 and self.values.shape[-2] != 1 else _VECTOR
+    def form(self) -> Form:
+        """What of them the program depends on."""
+        scales = _VECTOR
+        if self.block:
+            scales = _BLOCK
+        elif not isinstance(self.scale, Tensor) or not self.scale.dim():
+            scales = _NUMBER
+        elif self.scale.shape[-1] == 1 and self.values.shape[-2] != 1:
+            scales = _BATCH
+        return Form(scales, self.wide, self.bits, self.block)
 
 
-def scaled(values: Tensor, scale: Tensor | float) -> Scaled:
+def scaled(
+    values: Tensor,
+    scale: Tensor | float,
+    *,
+    block: int | None = None,
+    bits: int = 8,
+    wide: torch.dtype | None = None,
+) -> Scaled:
     """Vectors stored as small numbers with a scale, for any ``Row["f"]`` or ``Col["f"]`` of an op.
 
     ``values`` [..., N, f] are int8, float8_e4m3fn or float8_e5m2. ``scale``: one number (a float, or a tensor without
     dimensions), or a tensor [..., N] with one for each vector; of size 1 in its last dimension, [..., 1], one for each
     batch element (a head, say). The layer computes with ``values * scale``, which is never in memory as a whole: each
-    tile is widened when it is read. Gradients flow to all other arguments, and to the scale.
+    tile is widened when it is read. Gradients flow to all other arguments, and to the scale. ``wide`` is the type that
+    the vectors stand for, by default that of a tensor of scales, or float32: a layer whose vectors are all stored has
+    results of this type.
+
+    ``block``: scales of blocks. With [..., N, f / block] of them (rounded up), so many features of a vector share one;
+    with [..., N / block] so many vectors do; with [..., N / block, f / block] so many of both. Scales of blocks of
+    features have no gradients.
+
+    ``bits=4``: two numbers in a byte. ``values`` [..., N, f / 2] are uint8; feature 2 i is the lower half of byte i and
+    feature 2 i + 1 the upper half, each stored with an offset of 8: the numbers are ``(byte & 15) - 8`` and
+    ``(byte >> 4) - 8``, from -8 to 7.
+
+    On GPUs with matrix units for 8 bits (NVIDIA's, from Ada on), products of vectors that are stored in 8 bits on both
+    sides, without blocks of features, are taken as they are stored: of int8 exactly, of FP8 with sums of 14 bits or
+    more, less than was rounded when they were stored. Attention of FP8 queries, keys and values also rounds its weights
+    to FP8, where no column of the values has a scale of its own.
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -114,33 +175,68 @@ def scaled(values: Tensor, scale: Tensor | float) -> Scaled:
     """
     if not isinstance(values, Tensor) or values.dim() < 2:
         raise ArgumentError(detail=f"values was given {shown(values)}", fix="Give a tensor [..., N, f]")
-    if values.dtype not in STORED:
-        names = ", ".join(str(kind)[6:] for kind in STORED)
+    if bits not in (4, 8):
+        raise ArgumentError(detail=f"bits was given {shown(bits)}", fix="Give 8, or 4 for two numbers in a byte")
+    kinds = STORED if bits == 8 else (torch.uint8,)
+    if values.dtype not in kinds:
+        names = ", ".join(str(kind)[6:] for kind in kinds)
         raise DTypeError(
             detail=f"values is {shown(values)}", fix=f"Give one of {names}; wider numbers need no mr.scaled"
         )
-    if isinstance(scale, Tensor):
-        _check_scale(values, scale)
-    elif not isinstance(scale, float | int) or isinstance(scale, bool):
+    if not isinstance(scale, Tensor | float | int) or isinstance(scale, bool):
         raise ArgumentError(detail=f"scale was given {shown(scale)}", fix="Give a number or a tensor of them")
-    return Scaled(values, scale if isinstance(scale, Tensor) else float(scale))
+    if block is not None and (not isinstance(block, int) or isinstance(block, bool) or block < 1):
+        raise ArgumentError(detail=f"block was given {shown(block)}", fix="Give how many share a scale, 1 or more")
+    if wide is not None and wide not in _WIDE:
+        raise DTypeError(detail=f"wide was given {wide}", fix="Give float64, float32, float16 or bfloat16")
+    wide = wide or (scale.dtype if isinstance(scale, Tensor) else torch.float32)
+    found = Scaled(values, scale if isinstance(scale, Tensor) else float(scale), wide, bits)
+    if block is not None:
+        return _with_blocks(found, block)
+    if isinstance(scale, Tensor):
+        _check_scale(found, scale, found.shape[:-1], "one number, or {} of them: one for each vector")
+    return found
 
 
-def _check_scale(values: Tensor, scale: Tensor) -> None:
+def _with_blocks(found: Scaled, block: int) -> Scaled:
+    """Scales of blocks of vectors become those of vectors; of blocks of features they stay what they are."""
+    *batch, vectors, features = found.shape
+    cols, parts, scale = -(-vectors // block), -(-features // block), found.scale
+    by_features = isinstance(scale, Tensor) and scale.dim() == found.dim()
+    if not isinstance(scale, Tensor) or not (by_features or scale.dim() == found.dim() - 1):
+        raise ShapeError(
+            detail=f"scale was given {shown(scale)} with block={block}, but values {tuple(found.values.shape)}",
+            fix=f"Give scales {(*batch, vectors, parts)}, {(*batch, cols, parts)} or {(*batch, cols)}",
+        )
+    if by_features and scale.requires_grad:
+        raise ArgumentError(
+            detail="scale requires a gradient, which scales of blocks of features do not have",
+            fix="Give scale.detach()",
+        )
+    whole = by_features and scale.shape[-2] == vectors
+    wanted = (*batch, vectors if whole else cols, *((parts,) if by_features else ()))
+    _check_scale(found, scale, wanted, "{} of them, or one for each block of vectors too", exact=1 + by_features)
+    if not whole:
+        scale = scale.repeat_interleave(block, -2 if by_features else -1)
+        scale = scale[..., :vectors, :] if by_features else scale[..., :vectors]
+    return replace(found, scale=scale, block=block if by_features else 0)
+
+
+def _check_scale(found: Scaled, scale: Tensor, wanted: Sequence[int], fix: str, exact: int = 0) -> None:
+    """``exact``: how many of the last dimensions may not be 1 in place of their size."""
+    values = found.values
     if not scale.is_floating_point() or scale.dtype in STORED:
         raise DTypeError(
             detail=f"scale is {shown(scale)}", fix="Give float32, or the type of the layer's other arguments"
         )
     if scale.device != values.device and scale.dim():
         raise DeviceError(detail=f"values are on {values.device}, but scale on {scale.device}")
-    wanted = values.shape[:-1]
-    fits = scale.dim() <= len(wanted) and all(
-        n in (1, m) for n, m in zip(scale.shape[::-1], wanted[::-1], strict=False)
-    )
+    sizes = list(zip(scale.shape[::-1], wanted[::-1], strict=False))
+    fits = scale.dim() <= len(wanted) and all(n == m or (n == 1 and k >= exact) for k, (n, m) in enumerate(sizes))
     if not fits:
         raise ShapeError(
             detail=f"scale has shape {tuple(scale.shape)}, but values {tuple(values.shape)}",
-            fix=f"Give one number, or {tuple(wanted)} of them: one for each vector",
+            fix=f"Give {fix.format(tuple(wanted))}",
         )
 
 
@@ -149,27 +245,28 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_"
 
 
-def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, Form]], dict[str, Any]]:
     """The form of each argument that is scaled, and all arguments with the scales apart."""
-    forms: list[tuple[str, str]] = []
+    forms: list[tuple[str, Form]] = []
     apart: dict[str, Any] = {}
     for name, value in given.items():
         if not isinstance(value, Scaled):
             apart[name] = value
             continue
-        forms.append((name, value.form))
+        form = value.form
+        forms.append((name, form))
         apart[name] = value.values
-        scale = value.scale
-        if value.form == _BATCH:
-            scale = scale.squeeze(-1)  # type: ignore[union-attr]
-        elif value.form == _VECTOR:
-            scale = scale.expand(*scale.shape[:-1], value.values.shape[-2])  # type: ignore[union-attr]
+        scale: Any = value.scale
+        if form.scales == _BATCH:
+            scale = scale.squeeze(-1)
+        elif form.scales == _VECTOR:
+            scale = scale.expand(*scale.shape[:-1], value.values.shape[-2])
         apart[scale_name(name)] = scale
     return forms, apart
 
 
 def make_body(
-    function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, str]
+    function: Callable, parameters: Mapping[str, Parameter], forms: Mapping[str, Form]
 ) -> tuple[Callable, dict[str, Parameter]]:
     """The body of a layer for stored arguments, which multiplies each by its scale, and its parameters: the scales are
     further ones."""
@@ -183,15 +280,21 @@ def make_body(
                 detail=f"{name} is declared {p}, but was given mr.scaled(...)",
                 fix='Only vectors of rows and columns, Row["f"] and Col["f"], may be stored so',
             )
-        axis = {_NUMBER: "number", _BATCH: "batch"}.get(forms[name], p.axis)
-        python = float if axis == "number" else None
-        found[name] = replace(p, stored="vectors")
-        found[scale_name(name)] = Parameter(scale_name(name), axis, None, False, ..., python, stored="scale")
+        form = forms[name]
+        axis = {_NUMBER: "number", _BATCH: "batch"}.get(form.scales, p.axis)
+        python, letter = float if axis == "number" else None, f"{name}_blocks_" if form.block else None
+        scale = Parameter(scale_name(name), axis, letter, False, ..., python, stored="scale")
+        packing = (form.bits, form.block) if form.block or form.bits != 8 else None
+        found[name] = replace(
+            p, stored="vectors", wide=form.wide, packing=packing, blocks=scale if form.block else None
+        )
+        found[scale.name] = scale
 
     @functools.wraps(function)
     def body(**given: Any) -> Any:
-        for name in forms:
-            given[name] = given[name] * given.pop(scale_name(name))
+        for name, form in forms.items():
+            scale = given.pop(scale_name(name))
+            given[name] = given[name] if form.block else given[name] * scale
         return function(**given)
 
     own = inspect.signature(function).parameters

@@ -21,8 +21,9 @@ from .common.torch_code import Script, Writer, inputs
 
 
 def has_dense_form(program: Lowered) -> bool:
-    """Whether every reduction of a program has a form for whole matrices."""
-    return all(kind_of(e).has_whole_form(e) for e in topological(program.outputs) if e.op == "reduce")
+    """Whether every reduction of a program has a form for whole matrices, and no vectors are packed."""
+    whole = lambda e: kind_of(e).has_whole_form(e) if e.op == "reduce" else e.packing is None
+    return all(map(whole, topological(program.outputs)))
 
 
 @functools.lru_cache(maxsize=1024)

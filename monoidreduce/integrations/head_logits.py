@@ -6,13 +6,13 @@ or reshapes rows (done to the hidden states), scales, caps (kept as numbers), ad
 cross-entropy, which becomes :func:`ops.linear_cross_entropy`. All else that a model's forward does (router losses,
 images, its outputs) stays its own. What cannot be remembered is refused with the model's class and what to do.
 
-Which heads there are is in ``model_heads.py``, those that FSDP2 sharded in ``sharded_heads.py``. This file may import
-both, the errors and the ops.
+Which heads there are is in ``model_heads.py``. This file may import that one, the errors and the ops.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..errors import ArgumentError
 from ..ops import linear_cross_entropy, linear_logprobs
 from .model_heads import ADVICE, read_head
-from .sharded_heads import gather_weight
 
 # Functions of torch that are methods here
 _METHODS = {name: name for name in ("add", "clone", "div", "flatten", "mul", "permute", "reshape", "tanh", "transpose")}
@@ -350,3 +349,27 @@ def call_with_described_head(owner: nn.Module, name: str, model_name: str, call:
             fix=f"Its loss cannot be computed without them: leave fuse_loss out, or {ADVICE}",
         )
     return found
+
+
+# The weights of a head that ``fully_shard`` wraps by itself, where its loss is computed without calling it.
+# FSDP2 gathers a module's weights when the module is called, and averages their gradients over the ranks. A head that
+# describes its logits is not called; its weights are then gathered here, to the same effect. Heads that belong to a
+# larger wrapped module (the model itself) are gathered with that, and tensor-parallel ones keep their shards.
+
+
+def gather_weight(weight: Any, head: nn.Module, hidden: Tensor, owner: str) -> Any:
+    """A head's parameter as the head's own forward would see it: whole and of the hidden states' type, if the head is
+    wrapped by ``fully_shard``; else as it is. Its gradient is the mean over the ranks, summed in the parameter's type.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    wrapped = hasattr(head, "unshard") and module is not None and isinstance(weight, module.DTensor)
+    if module is None or not wrapped:
+        return weight
+    if any(type(p) not in (module.Shard, module.Replicate) for p in weight.placements):
+        raise ArgumentError(
+            detail=f"the head of {owner} is sharded by tensor parallelism and wrapped by fully_shard on its own, "
+            f"placed {tuple(weight.placements)}",
+            fix="Leave the head to the fully_shard of the whole model: its classes then stay on the tensor ranks",
+        )
+    whole = weight.redistribute(placements=[module.Replicate()] * len(weight.placements))
+    return whole.to_local(grad_placements=[module.Partial("avg")] * len(weight.placements)).to(hidden.dtype)

@@ -122,9 +122,9 @@ class PagedLayer(CacheLayerMixin):
         moved = torch.tensor(self.book.padding, device=keys.device)
         place = torch.arange(length, device=keys.device)
         at = ((place + moved[:, None]) % max(length, 1)).view(batch, 1, length, 1)  # padding goes to the end
-        own = [t.gather(2, at.expand(t.shape)) for t in (keys, values)]
+        keys, values = (t.gather(2, at.expand(t.shape)) for t in (keys, values))
         empty = Pages(self.book.grow(length, keys.device).table, torch.zeros_like(moved), self.book.page)
-        self._write(empty, *own, length - moved)
+        self._write(empty, keys, values, length - moved)
 
     def _write(self, held: Pages, keys: Tensor, values: Tensor, counts: Tensor | None = None) -> None:
         grown = self.book.grow(self.tokens + (keys.shape[2] if counts is None else 0), keys.device)

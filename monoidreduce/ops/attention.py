@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..domains import Domain, Jagged
 from ..errors import ArgumentError, DTypeError, ShapeError
+from ..stored_vectors import Scaled
 from . import checks, grouping
 from . import language as mr
 
@@ -462,7 +463,7 @@ def document_ids(lengths: Tensor) -> Tensor:
 
 def default_scale(q: Any) -> float:
     """1/√f. Without features every score is 0, and so is the scale's part in it."""
-    features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+    features = q.shape[-1] if isinstance(q, Tensor | Scaled) and q.dim() else 1
     return 1 / math.sqrt(max(features, 1))
 
 

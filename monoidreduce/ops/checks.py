@@ -180,9 +180,9 @@ def listed(cols: Any) -> dict[str, Any]:
 
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     """The arguments of a linear head, whose logits are ``x @ weight.T + bias``; ``prefix`` of their names."""
-    tensor(f"{prefix}x", x, "[..., D]", 1)
+    vectors(f"{prefix}x", x, "[..., D]", 1)
     vectors(f"{prefix}weight", weight, "[V, D]", 2, 2)
-    if not x.is_floating_point():
+    if isinstance(x, Tensor) and not x.is_floating_point():
         raise DTypeError(detail=f"{prefix}x is {str(x.dtype)[6:]}, but a head multiplies floating numbers")
     alike(**{f"{prefix}x": x, f"{prefix}weight": weight})
     if x.shape[-1] != weight.shape[-1]:
@@ -227,9 +227,8 @@ def truths(name: str, value: Any, x: Tensor) -> None:
 
 def alike(**tensors: Tensor) -> None:
     """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
-    plain = {name: t for name, t in tensors.items() if not isinstance(t, Scaled)}
-    first, *rest = plain.values()
-    if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
+    kinds = {t.dtype for t in tensors.values() if not isinstance(t, Scaled)}
+    if len(kinds) > 1 and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
     one_device(tensors)

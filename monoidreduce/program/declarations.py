@@ -184,12 +184,16 @@ class Parameter:
     default: Any
     python: type | None = None  # float, int or bool for numbers
     stored: str = ""  # "vectors" of small numbers, or their "scale" (``stored_vectors.py``)
+    wide: torch.dtype | None = None  # the type that stored vectors stand for
+    packing: tuple[int, int] | None = None  # of stored vectors (``Expr.packing``)
+    blocks: Parameter | None = None  # the scales of their blocks
 
     def expr(self, dtype: str) -> Expr:
+        stored = ("stored", *(self.packing or ())) if self.stored == "vectors" else ()
         return node(
             "input",
-            (),
-            (self.name, "stored") if self.stored == "vectors" else (self.name,),
+            () if self.blocks is None else (self.blocks.expr("float"),),
+            (self.name, *stored),
             rows=self.axis in ("rows", "pairs", "edges"),
             cols=self.axis in ("cols", "pairs", "edges"),
             feature=self.feature,

@@ -42,6 +42,12 @@ class Expr:
         return self.op in ("input", "leaf") and len(self.attrs) > 1
 
     @property
+    def packing(self) -> tuple[int, int] | None:
+        """Of a stored vector that has not 8 bits and one scale: its bits, and how many features have a scale of their
+        own, which is its argument (0: all have the same, which is not)."""
+        return (self.attrs[2], self.attrs[3]) if self.is_stored and len(self.attrs) > 2 else None
+
+    @property
     def axes(self) -> tuple[bool, bool, Feature]:
         return self.rows, self.cols, self.feature
 

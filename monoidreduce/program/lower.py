@@ -68,6 +68,12 @@ class Fold:
         return frozenset(found + [r.args[2] for r in self.reductions if r.attrs[0] == "histogram"])
 
     @functools.cached_property
+    def packed(self) -> frozenset[Expr]:
+        """The leaves that are packed vectors, and their scales."""
+        found = [e for e in self.leaves if e.packing is not None]
+        return frozenset([*found, *(a for e in found for a in e.args)])
+
+    @functools.cached_property
     def domain(self) -> Expr | None:
         """The node that says which pairs are listed (``domain.py``); None: all pairs are folded."""
         return constructors.find_listed(self.reductions)
@@ -244,18 +250,10 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     tables |= {r.args[2] for r in reductions if r.attrs[0] == "histogram"}
     feeds, derived = _find_feeds(fields, tables)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
-    leaves = {
-        e: node(
-            "leaf",
-            (),
-            (f"x{k}", *(e.attrs[1:] if e.is_stored else ())),
-            rows=e.rows,
-            cols=e.cols,
-            feature=e.feature,
-            dtype=e.dtype,
-        )
-        for k, e in enumerate(feeds)
-    }
+    leaves: dict[Expr, Expr] = {}
+    for k, e in enumerate(feeds):  # the scales of packed vectors come before these
+        args, form = (tuple(leaves[a] for a in e.args), e.attrs[1:]) if e.is_stored else ((), ())
+        leaves[e] = node("leaf", args, (f"x{k}", *form), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
     scaled = tuple(leaves.get(f, f) for f in factors)
     made = dict(leaves)
     for e in derived:
@@ -296,7 +294,7 @@ def _find_feeds(fields: list[Expr], tables: set[Expr]) -> tuple[list[Expr], list
             derived.add(e)
             stack += e.args[::-1]
         elif e.op not in _BUILTIN:
-            feeds[e] = None
+            feeds |= dict.fromkeys([*(e.args if e.is_stored else ()), e])
     return list(feeds), [e for e in topological(found) if e in derived]
 
 

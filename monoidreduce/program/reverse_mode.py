@@ -43,8 +43,8 @@ def pull(
         give(root, g)
     useful = _nodes_above([root for root, _ in seeds], targets)
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
-        if e in targets or e not in cotangent or not e.args:
-            continue
+        if e in targets or e not in cotangent or not e.args or e.is_stored:
+            continue  # scales of blocks of features have no gradients
         if e.op == "lookup" and lookups is not None:
             if e.args[0] in targets:
                 lookups.append((e, cotangent[e]))

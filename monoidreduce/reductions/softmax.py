@@ -103,6 +103,8 @@ class SoftmaxLines(Lines):
         self.rounded = [self._is_rounded(m, x) for m, x in zip(self.means, self.reduction.args[1:], strict=True)]
         self.compensates = self.guesses and any(self.rounded)
         self.restarted = False  # whether this loop has begun again with a running maximum
+        self.headroom = 0.0  # by a running maximum, weights are at most two to this power
+        self.above = float(_ABOVE)
 
     def _is_rounded(self, mean: Any, value: Expr) -> bool:
         """Whether a mean's weights, and nothing but them, are rounded to 16 bits for a matrix product."""
@@ -132,7 +134,7 @@ class SoftmaxLines(Lines):
         """A maximum for whole tiles, from one of them."""
         n, (s, factor) = self.name, self.logit_block(fields[0])
         self.v.inside += [
-            f"{n}_top = tl.max({s}, 1){factor} + {_ABOVE}",
+            f"{n}_top = tl.max({s}, 1){factor} + {self.above:g}",
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 
@@ -192,8 +194,9 @@ class SoftmaxLines(Lines):
             self.v.inside.append(f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])")
             self.add_weights()
             return
+        headroom = f" - {self.headroom}" if self.headroom else ""
         self.v.inside += [
-            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor}{headroom})",
             f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
             f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
             f"{n}_shrink = {power}({n}_top - {n}_safe)",

@@ -5,6 +5,7 @@ Every message names the argument, what was given and what was expected; ``op.py`
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ def sizes_of(
             floats[name] = value.dtype
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
+            if p.packing is not None and p.packing[0] == 4 and axis == p.feature:
+                length *= 2  # two in a byte
             if not lists and (length != 1 or p.axis != "pairs"):  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
@@ -126,7 +129,7 @@ def sizes_of(
             + ", ".join(f"{public_name(n)} on {d}" for n, d in devices.items())
         )
     sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
-    dtype = next(iter(sides.values()), None)
+    dtype = next(iter(sides.values()), None) or _wide_type(parameters)
     compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
     kinds = {d for n, d in floats.items() if n in sides or d != compute}  # a Pair or Batch may have the arithmetic's
     if len(kinds) > 1:
@@ -149,6 +152,12 @@ def sizes_of(
         if len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
             sizes[str(p.feature)] = sizes[names[0]] * sizes[names[1]]
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
+
+
+def _wide_type(parameters: dict[str, Parameter]) -> torch.dtype | None:
+    """The type that stored vectors stand for, where some do: that of results, where no other argument has one."""
+    kinds = [p.wide for p in parameters.values() if p.wide is not None]
+    return functools.reduce(torch.promote_types, kinds) if kinds else None
 
 
 def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int) -> None:

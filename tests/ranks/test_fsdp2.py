@@ -48,6 +48,16 @@ def test_a_fused_model_of_transformers_under_fully_shard(peers, world):
         assert set(found.values()) == {"same"}, found
 
 
+def test_two_ranks_take_the_steps_of_one(peers):
+    here, there = peers.run("tests.support.fsdp_tasks:fused_steps", 2)
+    expected, has_no_logits = here.pop("alone")
+    assert not has_no_logits
+    for name, (losses, without_logits) in here.items():
+        assert without_logits and there[name][1], name
+        mean = [(a + b) / 2 for a, b in zip(losses, there[name][0], strict=True)]
+        assert mean == pytest.approx(expected, rel=1e-6), name
+
+
 def test_data_and_tensor_ranks_and_a_loss_outside_the_model(peers):
     for found in peers.run("tests.support.fsdp_tasks:data_and_tensor_ranks", 4):
         assert set(found.values()) == {"same"}, found

@@ -162,6 +162,11 @@ def grouped_heads(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 
 @mr.op
+def nearest(x: Row["f"], y: Col["f"]):
+    return mr.topk(mr.sqdist(x, y), 10, largest=False).values
+
+
+@mr.op
 def indexer(q: mr.Row["h", "f"], w: mr.Row["h"], k: mr.Col["f"]):
     return mr.logsumexp((w * torch.relu(q @ k)).sum())
 
@@ -209,6 +214,21 @@ def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
         return (torch.zeros(4, 256, 128, dtype=dtype), *columns)
 
     return make
+
+
+def _all_stored(kind: torch.dtype, sides: int) -> Callable[[torch.dtype], tuple]:
+    values = torch.zeros(1024, 128, dtype=torch.int8).to(kind)
+    return lambda dtype: tuple(mr.scaled(values, 0.5) for _ in range(sides))
+
+
+def _four_bits(dtype: torch.dtype) -> tuple:
+    columns = mr.scaled(torch.zeros(4, 256, 64, dtype=torch.uint8), torch.ones(4, 256, 4), block=32, bits=4)
+    return torch.zeros(4, 256, 128, dtype=dtype), columns, columns
+
+
+def _four_bits_wide(dtype: torch.dtype) -> tuple:
+    columns = mr.scaled(torch.zeros(4096, 1152, dtype=torch.uint8), torch.ones(4096, 18), block=128, bits=4)
+    return torch.zeros(256, 2304, dtype=dtype), columns
 
 
 def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
@@ -298,6 +318,11 @@ CASES = [
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
+    # all vectors in 8 bits; 4 bits with scales of blocks
+    Case("FP8 attention 128", forward(attention), _all_stored(torch.float8_e4m3fn, 3), hopper=True),
+    Case("INT8 neighbours 128", forward(nearest), _all_stored(torch.int8, 2), lean=False),
+    Case("4-bit attention 128", forward(attention), _four_bits, lean=False),
+    Case("4-bit wide argmax", forward(best), _four_bits_wide, lean=False),
     # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
     *(
         Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
@@ -419,6 +444,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
     torch.bool: "i1",

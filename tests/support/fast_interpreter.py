@@ -8,6 +8,7 @@ its operands, however often it met their like; bfloat16 is taken apart into sign
 of Triton that does these things otherwise is left as it is.
 """
 
+import ast
 import functools
 import inspect
 import linecache
@@ -35,7 +36,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
         _count_shapes_once(patch)
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "interpreter_semantic"):
         _type_operations_once(patch, builder)
-    if hasattr(getattr(interpreter, "FunctionRewriter", None), "_transform_ast"):
+    if hasattr(getattr(interpreter, "FunctionRewriter", None), "ast_transformer"):
         _translate_a_text_once(patch)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
         _translate_once_a_launch(patch)
@@ -121,6 +122,17 @@ def _translate_once_a_launch(patch: pytest.MonkeyPatch) -> None:
         finally:
             done.clear()
 
+    words: dict[Any, list[str]] = {}  # the built-in ones of each package and class
+
+    def patch_builtin(pkg, builder, scope):
+        if pkg not in words:
+            words[pkg] = [name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)]
+        for name in words[pkg]:
+            if tl.core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
     patch.setattr(interpreter, "_patch_lang", once)
     patch.setattr(interpreter.GridExecutor, "__call__", launched)
 
@@ -143,7 +155,8 @@ def _translate_a_text_once(patch: pytest.MonkeyPatch) -> None:
         self.filename, self.def_file_lineno = found.co_filename, found.co_firstlineno + start
         try:
             if text not in known:
-                known[text] = self._transform_ast(text)
+                tree = self.ast_transformer.visit(ast.parse("\n" * (self.def_file_lineno - 1) + text))
+                known[text] = ast.fix_missing_locations(tree)
             return self._compile_and_exec(known[text])
         except (SyntaxError, KeyError):
             return ordinary(self)

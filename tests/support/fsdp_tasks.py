@@ -116,3 +116,38 @@ def data_and_tensor_ranks(group: Any) -> dict[str, str]:
         loss = mr.ops.linear_cross_entropy(hidden, head.weight, mine[1], bias=head.bias)
     found["loss outside, in a ring"] = compare(outside, loss, expected)
     return found
+
+
+def _wrap(name: str, group: Any) -> nn.Module:
+    """The model as each rank has it; fused before it is wrapped, or after. With no name, as one process has it."""
+    model = _model().double()
+    if name == "DDP":
+        return nn.parallel.DistributedDataParallel(fuse_loss(model), process_group=group)
+    if name == "DDP, then fused":
+        return fuse_loss(nn.parallel.DistributedDataParallel(model, process_group=group))
+    if name == "FSDP2":
+        mesh, model = DeviceMesh.from_group(group, "cpu"), fuse_loss(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return model
+
+
+def _train(model: nn.Module, part: slice) -> tuple[list[float], bool]:
+    """Three steps: the losses, and whether there were no logits."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for step in range(3):
+        tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(step))[part]
+        outputs = model(input_ids=tokens, labels=tokens, use_cache=False)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(outputs.loss.item())
+    return losses, outputs.logits is None
+
+
+def fused_steps(group: Any) -> dict[str, tuple[list[float], bool]]:
+    """The steps of a fused model by each way to wrap it, and of the model alone, which sees the rows of both ranks."""
+    mine = slice(2 * group.rank(), 2 * group.rank() + 2)
+    found = {name: _train(_wrap(name, group), mine) for name in ("DDP", "DDP, then fused", "FSDP2")}
+    return found | {"alone": _train(_wrap("", group), slice(None))}

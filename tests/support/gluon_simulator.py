@@ -153,6 +153,8 @@ class Machine:
         tl = SimpleNamespace(
             bfloat16=torch.bfloat16,
             float16=torch.float16,
+            float8e4nv=torch.float8_e4m3fn,
+            float8e5=torch.float8_e5m2,
             float32=torch.float32,
             int32=torch.int32,
             int64=torch.int64,
@@ -219,7 +221,10 @@ class Machine:
             found = place.storage[place.at]
             return found if found.is_floating_point() else found.item()
         seen = torch.ones((), dtype=torch.bool) if mask is None else mask
-        found = place.storage[torch.where(seen, place.at, 0).long()]
+        at = torch.where(seen, place.at, 0).long()
+        if place.storage.element_size() == 1 and place.storage.is_floating_point():  # torch cannot choose among these
+            return torch.where(seen, place.storage.view(torch.int8)[at], 0).view(place.storage.dtype)
+        found = place.storage[at]
         return torch.where(seen, found, torch.tensor(other, dtype=found.dtype))
 
     @staticmethod
@@ -304,6 +309,10 @@ def assembled(text):
     def alibi_line(base, slope, like):
         return base[:, None] + slope * torch.arange(like.shape[1])[None, :]
 
+    def join_bytes(weights):
+        sixteen = weights.unflatten(1, (-1, 2, 4, 2)).permute(0, 1, 3, 2, 4)
+        return sixteen.flatten(1).clamp(max=448).to(torch.float8_e4m3fn)
+
     def look_up_band(base, at, sign, like):
         return Machine.load(base + (at[:, None] + sign * torch.arange(like.shape[1])))
 
@@ -320,6 +329,8 @@ def assembled(text):
         "pack_pairs": same,
         "join_words": same,
         "split_words": same,
+        "join_bytes": join_bytes,
+        "split_bytes": same,
         "drop_pairs": drop_pairs,
         "thrown": thrown,
         "spared": spared,

@@ -23,6 +23,7 @@ from ...program.several import letters
 from ...reductions import KINDS, kind_of, outputs_of
 from . import listed_pairs
 from .shard import Shard
+from .unpack import unpack
 
 Value = Any  # a Tensor in the layout above, or a Python number
 _KINDS = {"bool": torch.bool, "int": torch.int64}
@@ -148,6 +149,9 @@ class Evaluator:
         return self.memo[e]
 
     def _node(self, e: Expr) -> Value:
+        if e.packing is not None:
+            scale, width = self.inputs[e.args[0].attrs[0]] if e.args else None, self.sizes.of(str(e.feature))
+            return to_layout(unpack(e.packing, width, self.inputs[e.attrs[0]], scale, self.sizes.compute), e)
         if e.op in ("input", "leaf"):
             return to_layout(self.inputs[e.attrs[0]], e)
         if e.op == "const":

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...program.constructors import substitute
 from ...program.expression import Expr, node, topological
 from .evaluate import Evaluator, Sizes
+from .unpack import unpack
 
 
 class MatchedPairs(Evaluator):
@@ -111,11 +112,19 @@ def gather_leaf(e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, sa
     if e.is_pair:  # a vector over the target's letter, one number per match
         name = e.attrs[0].removesuffix("/match")
         return next(v for k, v in leaves.items() if k.attrs[0] == name)[:, part]
+    if e.packing is not None:
+        values, *scale = (_gather_vectors(a, leaves[a], by_rows, part, safe) for a in (e, *e.args))
+        return unpack(e.packing, sizes.of(str(e.feature)), values, scale[0] if scale else None, sizes.compute)
     v = leaves[e]
     if not isinstance(v, Tensor):
         return v
     if not e.rows and not e.cols:
         return v.view(v.shape[0], 1, 1, *v.shape[1:])
+    return _gather_vectors(e, v, by_rows, part, safe)
+
+
+def _gather_vectors(e: Expr, v: Tensor, by_rows: bool, part: slice, safe: Tensor) -> Tensor:
+    """The same of a leaf that varies along one axis."""
     if e.rows == by_rows:
         return v[:, part].unsqueeze(2)
     batch, side, matches = safe.shape

@@ -84,6 +84,8 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
 
     Of few points all pairs in C++ are faster than a search: 0.5 times at 50,000 points of 3 features, equal at about
     150,000 (measured on one core of a Xeon)."""
+    if fold.packed:
+        return None
     picks = any(r.attrs[0] == "topk" for r in fold.reductions)
     if picks and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
         return found

@@ -22,6 +22,7 @@ from ...reductions.accumulator import Accumulator
 from ..common import matmul, tile_counter
 from ..common.evaluate import Sizes, to_compute_dtype
 from ..common.label_gather import run_pick
+from ..common.unpack import unpack
 from .accumulators import make_accumulator
 from .tile_code import Reducer, TileCode, compile_variant
 from .tile_run import Buffers, TileRun
@@ -164,6 +165,10 @@ class BatchChunk:
                 if rows:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
+            elif e.rows == rows and e.packing is not None:
+                scale = self.leaves[e.args[0]][:, which] if e.args else None
+                v = unpack(e.packing, self.sizes.of(str(e.feature)), v[:, which], scale, compute)
+                values[e] = matmul.to_operand(v, compute, self.narrow)
             elif e.rows == rows:
                 v = v[:, which].to(compute) if v.dtype in STORED and e.dtype == "float" else v[:, which]
                 if e.feature is not None:

@@ -158,8 +158,8 @@ def is_wide(fold: Fold, sizes: Sizes) -> bool:
 
 def writes_pairs(fold: Fold) -> bool:
     """Whether a fold has a result per pair (the gradient of an input given per pair), which tiles must write; or looks
-    up tables, which panels' kernels cannot."""
-    return bool(fold.tables) or any(kind_of(r).per_pair for r in fold.reductions)
+    up tables or reads packed vectors, which panels' kernels cannot."""
+    return bool(fold.tables or fold.packed) or any(kind_of(r).per_pair for r in fold.reductions)
 
 
 def run(

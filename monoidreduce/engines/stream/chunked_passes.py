@@ -22,12 +22,11 @@ from ..common import combine, subproblem
 from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import GradientProgram, as_gradient, build_gradient_program, zero_gradient
-from ..common.others import split_cotangents
+from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
 from ..common.saved_tensors import detach_views, load_saved
 from ..common.shard import Axis, Shard
 from ..common.subproblem import Engine, Subproblem
 from .checksum import Chunk
-from .other_chunks import OtherChunks
 
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]
@@ -340,3 +339,46 @@ class _SourceBackward:
                     else as_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
                 )
         return grads
+
+
+# Gradients of monoids that have no local one (``common/others.py``), over columns that arrive in chunks.
+# A chunk is one more block: a first reading keeps a state of each chunk, whose fold gives every chunk its cotangent;
+# a second one goes back through the pairs of each chunk. So such a gradient reads the source twice, and holds as many
+# numbers per row as a state has, for each chunk.
+
+
+class OtherChunks:
+    """The reductions of one pass whose gradients come from all others, with their cotangents."""
+
+    def __init__(self, fold: Fold, cotangents: Sequence[Tensor | None]):
+        self.parts = [*each_reduction(fold, cotangents)]
+        self.states: list[list[list[Tensor]]] = [[] for _ in self.parts]  # of each reduction and chunk
+        self.given: list[list[tuple[Tensor, ...]]] = []  # likewise, the cotangents
+
+    def read(self, leaves: Sequence[Any], sizes: Sizes) -> None:
+        """The first reading of a chunk."""
+        for (fold, _), states in zip(self.parts, self.states, strict=True):
+            states.append(_job(fold, leaves, sizes, (False,) * len(leaves)).states())
+
+    def fold(self, leaves: Sequence[Any], sizes: Sizes) -> None:
+        """After the first reading: the cotangent of each chunk."""
+        for (fold, given), states in zip(self.parts, self.states, strict=True):
+            job = _job(fold, leaves, sizes, (False,) * len(leaves))
+            stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
+            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.filled(given)))
+            self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
+        self.states.clear()
+
+    def gradients(
+        self, number: int, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The second reading of chunk ``number``: the gradients of its leaves."""
+        grads: list[Tensor | None] = [None] * len(leaves)
+        for (fold, _), given in zip(self.parts, self.given, strict=True):
+            job = _job(fold, leaves, sizes, wanted)
+            add_gradients(grads, job, job.gradients(given[number]))
+        return grads
+
+
+def _job(fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]) -> Blocks:
+    return Blocks(fold, sizes, tuple(leaves), tuple(wanted))

@@ -101,9 +101,9 @@ def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     pairs = zip(fold.leaves, leaves, strict=True)
-    vectors = [(e, v) for e, v in pairs if e.feature is not None and e not in fold.tables]
-    narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
-    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
+    vectors = {e: v for e, v in pairs if e.feature is not None and e not in fold.tables}
+    narrow = spec_from_tensors.narrow_type(vectors, sizes) is not None
+    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
 
 
 def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

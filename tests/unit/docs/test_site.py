@@ -33,7 +33,7 @@ def public() -> list[str]:
     found = [n for n in mr.__all__ if n not in {*ROOMS, *mr.errors.__all__, "__version__"}] + list(SHADOWING)
     for room, module in ROOMS.items():
         found += [f"{room}.{name}" for name in module.__all__]
-    doors = ("register", "fuse_loss", "unfuse_loss", "causal_lm_loss", "token_logprobs")
+    doors = ("register", "fuse_loss", "unfuse_loss", "causal_lm_loss", "token_logprobs", "PagedKeyValueCache")
     found += [f"integrations.transformers.{name}" for name in doors]
     found += [f"integrations.ray.{name}" for name in ("Progress", "Result", "estimate", "run")]
     found += [f"integrations.megatron.{n}vocab_parallel_cross_entropy" for n in ("", "linear_")]

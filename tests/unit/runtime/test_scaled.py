@@ -173,3 +173,82 @@ def test_wrong_ones_are_refused():
         cases.near.stream(stored)
     with pytest.raises(mr.ShapeError, match="no batch dimension"):
         stored.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("name", cases.PACKED)
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+def test_blocks_and_4_bits_equal_plain_tensors(engine, name, monkeypatch):
+    use_small_tiles(monkeypatch, 4, 6)
+    for op in OPS:
+        x, *rest = cases.problem(op, cases.PACKED[name], width=40)
+        x.requires_grad_()
+        with mr.use(engine=engine):
+            found = op(x, *rest)
+            gradient = torch.autograd.grad(found.square().sum(), x)[0]
+        exact = op(x, *widen(rest, torch.float64))
+        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+
+
+def test_blocks_in_batches_lists_and_transforms():
+    q, k, v = cases.problem(cases.attention, cases.PACKED["4 bits, blocks of 16"], width=32)
+    plain = widen((k, v), torch.float64)
+    cols = mr.edges(torch.arange(0, 22, 3), torch.randint(0, 13, (21,)))
+    torch.testing.assert_close(cases.attention(q, k, v, cols=cols), cases.attention(q, *plain, cols=cols))
+    run = lambda q, k, s: cases.attention(q, mr.scaled(k, s, block=16, bits=4), plain[1][0])
+    torch.testing.assert_close(torch.vmap(run)(q, k.values, k.scale), cases.attention(q, plain[0], plain[1][:1]))
+    whole = torch.compile(lambda q, k, v: cases.attention(q, k, v), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(q, k, v), cases.attention(q, *plain))
+    x = q[0].requires_grad_()
+    stored = cases.store_blocks(torch.randn(9, 32, dtype=torch.float64), 16)
+    assert torch.autograd.gradcheck(lambda x: cases.best(x, stored), x)
+    assert torch.autograd.gradgradcheck(lambda x: cases.attention(x, stored, stored), x)
+
+
+def test_scales_of_blocks_of_vectors():
+    x, values = torch.randn(5, 8), torch.randint(-9, 9, (10, 8), dtype=torch.int8)
+    few, both = torch.rand(4), torch.rand(4, 2)
+    wide = values.float() * few.repeat_interleave(3)[:10, None]
+    torch.testing.assert_close(cases.best(x, mr.scaled(values, few, block=3)), cases.best(x, wide))
+    wide = values.float() * both.repeat_interleave(4, 0)[:10].repeat_interleave(4, 1)
+    torch.testing.assert_close(cases.best(x, mr.scaled(values, both[:3], block=4)), cases.best(x, wide))
+
+
+def test_nothing_of_the_size_of_unpacked_columns_is_allocated():
+    """4 MB of 4-bit columns would be 32 MB in float32."""
+    q, k = torch.randn(4, 64, requires_grad=True), torch.randint(0, 255, (2**17, 32), dtype=torch.uint8)
+    scale = torch.rand(2**17, 2) / 10
+    stored = mr.scaled(k, scale, block=32, bits=4)
+    with mr.use(engine="eager", budget="8MB"), Watch([q, k, scale]) as watch:
+        cases.attention(q, stored, stored).sum().backward()
+    assert watch.largest <= 8e6 and watch.peak <= 16e6
+
+
+def test_what_stored_vectors_say_of_themselves():
+    stored = cases.store_blocks(torch.randn(2, 3, 5, 8), 4)
+    assert stored.shape == (2, 3, 5, 8) and len(stored) == 2 and stored.dtype is torch.uint8
+    assert repr(stored) == "mr.scaled(uint8[2, 3, 5, 4], float32[2, 3, 5, 2], block=4, bits=4)"
+    moved = stored.to("cpu").unsqueeze(-3).unflatten(-4, (3, 1))
+    torch.testing.assert_close(moved.dequantize(), stored.dequantize()[:, :, None, None])
+    torch.testing.assert_close(stored[1:].dequantize(), stored.dequantize()[1:])
+    torch.testing.assert_close(stored[torch.tensor([1, 0])], stored.dequantize()[[1, 0]])
+    both = [mr.scaled(store(torch.randn(4, 8), torch.int8).values, 0.1, wide=torch.bfloat16) for _ in range(2)]
+    assert cases.attention(*both, both[1]).dtype is torch.bfloat16
+
+
+def test_wrong_blocks_and_bits_are_refused():
+    bytes4, scale = torch.zeros(6, 4, dtype=torch.uint8), torch.ones(6, 2)
+    with pytest.raises(mr.DTypeError, match="uint8"):
+        mr.scaled(bytes4.to(torch.int8), 1.0, bits=4)
+    with pytest.raises(mr.ArgumentError, match="8, or 4"):
+        mr.scaled(bytes4, 1.0, bits=3)
+    with pytest.raises(mr.ArgumentError, match="block was given 0"):
+        mr.scaled(bytes4, scale, bits=4, block=0)
+    with pytest.raises(mr.ShapeError, match=r"\(6, 2\), \(2, 2\) or \(2,\)"):
+        mr.scaled(bytes4, 0.5, bits=4, block=4)
+    with pytest.raises(mr.ShapeError, match="scale has shape"):
+        mr.scaled(bytes4, torch.ones(6, 3), bits=4, block=4)
+    with pytest.raises(mr.ArgumentError, match="detach"):
+        mr.scaled(bytes4, scale.requires_grad_(), bits=4, block=4)
+    with pytest.raises(mr.DTypeError, match="wide was given"):
+        mr.scaled(bytes4, 1.0, bits=4, wide=torch.int8)

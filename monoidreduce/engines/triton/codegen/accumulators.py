@@ -39,7 +39,7 @@ class Accumulator:
             return False
         if len(self.slices) > 1:
             return False
-        alone = one.vector in v.spec.box_of and one.vector not in v.factors
+        alone = one.vector in v.spec.box_of and one.vector not in v.factors and not v.spec.is_stored_softmax
         self.waiting = one.vector if alone else self.waiting
         return alone
 

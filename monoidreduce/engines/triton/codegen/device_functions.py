@@ -638,5 +638,54 @@ def weighted_thirds(weight, x, y, z):
     return product_of_thirds(a, b, c, x, y, z)
 
 
+def bfloat16_of_int8(x):
+    # 128 + the lower seven bits, minus 128 or, where the sign is set, 256: both are bfloat16 numbers with those bits
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, c, d, one; mov.b32 one, 0x3F803F80; "
+        "prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342; "
+        "lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0xC300C300, 0xEA; "
+        "lop3.b32 d, b, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x00800080, 0xC300C300, 0xEA; "
+        "fma.rn.bf16x2 $0, c, one, a; fma.rn.bf16x2 $1, d, one, b; }",
+        "=r,=r,r",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def bfloat16_of_float8_e4m3fn(x):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q; .reg .f32 w, x, y, z; mov.b32 {l, h}, $2; "
+        "cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
+        "cvt.f32.f16 w, a; cvt.f32.f16 x, b; cvt.f32.f16 y, c; cvt.f32.f16 z, d; "
+        "cvt.rn.bf16x2.f32 $0, x, w; cvt.rn.bf16x2.f32 $1, z, y; }",
+        "=r,=r,r",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def bfloat16_of_float8_e5m2(x):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q; .reg .f32 w, x, y, z; mov.b32 {l, h}, $2; "
+        "cvt.rn.f16x2.e5m2x2 p, l; cvt.rn.f16x2.e5m2x2 q, h; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
+        "cvt.f32.f16 w, a; cvt.f32.f16 x, b; cvt.f32.f16 y, c; cvt.f32.f16 z, d; "
+        "cvt.rn.bf16x2.f32 $0, x, w; cvt.rn.bf16x2.f32 $1, z, y; }",
+        "=r,=r,r",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def both_halves(x):
+    # 4-bit numbers, two in a byte, each with an offset of 8
+    return tl.interleave(x & 15, x >> 4).to(tl.int8) - 8
+
+
 def of_thirds(x, y, z):
     return x.to(tl.float32) + (y.to(tl.float32) + z.to(tl.float32))

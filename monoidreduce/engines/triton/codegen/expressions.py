@@ -19,9 +19,18 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, lookups, random_functions, several, special_functions
+from . import (
+    close_pairs,
+    device_functions,
+    k_loop,
+    lookups,
+    packed_vectors,
+    random_functions,
+    several,
+    special_functions,
+)
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
+from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -31,7 +40,6 @@ _TYPED = (  # need typed constants
 )  # fmt: skip
 _KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
-_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
 _NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
@@ -156,7 +164,7 @@ class ExpressionWriter:
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
-            return self._distance(e)
+            return close_pairs.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
@@ -239,7 +247,13 @@ class ExpressionWriter:
         return self._loaded(text, e, kind)
 
     def leaf_component(self, e: Expr, f: str) -> str:
-        """Feature ``f`` of a leaf, loaded."""
+        """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
+        if e.packing is not None:
+            return packed_vectors.write_component(self, e, f)
+        return self._loaded(self.load_component(e, f), e, self.spec.type_of[e])
+
+    def load_component(self, e: Expr, f: str) -> str:
+        """Number ``f`` of each of a leaf's vectors, as it is stored."""
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
@@ -250,7 +264,12 @@ class ExpressionWriter:
             mask = f", mask=kept_in, other={self.spec.zero(e)}"
         else:
             shape = mask = ""
-        return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
+        return f"tl.load({at}{mask}){shape}"
+
+    def axis_offset(self, e: Expr, side: str) -> str:
+        """Where the vectors of a tile lie from a leaf's pointer on."""
+        folded = f"folded_lane[:, None] * {self.stride(e, 's')}"
+        return folded if side == "folded" else self.kept_offset(e, "[:, None]")
 
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
@@ -525,7 +544,7 @@ class ExpressionWriter:
                 return square
             name = self.bind((e, "square"), square, True)
             if self.spec.exact:
-                self._near(e, name, norms)
+                close_pairs.recompute(self, e, name, norms)
             return name
 
         def factors(f: str) -> tuple[str, str]:
@@ -544,34 +563,6 @@ class ExpressionWriter:
             return text
         return self._walked(x, lambda f: " * ".join(factors(f)), e)
 
-    def _near(self, e: Expr, square: str, norms: list[str]) -> None:
-        """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""
-        close = f"tl.max(tl.where({square} < {_CLOSE} * ({norms[0]} + {norms[1]}), 1, 0))"
-        lines, self.inside = self.inside, []
-        names = dict(self.inner)
-        self.inside.append(f"{square} = tl.zeros([KEPT, FOLDED], {self.float})")
-        with self.walk(self.spec.width(e.args[0].feature)) as f:
-            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in e.args), True)
-            self.inside.append(f"{square} += {gap} * {gap}")
-        lines += [f"if {close} > 0:", *(f"    {line}" for line in self.inside)]
-        self.inside, self.inner = lines, names
-
-    def _distance(self, e: Expr) -> str:
-        """A squared distance from norms and a split product (``float32_split.py``); close pairs are recomputed from
-        whole vectors."""
-        pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
-        text = self.primitive(e, [self.argument(a, "float") for a in e.args])
-        name = self.bind((e, "square"), text, True)
-        lines, names, self.inside = self.inside, dict(self.inner), []
-        total = self.bind((e, "near"), f"tl.zeros([KEPT, FOLDED], {self.float})", True)
-        with self.walk(self.spec.width(pair[0].feature)) as f:
-            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in pair), True)
-            self.inside.append(f"{total} += {gap} * {gap}")
-        self.inside.append(f"{name} = tl.where({name} < {_CLOSE} * {norms}, {total}, {name})")
-        lines += [f"if tl.min({name} - {_CLOSE} * {norms}) < 0:", *(f"    {line}" for line in self.inside)]
-        self.inside, self.inner = lines, names
-        return name
-
     def _norm(self, v: Expr) -> str:
         """The squared norm of a leaf's vectors."""
         axis = "[None, :]" if self.spec.folds(v) else "[:, None]"
@@ -589,11 +580,13 @@ class ExpressionWriter:
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
             return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"
-        text = ""
+        text, kind = "", self.spec.multiplies_eight_bits(kept, folded)
+        options = f", out_dtype=tl.{kind}" if kind else self.options()
         for at in self.spec.slices(x.feature):
             more = f", acc={text}" if text else ""
-            text = f"tl.dot({self.block(kept, at=at)}, tl.trans({self.block(folded, at=at)}){more}{self.options()})"
-        return text
+            blocks = [self.block(e, at=at, stored=bool(kind)) for e in (kept, folded)]
+            text = f"tl.dot({blocks[0]}, tl.trans({blocks[1]}){more}{options})"
+        return f"{text}.to(tl.float32)" if kind == "int32" else text
 
     def products(self, *roots: Expr) -> None:
         """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
@@ -615,12 +608,13 @@ class ExpressionWriter:
         name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
         return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
 
-    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None) -> str:
-        """A leaf's vectors ``[axis, features]`` in the operand type.
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
+        """A leaf's vectors ``[axis, features]`` in the operand type, or as they are ``stored``.
 
         ``piece``: one 16-bit part of float32 vectors; ``at``: one slice of the features (``Spec.slices``)."""
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
         name, folded = f"{name}_block" if piece is None else f"{name}_block_{piece}", self.spec.folds(e)
+        name = f"{name}_stored" if stored else name
         self.blocks[e] = None
         width = self.spec.width(e.feature)
         whole, first = padded(width), (piece or 0) * padded(width)
@@ -630,19 +624,28 @@ class ExpressionWriter:
             first, size = at
             lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
             name = f"{name}_{first}" if first else name
-        key = (e, "block", piece, first)
+        key = (e, "stored block" if stored else "block", piece, first)
+        wanted = self.operand_type() if piece is None and not stored else kind
         if folded and e in self.spec.box_of:
-            return self.bind(key, self.load_by_descriptor(e, "start", str(first)), True, name)
+            text = self.load_by_descriptor(e, "start", str(first))
+            text = (
+                packed_vectors.widen_block(self.spec, text, kind, wanted)
+                if kind in EIGHT_BITS and kind != wanted
+                else text
+            )
+            return self.bind(key, text, True, name)
         side = "folded" if folded else "kept"
+        if e.packing is not None:
+            size = whole if at is None else at[1]
+            text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
+            return self.bind(key, text, folded, name)
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
         mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
-        rows = f"folded_lane[:, None] * {self.stride(e, 's')}" if folded else self.kept_offset(e, "[:, None]")
-        text = f"tl.load({base} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
-        wanted = self.operand_type() if piece is None else kind
-        text = text if kind == wanted else widen(text, kind, wanted)
+        text = f"tl.load({base} + {self.axis_offset(e, side)} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        text = text if kind == wanted else packed_vectors.widen_block(self.spec, text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:

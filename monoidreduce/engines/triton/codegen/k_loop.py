@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
-from .kernel_spec import WIDEST, Spec, widen
+from . import packed_vectors
+from .kernel_spec import WIDEST, Spec
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
@@ -111,12 +112,15 @@ def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found
-    total = v.bind((kept, folded, "deep"), "tl.zeros([KEPT, FOLDED], tl.float32)", True)
+    kind = v.spec.multiplies_eight_bits(kept, folded)
+    total = v.bind((kept, folded, "deep"), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
     if kept in v.spec.box_of and folded in v.spec.box_of:
         blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
-        v.inside += _loop(total, v.spec.width(kept.feature), blocks)
+        v.inside += _loop(total, v.spec.width(kept.feature), blocks, kind)
     else:
-        _by_pointers(v, kept, folded, total)
+        _by_pointers(v, kept, folded, total, kind)
+    if kind == "int32":
+        v.inside.append(f"{total} = {total}.to(tl.float32)")
     if rounds_products(v.spec):
         v.inside.append(write_rounding(total))
     return total
@@ -126,24 +130,27 @@ def write_rounding(total: str) -> str:
     return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 
-def _loop(total: str, width: int, blocks: list[str]) -> list[str]:
-    return [f"for d in range(0, {width}, {DEPTH}):", f"    {_dot(total, blocks)}"]
+def _loop(total: str, width: int, blocks: list[str], eight: str = "") -> list[str]:
+    return [f"for d in range(0, {width}, {DEPTH}):", f"    {_dot(total, blocks, eight)}"]
 
 
-def _dot(total: str, blocks: list[str]) -> str:
-    return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total})"
+def _dot(total: str, blocks: list[str], eight: str = "") -> str:
+    """``eight``: the type of sums of 8-bit products. Hopper adds FP8 products up in 22 bits; after each block they are
+    added in float32."""
+    options = {"int32": ", out_dtype=tl.int32", "float32": f", max_num_imprecise_acc={DEPTH}"}.get(eight, "")
+    return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total}{options})"
 
 
-def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str) -> None:
+def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str, eight: str) -> None:
     width = v.spec.width(kept.feature)
     lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
-    sides = [_vectors(v, e, side, lane) for e, side in ((kept, "kept"), (folded, "folded"))]
-    whole = width // DEPTH * DEPTH
-    v.inside += _loop(total, whole, [_block(v, *side, "d", "") for side in sides])
+    sides, whole = ((kept, "kept"), (folded, "folded")), width // DEPTH * DEPTH
+    blocks = [_block(v, e, side, lane, bool(eight)) for e, side in sides]
+    v.inside += _loop(total, whole, [block("d", "") for block in blocks], eight)
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
-        ends = [mask + v.spec.zero(e) for e in (kept, folded)]
-        v.inside.append(_dot(total, [_block(v, *side, str(whole), end) for side, end in zip(sides, ends, strict=True)]))
+        ends = [block(str(whole), mask + v.spec.zero(e)) for block, (e, _) in zip(blocks, sides, strict=True)]
+        v.inside.append(_dot(total, ends, eight))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
@@ -154,6 +161,15 @@ def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, s
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _block(v: ExpressionWriter, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
-    text = f"tl.load({vectors} + {at} * {stride}{mask})"
-    return text if kind == v.operand_type() else widen(text, kind, v.operand_type())
+def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> Callable[[str, str], str]:
+    """What writes a block of a tile's vectors, from a feature on and with a mask; ``stored``: as they are stored."""
+    wanted = v.operand_type()
+    if e.packing is not None:
+        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, side, v.masked, wanted)
+    vectors, stride, kind = _vectors(v, e, side, lane)
+
+    def write(at: str, mask: str) -> str:
+        text = f"tl.load({vectors} + {at} * {stride}{mask})"
+        return text if stored or kind == wanted else packed_vectors.widen_block(v.spec, text, kind, wanted)
+
+    return write

@@ -71,6 +71,7 @@ class Spec:
     group: int | None = None  # the batch dimension that is folded too: results are summed over it
     group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    eight: bool = False  # the device multiplies 8-bit vectors by each other
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
@@ -145,7 +146,33 @@ class Spec:
 
     def zero(self, e: Expr) -> str:
         """What is read of a leaf's vectors outside of their mask."""
+        if e.packing is not None and e.packing[0] == 4:
+            return "136"  # two zeros, each with its offset of 8
         return "0.0" if self.type_of[e] in EIGHT_BITS else "0"
+
+    def multiplies_eight_bits(self, x: Expr, y: Expr) -> str:
+        """How a product of two leaves is taken by the matrix units for 8 bits, as they are stored: ``"int32"`` or
+        ``"float32"``, the type of its sums; empty where it is not."""
+        kinds = {self.type_of[e] if e.packing is None else "" for e in (x, y)}
+        deep = self.deep and self.width(x.feature) > WIDEST
+        if not self.eight or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
+            return ""
+        return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
+
+    @cached_property
+    def multiplies_only_eight_bits(self) -> bool:
+        """Whether all products are taken by the matrix units for 8 bits."""
+        products = [e for e in topological(self.fold.reductions) if e.op in ("dot", "sqdist")]
+        plain = all(e.op == "dot" and all(a.op == "leaf" for a in e.args) for e in products)
+        return bool(products) and plain and all(self.multiplies_eight_bits(*e.args) for e in products)
+
+    @cached_property
+    def is_stored_softmax(self) -> bool:
+        """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
+        (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]
+        return (
+            self.eight and not others and r.attrs[0] == "soft" and all(self.type_of[e] in EIGHT_BITS for e in vectors)
+        )
 
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""
@@ -227,6 +254,15 @@ def box_name(x: str, k: int = 0) -> str:
     ('x1_box', 'x1_box1')
     """
     return f"{x}_box{k or ''}"
+
+
+def gluon_type(kind: str) -> str:
+    """The name that Triton has for a type of torch.
+
+    >>> gluon_type("float8_e4m3fn"), gluon_type("bfloat16")
+    ('float8e4nv', 'bfloat16')
+    """
+    return {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(kind, kind)
 
 
 def widen(text: str, kind: str, wanted: str) -> str:

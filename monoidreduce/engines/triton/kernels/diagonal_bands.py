@@ -122,7 +122,7 @@ class Bands:
 def rewrite_fold(fold: Fold) -> tuple[Fold, tuple[Band, ...]]:
     """The fold with a band in place of each table that is read along diagonals, and these bands."""
     read = [e for e in topological(fold.reductions) if e.op == "lookup" and e.dtype == "float" and e.is_pair]
-    bands, new = [], dict[Expr, Expr]()
+    bands, new = list[Band](), dict[Expr, Expr]()
     gap = apply("sub", index("row"), index("col"))
     place = apply("add", gap, apply("add", size("cols"), BAND_ROOM - 1))
     for e in read:

@@ -31,7 +31,7 @@ from ..codegen.lookups import reads_bands_alone
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import few_rows, hopper, spec_from_tensors
+from ..schedules import few_rows, hopper, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
@@ -157,10 +157,14 @@ class FoldLaunch:
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
+        self.before = (*self.before[:3], ())
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
+        if self.kernel.turned is not None:
+            self.before = (*self.before[:3], (self.kernel.turned,))
+            leaves = {**leaves, **turned_values.turn_leaves(self.before[3], leaves, len(self.batch))}
         self._lay_out_results()
         self._lay_out_arguments(leaves)
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -209,6 +213,7 @@ class FoldLaunch:
         sizes, device = self.sizes, self.sizes.device
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
+        item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
         copied = (
             descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
@@ -350,6 +355,8 @@ class FoldLaunch:
         if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
         length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
+        if e is self.kernel.turned:
+            return [(size, length) for _, size in self.spec.box_slices(e)]
         return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:

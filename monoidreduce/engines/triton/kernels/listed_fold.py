@@ -133,7 +133,7 @@ class ListedLaunch(FoldLaunch):
     def _describe(self, values: Leaves) -> None:
         """The spec: leaves are read as they are, since copies of a whole axis may cost more than the lists' share."""
         with spec_from_tensors.as_for(replace(self.sizes, rows=1, cols=1)):  # float32 vectors are not split
-            spec, (splits, casts) = spec_from_tensors.describe_fold(
+            spec, (splits, casts, *_) = spec_from_tensors.describe_fold(
                 self.fold, self.over, values, self.batch, self.sizes
             )
         if splits or spec.deep:
@@ -141,7 +141,7 @@ class ListedLaunch(FoldLaunch):
         read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
-        self.before = ((), tuple(c for c in casts if c[0] not in read))
+        self.before = ((), tuple(c for c in casts if c[0] not in read), (), ())
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess

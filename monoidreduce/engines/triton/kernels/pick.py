@@ -171,6 +171,8 @@ def takes(r: Expr, sizes: Sizes) -> bool:
     target, value, _ = r.args
     if sizes.compute is not torch.float32 or target.op != "leaf" or not sizes.rows or not sizes.cols:
         return False
+    if any(e.packing is not None for e in topological(r.args)):
+        return False
     if r.attrs[0] != "picks" and (_operands(r) is None or (r.args[2] is ONE and _gathers(r))):
         return False  # numbers in their order are torch's own
     for e in topological([value], stop=lambda e: e.op in _PRODUCTS):

@@ -121,7 +121,7 @@ def _gains_by_bands(sizes: Sizes) -> bool:
 class PartlyShownFold:
     """A fold of whose results only some are shown: those saved for the backward pass share one allocation."""
 
-    def __init__(self, ready: PreparedFold, shown: tuple[int, ...]):
+    def __init__(self, ready: Any, shown: tuple[int, ...]):  # a PreparedFold, or a ListedFold in its form
         self.ready, self.shown = ready, shown
         self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
         self.one = self._alone()

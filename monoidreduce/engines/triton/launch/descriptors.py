@@ -20,7 +20,7 @@ from torch import Tensor
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....program.several import are_several
-from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, padded
+from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, gluon_type, padded
 from . import jit_module
 from .encoded_descriptors import replace_base as replace_base
 
@@ -68,6 +68,8 @@ def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
     if spec.pieces:
         return v.element_size() == 2
     width = v.shape[-1]
+    if spec.is_stored_softmax:  # for the warp-specialised kernel
+        return NARROW < width <= WIDEST and padded(width) == width and not spec.room_of[e]
     whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.deep and width > WIDEST)
     whole &= not (_is_softmax(spec) and width < padded(width) <= NARROW)
     plain = spec.deep or not spec.room_of[e]  # a K loop reads a padded copy like any other
@@ -110,7 +112,7 @@ def make_descriptor(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], st
     given = ([v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
     if staged:
         gl = importlib.import_module("triton.experimental.gluon.language")
-        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(v.dtype)[6:]))
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, gluon_type(str(v.dtype)[6:])))
         made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)
     else:
         made = _descriptor(v, *given)

@@ -93,16 +93,16 @@ def suffix(k: int) -> str:
     return str(k or "")
 
 
-def layouts(sums: Slices, other: str = "") -> list[str]:
+def layouts(sums: Slices, other: str = "", packed: int = 2) -> list[str]:
     """How four warps hold scores, accumulators of each slice of features, and weights as an operand of their MMA.
 
-    ``other``: what tells the names from those of sums of another width."""
-    mma = "tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {}, 16])".format
+    ``other``: what tells the names from those of sums of another width; ``packed``: weights in a register."""
+    mma = f"tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {{}}, {8 * packed}])".format
     lines = [f"SCORES: tl.constexpr = {mma('FOLDED')}"]
     for k, (_, size) in enumerate(sums):
         name = f"{other}{suffix(k)}"
         lines.append(f"SUMS{name}: tl.constexpr = {mma(size)}")
-        lines.append(f"WEIGHTS{name}: tl.constexpr = tl.DotOperandLayout(0, SUMS{name}, 2)")
+        lines.append(f"WEIGHTS{name}: tl.constexpr = tl.DotOperandLayout(0, SUMS{name}, {packed})")
     return lines
 
 
@@ -148,14 +148,17 @@ class VectorRows:
             ]
         return lines
 
-    def load(self, pointer: str, e: Expr, width: int, slices: Slices, smem: Sequence[str]) -> list[str]:
+    def load(
+        self, pointer: str, e: Expr, width: int, slices: Slices, smem: Sequence[str], zero: str = "0"
+    ) -> list[str]:
         """Load a kept tile of vectors into shared memory, where it stays."""
         x, lines = leaf_name(e), []
         for (first, size), block in zip(slices, smem, strict=True):
             row, lane = (self.name(what, size) for what in ("wide_row", "wide_lane"))
             base = f"{pointer} + {first} * {x}_f" if first else pointer
             place = f"{base} + {row}[:, None] * {x}_s + {lane}[None, :] * {x}_f"
-            lines.append(f"{block}.store(tl.load({place}, mask={self._inside(size, width - first)}, other=0))")
+            inside = self._inside(size, width - first)
+            lines.append(f"{block}.store(tl.load({place}, mask={inside}, other={zero}))")
         return lines
 
     def store(
@@ -204,18 +207,20 @@ class Ring:
 
     A block is filled by one copy of a tensor descriptor, ``{name}_box``; of vectors in several slices, each slice has a
     ring and a descriptor of its own, and all share the barriers. ``corner`` are the coordinates before the folded
-    index. ``consumers``: how many warp groups arrive when they are done with it."""
+    index. ``consumers``: how many warp groups arrive when they are done with it. ``turned``: features are the first
+    dimension of a block."""
 
     name: str
     depth: int
     consumers: int
     corner: str
     slices: Slices
+    turned: bool = False
 
     @classmethod
-    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int) -> Ring:
+    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int, turned: bool = False) -> Ring:
         corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e])
-        return cls(leaf_name(e), depth, consumers, corner, spec.box_slices(e))
+        return cls(leaf_name(e), depth, consumers, corner, spec.box_slices(e), turned)
 
     @property
     def rings(self) -> list[str]:
@@ -251,7 +256,7 @@ class Ring:
         """The same where the barrier knows how many bytes to expect."""
         lines = []
         for k, (ring, (first, _)) in enumerate(zip(self.rings, self.slices, strict=True)):
-            at = f"[{self.corner}{start}, {first}]"
+            at = f"[{self.corner}{first}, {start}]" if self.turned else f"[{self.corner}{start}, {first}]"
             lines.append(f"copy({box_name(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
         return lines
 
@@ -278,8 +283,9 @@ class Ring:
 
     def blocks_in(self, slot: str, folded: str = "FOLDED") -> list[str]:
         """The same of a slot."""
+        shape = "[{1}, {0}]).permute((1, 0)" if self.turned else "[{0}, {1}]"
         return [
-            f"{ring}.index({slot}).reshape([{folded}, {size}])"
+            f"{ring}.index({slot}).reshape({shape.format(folded, size)})"
             for ring, (_, size) in zip(self.rings, self.slices, strict=True)
         ]
 

@@ -171,7 +171,14 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
     return found
 
 
+# Numbers of pairs made of 8-bit products. H200, 10 nearest of 4096 x 10⁶ points, 128 features: 6.7 ms; 64 x 64: 8.9,
+# 128 x 64: 7.3, 128 x 128 by 8 warps: 8.5.
+_EIGHT_BITS = KernelPlan(64, 128, 4, 3)
+
+
 def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    if item == 1:
+        return _EIGHT_BITS
     if kernel.traits.pieces:
         return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
     if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.widths.stored):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,11 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split
+from . import float32_split, stored_distances, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...]]  # conversions of leaves before the launch
+# What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...], tuple[Expr, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -52,14 +54,13 @@ def describe_fold(
 ) -> tuple[Spec, Before]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
+    fold, norms = stored_distances.rewrite_fold(fold, values, sizes, pairs)
     rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
-    narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
-    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
-        narrow = torch.bfloat16  # which holds all numbers of 8 bits
+    narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     folded = sizes.cols if over == "cols" else sizes.rows
@@ -76,6 +77,8 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
+        elif e in fold.packed:
+            pass  # widened where it is loaded
         elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
@@ -105,10 +108,20 @@ def describe_fold(
         raw=fold.exact,
         native=narrow is not None and has_tanh(sizes.device),
         pieces=rewritten.pieces,
+        eight=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, (splits, tuple(casts))
+    return spec, (splits, tuple(casts), norms, ())
+
+
+def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | None:
+    """The 16-bit type of matrix products of these vectors, if there is one."""
+    scales = {a for e in vectors if e.packing is not None for a in e.args}
+    vectors = {e: v for e, v in vectors.items() if e not in scales}
+    if vectors and all(e.is_stored for e in vectors) and sizes.compute is torch.float32:
+        return torch.bfloat16  # which holds all numbers of 8 bits
+    return next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
 
 
 def has_short_loops(spec: Spec) -> bool:
@@ -132,8 +145,10 @@ def convert_leaves(
     values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes
 ) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
-    splits, casts = before
-    found = float32_split.split_leaves(splits, values, len(batch))
+    splits, casts, norms, turned = before
+    found = float32_split.split_leaves(splits, values, len(batch)) | stored_distances.compute_norms(
+        norms, values, len(batch)
+    )
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):
@@ -145,7 +160,7 @@ def convert_leaves(
             found[e] = kept.expand(*batch, -1, -1)
         else:
             found[e] = v.to(dtype)
-    return found
+    return found | turned_values.turn_leaves(turned, found, len(batch))
 
 
 def _is_present(device: torch.device) -> bool:
@@ -169,6 +184,14 @@ def has_tanh(device: torch.device) -> bool:
     if not _is_present(device) or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 5)
+
+
+@functools.cache
+def multiplies_eight_bits(device: torch.device) -> bool:
+    """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
+    if not _is_present(device):
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Slices, Spec
+from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -62,6 +62,7 @@ class AttentionSchedule:
     ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
+    item: int = 2  # bytes of a number of queries, keys and values
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
@@ -83,11 +84,11 @@ class AttentionSchedule:
         return self.kept, self.folded, 4, self.ring
 
     def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
-        """The resident tile and two rings of blocks, in 16 bits, for queries and values of so many features; and
-        ``staged`` features of results that are stored through memory of their own. ``folded``, ``ring``: if others."""
+        """The resident tile and two rings of blocks for queries and values of so many features; and ``staged`` features
+        of results that are stored through 16-bit memory of their own. ``folded``, ``ring``: if others."""
         folded, ring = folded or self.folded, ring or self.ring
         in_flight = ring * queries + (ring + self.more_values) * values
-        return 2 * (self.kept * (queries + staged) + folded * in_flight)
+        return self.item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
 
 
 SCHEDULES = (
@@ -96,6 +97,11 @@ SCHEDULES = (
     AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
 )
 
+# Queries, keys and values in 8-bit floats
+STORED_SCHEDULES = (AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40), item=1),)
+# In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
+# and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
+_LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
@@ -104,7 +110,7 @@ _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
-    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in SCHEDULES)
+    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES))
     return plan.boxes == 2 and kept and hopper.runs_warp_specialized(device)
 
 
@@ -151,7 +157,11 @@ def find_operands(spec: Spec) -> Operands | None:
     vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
-    copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
+    copied = keys in spec.box_of and values in spec.box_of
+    if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
+        copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2
+    else:
+        copied &= spec.type_of[queries] == spec.narrow
     return Operands(queries, keys, values) if copied else None
 
 
@@ -169,10 +179,11 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
-    staged = sum(size for _, size in _find_staged(queries, values))
+    stored = spec.is_stored_softmax
+    staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
     if max(widths) <= _NARROW:
         return None
-    for schedule in SCHEDULES:
+    for schedule in STORED_SCHEDULES if stored else SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
         if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
@@ -220,7 +231,8 @@ def write_kernel(
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
     made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
+    turned = operands.values if spec.is_stored_softmax else None
+    return made and replace(made, made=text.softcap.coefficients() if text.softcap else (), turned=turned)
 
 
 class _PairValues(ExpressionWriter):
@@ -259,6 +271,7 @@ class _Text:
 
     def __init__(self, spec: Spec, schedule: AttentionSchedule, operands: Operands, even: bool, aligned: bool):
         self.spec, self.schedule, self.operands, self.narrow = spec, schedule, operands, f"tl.{spec.narrow}"
+        self.stored = spec.is_stored_softmax
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
@@ -275,18 +288,23 @@ class _Text:
         # dropout masks weights when they are rounded
         soft.rounded = [soft.rounded[0] or v.toss is not None, *(False for _ in self.means)]
         soft.compensates = self.guesses and soft.rounded[0]
+        if self.stored:
+            soft.headroom, soft.above = _LARGEST, -_GUESSED
         self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
         limited = self.ends and listed.find_upper_limits(spec) is not None
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
         logit = known(soft.reduction.args[0], self.truths)
-        self.softcap = match_softcap(soft, logit) if self.guesses else None
-        self.alibi = match_alibi(soft, logit) if self.guesses and aligned and spec.listed is None else None
+        forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
+        self.softcap = match_softcap(soft, logit) if forms else None
+        self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
         sloped = self.guesses and soft.sloped and spec.listed is None
         self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
-        self.values = Ring.of(operands.values, spec, schedule.ring + schedule.more_values, schedule.groups)
+        self.values = Ring.of(
+            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, turned=self.stored
+        )
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.staged = _find_staged(self.keys.slices, self.values.slices)
+        self.staged = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
         self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
         self.rows = VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
@@ -298,6 +316,9 @@ class _Text:
         if self.v.toss:
             self.weights, self.operand, self.last = f"join_words({rounded})", "operand", "split_words(weights, WEIGHTS)"
             self.unpack = [f"operand = {self.last}"]
+        elif self.stored:
+            self.weights, self.last = f"join_bytes({self.n}_part)", "split_bytes(weights, WEIGHTS)"
+            self.unpack, self.operand = [f"operand = {self.last}"], "operand"
         else:
             weights = f"tl.convert_layout({rounded}, WEIGHTS)"
             packs = self.spec.bounds or self.ends or self.softcap or self.means or self.spec.fold.tables
@@ -327,6 +348,12 @@ class _Text:
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
         return "\n".join(text.format(**holes) for text in called)
 
+    @property
+    def kinds(self) -> list[str]:
+        """The types of queries, keys and values in shared memory."""
+        leaves = (self.operands.queries, self.operands.keys, self.operands.values)
+        return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
+
     def _opening(self) -> list[str]:
         return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
 
@@ -349,14 +376,17 @@ class _Text:
     def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
-        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {self.narrow})".format
-        tiles = zip([*self.residents, *self.staging], [*self.keys.slices, *self.staged], strict=True)
+        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
+        queries, keys, values = self.kinds
+        tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
+        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staged, strict=True)]
         allocate = [
             *(
-                gluon_parts.allocate(name, self.narrow, f"[{groups}, {kept}, {size}]", layout(size))
-                for name, (_, size) in tiles
+                gluon_parts.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
+                for name, kind, size in tiles
             ),
-            *(line for r in both for line in r.allocate_blocks(self.narrow)),
+            *self.keys.allocate_blocks(keys),
+            *self.values.allocate_blocks(values),
             gluon_parts.allocate_barriers("retry_full", groups),
             gluon_parts.allocate_barriers("done", 1),
             *(line for r in both for line in r.allocate_barriers()),
@@ -403,7 +433,8 @@ class _Text:
         }
         queries, own = self.operands.queries, [*self.residents, *self.staging]
         width = self.spec.width(queries.feature)
-        load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents)
+        zero = self.spec.zero(queries)
+        load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents, zero)
         begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
         results = self._results()
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
@@ -412,7 +443,7 @@ class _Text:
             attention_template.CONSUMER,
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
-            layouts=[*gluon_parts.layouts(self.values.slices), *self.rows.layouts()],
+            layouts=[*gluon_parts.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
             opening=self._opening(),
             lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
             before=v.before,
@@ -472,6 +503,7 @@ class _Text:
 
         ``ahead``: numbers that are loaded while both MMAs run."""
         totals, operand = self.totals, self.operand
+        held = "weights" if self.stored else operand
         return [
             self.keys.wait(),
             *self._start_scores("step", queries),
@@ -482,10 +514,11 @@ class _Text:
             self.keys.release(),
             *enter,
             *arithmetic,
-            f"{totals}, {operand} = warpgroup_mma_wait(0, deps=[{totals}, {operand}])",
+            *([f"packed = {self.weights}"] if self.stored else []),  # few registers: while the sums run
+            f"{totals}, {held} = warpgroup_mma_wait(0, deps=[{totals}, {held}])",
             self.values.release("(step - 1)"),
             *([] if self.guesses else self._rescale()),
-            f"weights = {self.weights}",
+            f"weights = {'packed' if self.stored else self.weights}",
         ]
 
     def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
@@ -496,7 +529,8 @@ class _Text:
             before.append(f"{n}_capped = {self.softcap.applies()}")
             whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
         elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
-            block, held = f"{leaf_name(self.operands.queries)}_block", "load(tl.DotOperandLayout(0, SCORES, 2))"
+            packed = 4 if self.stored else 2
+            block, held = f"{leaf_name(self.operands.queries)}_block", f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
@@ -565,11 +599,16 @@ class _Text:
     def _retry(self, arithmetic: list[str]) -> list[str]:
         """Check the guessed maximum; compute rows again where it was wrong."""
         n, rows, compensates = self.n, "tl.SliceLayout(1, SCORES)", self.soft.compensates
+        kind = "tl.float8e4nv" if self.stored else self.narrow
         rounding = [
-            f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), {self.narrow})",
+            f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), {kind})",
             f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
         ]
         right = f" & {self.softcap.was_right()}" if self.softcap else ""
+        if self.stored:
+            most, (low, high) = f"tl.max(tl.cast({n}_largest, tl.float32, bitcast=True), 1)", _IN_RANGE
+            rounding.append(f"{n}_most = tl.convert_layout({most}, {rows})")
+            right = f" & ({n}_most >= {low}) & ({n}_most <= {high})"
         text = fill(
             attention_template.RETRY,
             n=n,
@@ -612,7 +651,7 @@ class _Text:
 
     def _find_memory(self) -> list[str]:
         """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
-        free = list(zip(self.keys.slices, self.residents, strict=True))
+        free = [] if self.stored else list(zip(self.keys.slices, self.residents, strict=True))
         own = dict(zip(self.staged, self.staging, strict=True))
         found = []
         for each in self.values.slices:

@@ -96,6 +96,38 @@ def load_numbers(ring, full, step, LAYOUT: tl.constexpr):
     mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
     return ring.index(step % {ring}).load(LAYOUT)
 """,
+    # Weights as 8-bit floats, four in a word from one step to the next. A thread holds columns 2t, 2t + 1, 2t + 8 and
+    # 2t + 9 of sixteen, but as an operand the columns 4t to 4t + 3: those are renamed, not moved, and values are copied
+    # in that order (``turned_values.py``).
+    "join_bytes": """
+@gluon.jit
+def join_bytes(weights):
+    rows: tl.constexpr = weights.shape[0]
+    cols: tl.constexpr = weights.shape[1]
+    weights = tl.permute(tl.reshape(weights, [rows, cols // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+    even, odd = tl.split(weights)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    words = tl.inline_asm_elementwise(
+        "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+        "mov.b32 $0, {{l, h}}; }}",
+        "=r,f,f,f,f",
+        [first, second, third, fourth],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(words, [rows, cols // 4])
+""",
+    "split_bytes": """
+@gluon.jit
+def split_bytes(words, LAYOUT: tl.constexpr):
+    low = tl.join(words.to(tl.int8), (words >> 8).to(tl.int8))
+    high = tl.join((words >> 16).to(tl.int8), (words >> 24).to(tl.int8))
+    parts = tl.permute(tl.join(low, high), (0, 1, 3, 2))
+    weights = tl.reshape(parts, [words.shape[0], words.shape[1] * 4]).to(tl.float8e4nv, bitcast=True)
+    return tl.convert_layout(weights, LAYOUT)
+""",
     "pack_pairs": PACK_PAIRS.replace("{", "{{").replace("}", "}}"),
     # Dropout: from one step to the next, two weights are one word. As 16-bit values the compiler would hold 64 of them
     # and put them together again in every step.

@@ -1,0 +1,98 @@
+"""Vectors stored with scales for blocks of features, or in 4 bits, in a kernel: widened where a block is loaded.
+
+Bytes of 4-bit numbers are loaded as they lie, and their halves interleaved. Scales of blocks are loaded once for each
+block where blocks are powers of two, and repeated in registers; else once for each feature.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....program.expression import Expr
+from .kernel_spec import EIGHT_BITS, Spec, widen
+
+if TYPE_CHECKING:
+    from .expressions import ExpressionWriter
+
+
+def widen_block(spec: Spec, text: str, kind: str, wanted: str) -> str:
+    """A loaded block in the operand type. From 8 bits to bfloat16 four numbers are converted at once, by a function
+    that the compiler does not move behind the change of layout: single bytes would be read from shared memory."""
+    fast = spec.native and spec.eight and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
+    return f"bfloat16_of_{kind}({text})" if fast else widen(text, kind, wanted)
+
+
+def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, side: str, masked: bool, wanted: str) -> str:
+    """``size`` features, from ``first`` on, of a tile's vectors, times their scales, in the type ``wanted``.
+
+    ``side``: ``"kept"`` or ``"folded"``; ``masked``: whether the tile may reach beyond that axis."""
+    bits, block = e.packing or (8, 0)
+    length = "KEPT" if side == "kept" else "FOLDED"
+    text = _load(v, e, first, size * bits // 8, v.spec.width(e.feature) * bits // 8, side, masked, 8 // bits)
+    text = f"both_halves({text})" if bits == 4 else text
+    float_type = "float64" if v.spec.compute == "float64" else "float32"
+    text = widen(text, v.spec.type_of[e] if bits == 8 else "int8", float_type)
+    if block:
+        text = f"{text} * {_scales(v, e, first, size, block, side, masked, length)}"
+    return f"({text})" if wanted == float_type else f"({text}).to(tl.{wanted})"
+
+
+def _scales(
+    v: ExpressionWriter, e: Expr, first: str, size: int, block: int, side: str, masked: bool, length: str
+) -> str:
+    """The scales of a block of features, one for each."""
+    (scale,) = e.args
+    blocks = v.spec.width(scale.feature)
+    whole = block & (block - 1) == 0 and (not first.isdigit() or int(first) % min(block, size) == 0)
+    if not whole:  # feature by feature
+        text = _load(v, scale, first, size, v.spec.width(e.feature), side, masked, 1, block)
+    elif block >= size:
+        text = _load(v, scale, first, 1, blocks, side, masked, block)
+    else:
+        count = size // block
+        text = _load(v, scale, first, count, blocks, side, masked, block)
+        text = f"tl.broadcast_to({text}[:, :, None], [{length}, {count}, {block}])"
+        text = f"tl.reshape({text}, [{length}, {size}])"
+    kind = v.spec.type_of[scale]
+    float_type = "float64" if v.spec.compute == "float64" else "float32"
+    return text if kind == float_type else f"{text}.to(tl.{float_type})"
+
+
+def _load(
+    v: ExpressionWriter,
+    e: Expr,
+    first: str,
+    count: int,
+    room: int,
+    side: str,
+    masked: bool,
+    share: int,
+    repeat: int = 1,
+) -> str:
+    """``count`` numbers of each of a tile's vectors, from number ``first // share`` on. ``room``: how many there are;
+    ``repeat``: how often each is loaded, where ``count`` and ``room`` count all of them."""
+    name, rows = str(e.attrs[0]), v.axis_offset(e, side)
+    start = str(int(first) // share) if first.isdigit() else f"({first}) // {share}" if share > 1 else first
+    lane = v.bind(("lane", count), f"tl.arange(0, {count}).to(INT)", False, f"lane{count}")
+    at = lane if start == "0" else f"({start} + {lane})"
+    place = f"{at} // {repeat}" if repeat > 1 else at
+    masks = [f"{side}_in[:, None]"] if side == "kept" or masked else []
+    whole = first.isdigit() and int(start) + count <= room
+    masks += [] if whole else [f"({at} < {room})[None, :]"]
+    mask = f", mask={' & '.join(masks)}, other={v.spec.zero(e)}" if masks else ""
+    return f"tl.load({v.pointer(e)} + {rows} + ({place})[None, :] * {name}_f{mask})"
+
+
+def write_component(v: ExpressionWriter, e: Expr, f: str) -> str:
+    """Feature ``f`` of stored vectors, times its scale."""
+    bits, block = e.packing or (8, 0)
+    if bits == 4:
+        place, half = (str(int(f) // 2), str(int(f) % 2 * 4)) if f.isdigit() else (f"({f} // 2)", f"({f} % 2 * 4)")
+        number = f"(({v.load_component(e, place)} >> {half}) & 15).to(tl.int8) - 8"
+        text = f"({number}).to({v.float})"
+    else:
+        text = widen(v.load_component(e, f), v.spec.type_of[e], v.spec.compute)
+    if not block:
+        return text
+    place = str(int(f) // block) if f.isdigit() else f"({f} // {block})"
+    return f"{text} * {v.load_component(e.args[0], place)}.to({v.float})"

@@ -1,0 +1,97 @@
+"""Squared distances of vectors stored in 8 bits, as products: |s x|² + |t y|² - 2 s t ⟨x, y⟩.
+
+The squared norms of stored vectors are computed once, before the launch, and scales stay outside of the product: so it
+is one of the vectors as they are stored, on the matrix units for 8 bits where both sides are. Digits cancel for close
+pairs as they do with 16-bit vectors: by less than vectors were rounded when they were stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program import constructors
+from ....program.constructors import apply
+from ....program.expression import Expr, const, node, topological
+from ....program.lower import Fold
+from ...common import matmul
+from ...common.evaluate import Sizes
+from ..codegen.kernel_spec import TINY, WIDEST, padded
+from ..launch.launch_cache import Kernels
+
+MANY = 2**18  # pairs from which on norms are computed before the launch
+_TEXT = '''"""Squared norms of vectors."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def squared_norms(out, x, rows, row, feature, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    at, lane = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    inside = (at < rows)[:, None] & (lane < WIDTH)[None, :]
+    v = tl.load(x + at[:, None] * row + lane[None, :] * feature, mask=inside)
+    v = tl.where(inside, v.to(tl.float32), 0.0)
+    tl.store(out + at, tl.sum(v * v, 1), mask=at < rows)
+'''
+_kernels = Kernels(_TEXT)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The squared norms of a leaf's vectors, a new leaf that is computed before the launch."""
+
+    vector: Expr
+    norm: Expr
+
+
+def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> tuple[Fold, tuple[Norm, ...]]:
+    """The fold with products in place of distances of stored vectors, from each other or from 16-bit ones."""
+    if pairs < max(MANY, 2) or sizes.compute is not torch.float32 or not any(e.is_stored for e in fold.leaves):
+        return fold, ()
+    sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
+    small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
+    wide = {e for e in small if e.feature is not None and TINY < sizes.of(str(e.feature)) <= WIDEST}
+    return _rewrite(fold, frozenset(wide))
+
+
+@functools.lru_cache(maxsize=1024)
+def _rewrite(fold: Fold, vectors: frozenset[Expr]) -> tuple[Fold, tuple[Norm, ...]]:
+    changed, norms = {}, dict[Expr, Expr]()
+    for e in topological(fold.reductions):
+        sides = [constructors.split_scale(a) for a in e.args] if e.op == "sqdist" else []
+        if not sides or not any(v.is_stored for _, v in sides) or not vectors.issuperset(v for _, v in sides):
+            continue
+        total = const(0.0)
+        for scale, v in sides:
+            name = f"{v.attrs[0]}_norm"
+            norms[v] = node("leaf", (), (name,), rows=v.rows, cols=v.cols, feature=None, dtype="float")
+            total = apply("add", total, apply("mul", norms[v], apply("square", scale)))
+        twice = apply("mul", constructors.dot(*e.args), const(2.0))
+        changed[e] = apply("maximum", apply("sub", total, twice), const(0.0))
+    if not changed:
+        return fold, ()
+    reductions = constructors.substitute(fold.reductions, changed)
+    leaves = (*fold.leaves, *norms.values())
+    return replace(fold, leaves=leaves, reductions=reductions), tuple(Norm(v, n) for v, n in norms.items())
+
+
+def compute_norms(norms: Iterable[Norm], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
+    """The new leaves; ``batch``: how many leading dimensions of leaves are batch."""
+    found = {}
+    for one in norms:
+        v = values[one.vector]
+        own = v[tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])]
+        flat, lanes = own.reshape(-1, v.shape[-1]), padded(v.shape[-1])
+        out = torch.empty(own.shape[:-1], dtype=torch.float32, device=v.device)
+        constants = dict(WIDTH=v.shape[-1], LANES=lanes, ROWS=max(1, 4096 // lanes))
+        if flat.numel() and not v.is_meta:  # a dry run
+            grid = (-(-len(flat) // constants["ROWS"]),)
+            _kernels("squared_norms", grid, (out, flat, len(flat), *flat.stride()), constants)
+        found[one.norm] = out.expand(v.shape[:-1])
+    return found
