@@ -363,3 +363,16 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     expected = softmax(q.double() @ keys.mT * 0.1, shown[:, None].long())[1] @ values
     assert (found.double() - expected).norm() < 6e-3 * expected.norm()
     assert [call.kernel.staged for call in seen] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")
+def test_numbers_per_pair_over_blocks():
+    """They are of the whole axes, which no kernel over lists reads: pieces are gathered."""
+    domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
+    q, k, e = (torch.randn(s, generator=make) for s in ((32, 16), (48, 16), (32, 48)))
+    results = []
+    for engine in ("triton", "reference"):
+        with mr.use(engine=engine), torch.no_grad():
+            results.append(weighted(q, k, e, cols=domain))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
