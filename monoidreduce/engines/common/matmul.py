@@ -87,7 +87,7 @@ dry_run_sizes: ContextVar[Any] = ContextVar("dry_run_sizes", default=None)
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)
 _EXP2_IS_FASTER = platform.machine().lower() in ("aarch64", "arm64")
 _TRANSPOSE_FIRST = _EXP2_IS_FASTER  # a transposed [n, d] costs 4 % of the product and makes it 20 % faster there
-_FEW_ROWS = 64  # rows up to which the transposed copy costs more than it saves: 6 times the product at 4 rows
+_FEW_ROWS = 16  # rows up to which the transposed copy costs more than it saves: 6 times the product at 4 rows
 
 
 def exp_into(out: Tensor, x: Tensor, factor: float = 1) -> Tensor:
