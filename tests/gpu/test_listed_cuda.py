@@ -155,6 +155,7 @@ def _moved(domain, device):
     return (rows,) if same else (rows, moved(domain.col_offsets))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")  # the leaves were made beside the graph
 @pytest.mark.parametrize("name", ["blocks of 128", "jagged", "edges"])
 def test_captured_in_a_graph(name):
     """No call of a warm layer waits for the host."""

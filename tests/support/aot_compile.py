@@ -40,6 +40,11 @@ def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def shown(q: Row["f"], k: Col["f"], v: Col["d"], seen: Col, kind: Row):
+    return mr.softmax_mean(torch.where(seen & (kind > 0), q @ k * 0.125, -torch.inf), v)
+
+
+@mr.op
 def causal_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
     return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
 
@@ -280,6 +285,12 @@ CASES = [
     *(Case(f"attention {d}, float32", attention, _qkv(d), torch.float32, lean=False) for d in (64, 128)),
     Case("contrastive 256, float32", contrastive, _pairs(256), torch.float32, lean=False),
     Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
+    Case(
+        "shown attention 64, float64",
+        shown,
+        lambda t: (*_qkv(64)(t), torch.ones(256, dtype=torch.bool), torch.ones(256, dtype=torch.int8)),
+        torch.float64,
+    ),
     # products of many features: folds to numbers have them in their kernels; else panels, which the vendor multiplies
     Case("wide argmax, 256 rows", best, _wide(256)),
     Case("wide argmax, 64 rows", best, _wide(64), lean=False),

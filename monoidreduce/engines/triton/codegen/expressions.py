@@ -275,6 +275,8 @@ class ExpressionWriter:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
+        if e.dtype == "bool" and kind != "bool":
+            return f"({text} != 0)"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
     # Elementwise arithmetic
