@@ -356,6 +356,7 @@ def main() -> None:
     found["command"] = "python -m benchmarks.domains --out DIR" + (" --device cpu" if options.device == "cpu" else "")
     results: dict[str, Any] = {"environment": found, "rows": []}
     stem = "domains" if options.device == "cuda" else "domains-cpu"
+    stem = "-".join([stem, *(name.replace(" ", "-").replace("-%", "") for name in options.only)])
     path = options.out / f"{stem}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
     for name, make in works(options.device):
         if options.only and name not in options.only:
