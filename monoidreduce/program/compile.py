@@ -18,7 +18,6 @@ from typing import Any
 from ..errors import NoGradientError
 from ..reductions import kind_of
 from . import constructors
-from .collect import collect_weights
 from .expression import Expr, index, node, reduce_node, size, topological
 from .gradient import FoldGradient
 from .lower import Fold, Lowered, group_reductions, hoist_one_sided, merge_softmax
@@ -41,8 +40,6 @@ def run_passes(source: Source, observe: Observe = lambda name, result: None) -> 
         observe("trace", outputs)
     outputs = normalize(outputs)
     observe("normal form", outputs)
-    outputs = collect_weights(outputs)
-    observe("collect weights", outputs)
     outputs = merge_softmax(outputs)
     observe("merge softmax", outputs)
     groups = group_reductions(outputs)

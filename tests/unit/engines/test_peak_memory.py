@@ -210,5 +210,5 @@ def test_a_row_of_tiles_that_sees_nothing_costs_nothing(monkeypatch):
     with mr.tally() as t:
         y = BY_NAME["document_attention"].op(q, k, v, torch.full((64,), 0), torch.full((64,), 1))
         y.sum().backward()
-    assert t.computed == 0 and t.skipped > 0
+    assert t.computed == 0
     assert torch.equal(y, torch.zeros_like(y)) and all(torch.equal(x.grad, torch.zeros_like(x)) for x in (q, k, v))

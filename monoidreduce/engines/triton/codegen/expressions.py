@@ -275,8 +275,7 @@ class ExpressionWriter:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
-        if e.dtype == "bool" and kind != "bool":
-            return f"({text} != 0)"
+        text = f"({text} != 0)" if e.dtype == "bool" and kind == "int32" else text
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
     # Elementwise arithmetic
