@@ -51,7 +51,7 @@ def exact_products(monkeypatch):
     """Products of 16-bit vectors in float32: the interpreter cannot multiply bfloat16. Kernels are written for a test,
     and forgotten: others have other ones of the same names."""
 
-    def exact(total, blocks):
+    def exact(total, blocks, eight=""):
         x, y = (f"{block}.to(tl.float32)" for block in blocks)
         return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
