@@ -8,7 +8,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row
-from monoidreduce.engines.triton.kernels import select_rows
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.triton.kernels import panel_topk, select_rows
+from monoidreduce.program.expression import node, reduce_node
 from tests.support import truncated_sampling
 from tests.support.large_topk_cases import K, arguments, dense, derive, sort_rows
 
@@ -174,3 +176,12 @@ def test_selection_is_that_of_a_stable_sort(dtype, held, monkeypatch):
         assert torch.equal(places, at)
         torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
     assert [t.shape for t in select_rows.select(x[:0], 3, True, compute)] == [(0, 3), (0, 3)]
+
+
+def test_a_large_problem_is_never_held_whole():
+    score = node("leaf", (), ("x0",), rows=True, cols=True, feature=None, dtype="float")
+    best = reduce_node("topk", "cols", (2048, True), (score,))
+    sizes = Sizes(4096, 32768, (), {}, torch.device("cpu"), torch.float32)
+    rows, cols = panel_topk._panel_shape(best, sizes, 4096, 32768)
+    assert rows <= 1024 and cols == 32768
+    assert panel_topk._panel_shape(best, sizes, 64, 4096) == (64, 4096)  # little is

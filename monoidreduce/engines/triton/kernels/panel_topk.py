@@ -30,6 +30,8 @@ from . import select_rows
 
 Run = Callable[[Fold, list[Any], Sizes], list[Tensor]]
 _LEAST = 4  # times k: columns of a panel, if memory is short
+_QUARTER = 4  # panels, at least, where all pairs would take more than
+_LITTLE = 2**26  # so many bytes: no call holds all pairs of a large problem at once
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +108,9 @@ def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, in
     if room < least:
         raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(least), bytes=least)
     if bytes_of(folded) <= room:
-        return max(1, min(kept, room // max(1, bytes_of(folded)))), max(folded, 1)
+        row = max(1, bytes_of(folded))
+        most = kept if budget.requested() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
+        return max(1, min(kept, room // row, most)), max(folded, 1)
     length = max(min(folded, _LEAST * k), folded * room // bytes_of(folded))
     while bytes_of(length) > room:  # strips of short rows take more for each number
         length = max(min(folded, _LEAST * k), length * 7 // 8)
