@@ -90,7 +90,6 @@ class Op(dynamo.Compiled, Generic[Result]):
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
         self._sides = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
-        self._over: dict[tuple, Op] = {}  # the same op over the pairs of a domain, by its form
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters, domain)
         self._plans = Plans(self.parameters, self.signature)
@@ -104,8 +103,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             del kwargs[declarations.RESERVED]
         if torch.compiler.is_dynamo_compiling():
             if _any_scaled(args, kwargs):
-                stored, given = self._stored(args, kwargs)
-                return stored(**given)
+                op, call = self._store(args, kwargs)
+                return op(**call.values)
             if arrays.are_traced(args, kwargs):
                 return arrays.call_traced(self._compiled_call, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
@@ -113,9 +112,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             if nested.any_nested([*args, *kwargs.values()]):
                 return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
             return self._compiled(args, kwargs)
-        if declarations.RESERVED in kwargs and not _any_scaled(args, kwargs):
-            op, call = self._restrict(args, kwargs)
-            return call.finish(op(**call.values))
+        if declarations.RESERVED in kwargs:
+            return self._call_variant(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
@@ -135,8 +133,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
         if key is None and _any_scaled(args, kwargs):
-            stored, given = self._stored(args, kwargs)
-            return stored(**given)
+            return self._call_variant(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
             return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
@@ -168,13 +165,10 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if _any_scaled(args, kwargs):
-            stored, named = self._stored(args, kwargs)
-            return stored.total(**named)
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and not _any_scaled(args, kwargs):
             return self._compiled(args, kwargs, total=True)
-        if declarations.RESERVED in kwargs:
-            op, call = self._restrict(args, kwargs)
+        if (found := self._variant(args, kwargs)) is not None:
+            op, call = found
             return op.total(**call.values)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
@@ -239,8 +233,8 @@ class Op(dynamo.Compiled, Generic[Result]):
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
         if (found := self._variant(args, kwargs)) is not None:
-            op, named = found
-            return op.program(**named)
+            op, call = found
+            return op.program(**call.values)
         return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
@@ -267,8 +261,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         (True, True, True)
         """
         if (found := self._variant(args, kwargs)) is not None:
-            op, named = found
-            return op.cost(**named, backward=backward, device=device, ranks=ranks)
+            op, call = found
+            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
     def explain(
@@ -291,8 +285,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         return best[cols](sqdist(x, y), False).value
         """
         if (found := self._variant(args, kwargs)) is not None:
-            op, named = found
-            return op.explain(**named, backward=backward, measure=measure, passes=passes)
+            op, call = found
+            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -401,35 +395,58 @@ class Op(dynamo.Compiled, Generic[Result]):
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
-    def _variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]] | None:
-        """The op that runs a call with stored arguments or listed columns, and its arguments by name; None where that
+    # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own
+
+    def _variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall] | None:
+        """The op that runs a call with stored arguments or listed columns, and what it is called with; None where that
         is this one."""
         if _any_scaled(args, kwargs):
-            return self._stored(args, kwargs)
+            return self._store(args, kwargs)
         if kwargs.get(declarations.RESERVED) is not None:
-            op, call = self._restrict(args, kwargs)
-            return op, call.values
+            return self._restrict(args, kwargs)
         kwargs.pop(declarations.RESERVED, None)
         return None
 
-    # Over some of the pairs
+    def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        found = self._variant(args, kwargs)
+        assert found is not None
+        op, call = found
+        return call.finish(op(**call.values))
+
+    def _store(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+        """The op for arguments of which some are stored (``stored_vectors.py``)."""
+        if len(args) > len(self.parameters):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
+            )
+        self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
+        forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+        return getattr(self, self._name_variant("stored", *forms)), domain_call.DomainCall((), given)
 
     def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
-        """The op over the pairs that the keyword ``cols`` says, and all arguments by name."""
+        """The op over the pairs that the keyword ``cols`` says."""
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
             domain = domain_call.check_domain(kwargs[declarations.RESERVED])
-            op = self._over_form(domain.form)
-            call = domain_call.bind_domain(op.parameters, self._bind(args, own, op.parameters), domain)
-            return self._over_form(call.form), call
+            parameters = getattr(self, self._name_variant("over", *domain.form)).parameters
+            call = domain_call.bind_domain(parameters, self._bind(args, own, parameters), domain)
+            return getattr(self, self._name_variant("over", *call.form)), call
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
 
-    def _over_form(self, form: tuple) -> Op:
-        found = self._over.get(form)
-        if found is None:
-            found = self._over[form] = Op(self.function, form, self.parameters)
-        return found
+    @dynamo.constant
+    def _name_variant(self, how: str, *form: Any) -> str:
+        """The attribute that holds the op for stored arguments or pairs of a form: there dynamo can guard it."""
+        name = f"_{how}_{form!r}".replace(".", "_")  # of dtypes: dynamo takes no dots
+        if not hasattr(self, name):
+            made: Op
+            if how == "over":
+                made = Op(self.function, form, self.parameters)
+            else:
+                body, parameters = make_body(self.function, self.parameters, dict(form))
+                made = Op(body, parameters=parameters)
+            setattr(self, name, made)
+        return name
 
     # Plans
 
@@ -452,29 +469,6 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def __reduce__(self) -> str:
         return self.function.__qualname__
-
-    # Arguments that are stored as small numbers (``stored_vectors.py``)
-
-    def _stored(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
-        """The same layer for arguments of which some are stored, and the arguments as it takes them, by name."""
-        if len(args) > len(self.parameters):
-            raise ArgumentError(
-                detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
-            )
-        self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
-        forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
-        return getattr(self, self._name_stored(*forms)), given
-
-    @dynamo.constant
-    def _name_stored(self, *forms: tuple[str, Any]) -> str:
-        """The attribute that holds the layer for arguments stored in these forms: there dynamo can guard it."""
-        name = "_stored_" + "_".join(
-            f"{n}_{scales}_{str(wide)[6:]}_{bits}_{block}" for n, (scales, wide, bits, block) in forms
-        )
-        if not hasattr(self, name):
-            body, parameters = make_body(self.function, self.parameters, dict(forms))
-            setattr(self, name, Op(body, parameters=parameters))
-        return name
 
     # Binding and checking
 

@@ -90,6 +90,11 @@ class Domain:
         lists = self.listing(rows, cols)
         return self._once("transposed", (rows, cols), lambda: lists.transposed(-(-cols // lists.col_block)))
 
+    def first_of_equal(self, rows: int, cols: int) -> Tensor:
+        """Which items of :meth:`listing` are the first of their list's equal ones."""
+        lists = self.listing(rows, cols)
+        return self._once("first", (rows, cols), lambda: lists.first_of_equal(-(-cols // lists.col_block)))
+
     def mask(self, rows: int, cols: int) -> Tensor:
         """How often each pair is folded, as dense integers [*batch, rows, cols]: for tests and small sizes.
 

@@ -42,6 +42,11 @@ class ColumnLists:
 
     def owners(self) -> Tensor:
         """The group of each item; ``groups`` for what is beyond the last list."""
+        if self.items.device.type == "cpu":  # where lengths may be read
+            found = torch.repeat_interleave(self.offsets.diff())
+            rest = found.new_full((self.items.shape[0] - found.shape[0],), self.groups)
+            found = torch.cat([found, rest]) if len(rest) else found
+            return found.to(torch.int32) if _fits(self.groups) else found
         at = torch.arange(self.items.shape[0], device=self.items.device, dtype=self.offsets.dtype)
         return torch.searchsorted(self.offsets[1:].contiguous(), at, right=True, out_int32=_fits(self.groups))
 
@@ -59,10 +64,17 @@ class ColumnLists:
         key, entry = key.to(torch.int32 if _fits(total) else torch.int64).sort(stable=True)
         bounds = torch.arange(total + 1, device=key.device, dtype=key.dtype)
         offsets = torch.searchsorted(key, bounds, out_int32=_fits(key.shape[0]))
-        items = owner[entry]
-        items = torch.where(items < self.groups, items % max(each, 1), 0)
+        items = owner.index_select(0, entry)
+        items = torch.where(items < self.groups, items % max(each, 1) if self.batch else items, 0)
         entry = entry.to(torch.int32) if _fits(key.shape[0]) else entry
         return ColumnLists(offsets, items, self.col_block, self.row_block, self.batch, entry)
+
+    def first_of_equal(self, blocks: int) -> Tensor:
+        """Which items are the first of their list's equal ones; ``blocks``: of an element."""
+        key, order = (self.owners().long() * blocks + self.items).sort(stable=True)
+        first = torch.ones_like(key, dtype=torch.bool)
+        first[1:] = key[1:] != key[:-1]
+        return torch.empty_like(first).scatter_(0, order, first)
 
     def multiplicity(self, rows: int, cols: int) -> Tensor:
         """How often each pair is folded, dense: [*batch, rows, cols]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from ..reductions import kind_of
 from . import budget, cost, plan_records, tiles
 from .op_counts import Case, folded_axes, only_gathers
 from .plan_records import Key
@@ -167,7 +168,10 @@ def _vary_tile(
         cut = cost.count_splits(case, way, (*t, own[4])) > 1
         yield from ((*t, splits, *copied) for splits in ((own[4], 1) if cut else (1,)))
     if cost.count_instances(case, way, own) < 2 * case.ceilings.processors:
-        yield from ((*own[:4], splits, *copied) for splits in SPLITS)
+        # every split fills its lists anew: H200, 10 nearest of 4096 x 10⁶ points in int8: 6.7 ms in 4 splits, 9.9 in 64
+        lists = any(kind_of(r).selected(r.attrs[2]) > 1 for r in case.fold.reductions)
+        most = cost.count_splits(case, way, (*own[:4], 0)) if lists else max(SPLITS)
+        yield from ((*own[:4], splits, *copied) for splits in SPLITS if splits <= most)
     yield from ((*own[:5], int(not copies)) for copies in own[5:])
 
 

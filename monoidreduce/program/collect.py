@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from .constructors import ONE, ZERO, apply, rebuild
 from .expression import Expr, topological
 
+_MANY = 8  # terms of a weight, at most
+
 
 @dataclass(frozen=True)
 class _Linear:
@@ -61,8 +63,11 @@ def _collect_sum(e: Expr) -> Expr:
 
 
 def _collect(e: Expr) -> Expr:
-    found = _decompose(e)
-    if found is None or found.factor is None or len(found.atoms) < 2:
+    forms: dict[Expr, _Linear | None] = {}
+    for n in topological([e], stop=lambda n: not n.is_pair or _is_weight(n)):
+        forms[n] = _decompose(n, [forms.get(a) for a in n.args])
+    found = forms[e]
+    if found is None or found.factor is None or not 2 <= len(found.atoms) <= _MANY:
         return e
     sides = {(n.rows, n.cols) for n in found.numbers()}
     under = topological([e], stop=lambda n: n is found.factor or not n.is_pair)
@@ -70,31 +75,27 @@ def _collect(e: Expr) -> Expr:
     return found.write() if len(sides) == 1 and len(found.numbers()) < len(before) else e
 
 
-def _decompose(e: Expr) -> _Linear | None:
+def _decompose(e: Expr, parts: list[_Linear | None]) -> _Linear | None:
+    """The form of an expression, given that of its arguments; None where it has none."""
     if not e.is_pair:
         return _Linear(None, (), e)
     if e.dtype != "float":
         return None
     if _is_weight(e):
         return _Linear(e, (), ONE)
-    parts = [_decompose(a) for a in e.args] if e.op in ("add", "sub", "mul", "neg") else []
-    if not parts:
+    if e.op not in ("add", "sub", "mul", "neg"):
         return _Linear(None, ((e, ONE),))
-    if any(p is None for p in parts):
+    a, b = parts[0], parts[-1]
+    if a is None or b is None or len(a.atoms) + len(b.atoms) > 2 * _MANY:
         return None
     if e.op == "neg":
-        return parts[0].scaled(apply("neg", ONE))  # type: ignore[union-attr]
-    a, b = parts
-    assert a is not None and b is not None
+        return a.scaled(apply("neg", ONE))
     if e.op in ("add", "sub"):
         return a.added(b, e.op) if a.factor is b.factor else None
-    if a.factor is not None and b.factor is not None:
+    if (a.factor is not None and b.factor is not None) or (a.atoms and b.atoms):
         return None
-    if a.atoms and b.atoms:
-        return None
-    factor, many, one = a.factor or b.factor, *((a, b.rest) if a.atoms else (b, a.rest))
-    found = many.scaled(one)
-    return _Linear(factor, found.atoms, found.rest)
+    found = a.scaled(b.rest) if a.atoms else b.scaled(a.rest)
+    return _Linear(a.factor or b.factor, found.atoms, found.rest)
 
 
 def _is_weight(e: Expr) -> bool:

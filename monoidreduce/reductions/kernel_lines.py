@@ -53,6 +53,12 @@ class Lines:
         """Decide what the lines need; called once."""
 
     @property
+    def first_result(self) -> int:
+        """The place of its first result among those of the fold."""
+        before = self.v.spec.fold.outputs
+        return next(k for k, (r, _) in enumerate(before) if r is self.reduction)
+
+    @property
     def totals(self) -> list[Any]:
         """Its running sums of vectors, where it has any."""
         return []

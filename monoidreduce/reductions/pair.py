@@ -15,6 +15,7 @@ from ..program import intervals as iv
 from ..program.expression import Expr
 from .accumulator import Accumulator, Offset
 from .base import Outputs, Reads, Reduction, State
+from .kernel_lines import Lines
 
 
 class PairAccumulator(Accumulator):
@@ -37,12 +38,25 @@ class PairAccumulator(Accumulator):
         return []
 
 
+class PairLines(Lines):
+    """A number for each entry of lists (``cols=``), stored as soon as it is computed; other pairs have no kernel."""
+
+    def start(self) -> list[str]:
+        return []
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        self.v.store_entries(f"out{self.first_result}", self.v.full(fields[0]))
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        return [([], None)]
+
+
 class Pair(Reduction):
     """Every pair is in one part: it is written there, and never merged."""
 
     name = "pair"
     per_pair = True
-    accumulator = PairAccumulator
+    accumulator, lines = PairAccumulator, PairLines
     plain_ops, combine_ops = 1, 0
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:

@@ -182,6 +182,9 @@ class TopKLines(Lines):
         value = v.full(fields[0])
         key = f"{value}.to(tl.int64)" if self.whole else f"ordered{64 if self.wide else 32}({value})"
         key = key if self.largest else f"~{key}"
+        gone = f"folded_at[None, :] == {n}_place[:, None]"
+        if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time
+            gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
         v.inside += [
             f"{n}_new = {v.seen(key, least)}",
             f"{n}_worst = tl.min({n}_keys, 1)",
@@ -193,7 +196,7 @@ class TopKLines(Lines):
             f"    {n}_here = {n}_takes[:, None] & ({n}_slots == {n}_slot[:, None])",
             f"    {n}_keys = tl.where({n}_here, {n}_best[:, None], {n}_keys)",
             f"    {n}_at = tl.where({n}_here, {n}_place[:, None], {n}_at)",
-            f"    {n}_gone = {n}_takes[:, None] & (folded_at[None, :] == {n}_place[:, None])",
+            f"    {n}_gone = {n}_takes[:, None] & ({gone})",
             f"    {n}_new = tl.where({n}_gone, {least}, {n}_new)",
             f"    {n}_worst = tl.min({n}_keys, 1)",
         ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..algebra import Monoid
@@ -19,7 +20,6 @@ from ..domains import Domain, Edges, Jagged, Pages
 from ..domains.base import is_plain
 from ..engines.common import unchanged_tensors
 from ..engines.common.evaluate import traced_length
-from ..engines.common.listed_pairs import restore_domain
 from ..errors import ArgumentError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.domain import inputs_of
@@ -82,7 +82,7 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
 def _sequence(*given: Any) -> Tensor:
     """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
     *tensors, form, rows, cols, place = given
-    make = lambda: _sequences(restore_domain(form, tensors), rows, cols, len(form) > 2)
+    make = lambda: _sequences(Jagged(*tensors), rows, cols, len(form) > 2)
     parts = ("sequences", form, rows, cols, *tensors)
     if not is_plain(*tensors):
         return make()[place]
@@ -164,7 +164,8 @@ def _bind_pages(
             moved[name] = value.unflatten(at, split if value.shape[at] != 1 else (1, 1))
     ones = (1,) * len(split)
     lengths = domain.lengths
-    if not lengths.is_cuda:  # tiles in torch count in int64; one tensor for all calls, which find their lists by it
+    # tiles in torch count in int64; one tensor for all calls, which find their lists by it
+    if not lengths.is_cuda and lengths.dtype is not torch.int64:
         lengths = domain._once("lengths", (), lengths.long)
     tensors = domain.table.view(sequences, *ones, domain.table.shape[1]), lengths.view(sequences, *ones)
     names = [name for name, _ in inputs_of(domain.form)]

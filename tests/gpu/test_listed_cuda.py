@@ -177,3 +177,64 @@ def test_captured_in_a_graph(name):
     torch.cuda.synchronize()
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@mr.op
+def extremes(x: mr.Row["f"], y: mr.Col["f"]):
+    s = x @ y
+    return mr.max(s), mr.topk(s, 3)[0]
+
+
+@mr.op
+def edge_means(x: mr.Row["f"], y: mr.Col["f"], e: mr.Pair, v: mr.Col["d"]):
+    return mr.softmax_mean(x @ y * 0.1 + e, v)
+
+
+@mr.op
+def relative(x: mr.Row["f"], y: mr.Col["f"], v: mr.Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(x @ y * 0.1 + mr.lookup(bias, mr.row_index - mr.col_index + 4500), v)
+
+
+@pytest.mark.parametrize("op", [extremes, edge_means, relative], ids=lambda op: op.function.__name__)
+def test_long_lists(op, monkeypatch):
+    """Short lists and one of 60,000 edges, by kernels alone, against gathered pieces in float64."""
+    domain = _edges(5000, 4500, 40, hub=60_000)("cuda")
+    make = torch.Generator().manual_seed(0)
+    shapes = {extremes: "xy", edge_means: "xyev", relative: "xyvt"}[op]
+    sizes = {"x": (5000, 64), "y": (4500, 64), "v": (4500, 48), "e": (len(domain.index),), "t": (9500,)}
+    args = [torch.randn(*sizes[name], generator=make).cuda() for name in shapes]
+    found = []
+    for engine, dtype in (("eager", torch.float64), ("triton", torch.float32)):
+        given = [a.to(dtype).requires_grad_() for a in args]
+        if engine == "triton":
+            monkeypatch.setattr("monoidreduce.engines.listed.run", None)  # nothing is gathered
+        with mr.use(engine=engine):
+            results = op(*given, cols=domain)
+        results = [torch.where(t.isfinite(), t, 0.0) for t in (results if isinstance(results, tuple) else (results,))]
+        loss = sum(t.sin().sum() for t in results)
+        found.append([*results, *torch.autograd.grad(loss, given)])
+    for right, one in zip(*found, strict=True):
+        assert (one.double() - right).norm() <= 1e-5 * right.norm()
+
+
+def test_long_lists_captured_in_a_graph():
+    """Forward and backward over edges, with the transposed list made before."""
+    domain = _edges(5000, 4500, 40, hub=60_000)("cuda")
+    given = [torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((5000,), (4500,), (4500, 64))]
+    weight = torch.randn(5000, 64, device="cuda").bfloat16()
+
+    def step():
+        y = ops.graph_attention(*given, domain)
+        return [y, *torch.autograd.grad(y, given, weight)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wanted = [step() for _ in range(2)][-1]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

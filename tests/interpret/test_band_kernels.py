@@ -54,7 +54,8 @@ def test_relative_positions(seen, name, rows, cols):
     assert all("look_up_band" in call.kernel.text for call in seen)
 
 
-def test_statistics(seen):
+@pytest.mark.parametrize("rows, cols", [(193, 150), (300, 400)])
+def test_statistics(seen, rows, cols):
     def dense(q, k, v):
         s = q @ k.mT * 128**-0.5
         p, gap = s.softmax(-1), (torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])).abs()
@@ -64,5 +65,5 @@ def test_statistics(seen):
         found = ops.attention_statistics(q, k, v, statistics=("entropy", "distance"))
         return found.values, found.entropy, found.distance
 
-    assert_right(ours, dense, problem(193, 150)[0])
+    assert_right(ours, dense, problem(rows, cols)[0])
     assert [call.kernel.name for call in seen] == ["fold_over_cols", "fold_over_cols", "fold_over_rows"]

@@ -10,7 +10,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import listed_fold
+from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases
@@ -56,8 +56,8 @@ def run(monkeypatch):
 
     @contextlib.contextmanager
     def by(plans=None):
-        monkeypatch.setattr("monoidreduce.engines.listed.run", gathers)
-        with mr.use(engine="triton"), use_plan(plans or {}):
+        with monkeypatch.context() as patch, mr.use(engine="triton"), use_plan(plans or {}):
+            patch.setattr("monoidreduce.engines.listed.run", gathers)
             yield
 
     return by
@@ -264,11 +264,109 @@ def test_lists_without_entries_and_empty_axes(run):
 
 def test_what_has_no_kernel(run):
     @mr.op
-    def two_best(x: Row["f"], y: Col["f"]):
-        return mr.topk(x @ y, 2)
+    def many_best(x: Row["f"], y: Col["f"]):
+        return mr.topk(x @ y, 65)
 
     with run(), pytest.raises(AssertionError, match="no kernel over lists"), torch.no_grad():
-        two_best(torch.ones(6, 16), torch.ones(9, 16), cols=edges(6, 9, 8))
+        many_best(torch.ones(6, 16), torch.ones(80, 16), cols=edges(6, 80, 8))
+
+
+def by_engine(run, op, args, domain, plans=None):
+    """Results and gradients by kernels alone, and by the eager engine's gathered pieces."""
+    found = []
+    for kernels in (False, True):
+        given = [a.detach().requires_grad_(a.is_floating_point()) for a in args]
+        with run(plans) if kernels else mr.use(engine="eager"):
+            results = op(*given, cols=domain)
+            results = results if isinstance(results, tuple) else (results,)
+            grads = listed_cases.gradients(results, [a for a in given if a.requires_grad])
+        found.append([*results, *grads])
+    return zip(*found, strict=True)
+
+
+@mr.op
+def graph_mean(t: Row, s: Col, v: Col["d"]):
+    return mr.softmax_mean(torch.where(t + s > 0, t + s, 0.2 * (t + s)), v)
+
+
+@mr.op
+def edge_means(x: Row["f"], y: Col["f"], e: mr.Pair, v: Col["d"]):
+    s = x @ y + e
+    return mr.softmax_mean(s, v), mr.sum(torch.sin(s), over="rows")
+
+
+@mr.op
+def extremes(x: Row["f"], y: Col["f"]):
+    s = x @ y
+    return mr.max(s), mr.topk(s, 3)[0], mr.min(s, over="rows")
+
+
+@mr.op
+def relative(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(x @ y + mr.lookup(bias, mr.row_index - mr.col_index + 11), v)
+
+
+ONE_LIST = {"cols": KernelPlan(1, 16), "rows": KernelPlan(1, 16)}
+
+
+@pytest.mark.parametrize("batch, plans", [((2,), {}), ((), ONE_LIST)], ids=["several in a tile", "one"])
+def test_long_lists(run, monkeypatch, batch, plans):
+    """Lists of more than two windows are folded window by window, in both directions, and combined."""
+    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
+    monkeypatch.setattr(listed_fold, "_UNEVEN_WAVES", 1)  # few lists are all split alike
+    domain, make = edges(21, 5, 4, 57), torch.Generator().manual_seed(0)
+    count = len(domain.index)
+    draw = lambda *shape: torch.randn(*batch, *shape, generator=make)
+    for op, args in (
+        (graph_mean, (draw(21), draw(5), draw(5, 24))),
+        (edge_means, (draw(21, 16), draw(5, 16), draw(count), draw(5, 12))),
+    ):
+        for one, other in by_engine(run, op, args, domain, plans):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    prepared = listed_fold._PREPARED.values()
+    assert all(long is not None and long.windows.tiles > 8 for ready in prepared for long in ready.long)
+    assert {one.spec.listed.each for ready in prepared for one in ready.launches} == {not plans}
+
+
+@pytest.mark.parametrize("make, rows, cols, batch", [
+    (lambda: edges(9, 12, 5, 20), 9, 12, ()),
+    (lambda: blocks((), 24, 72, (20, 24), 3, True), 24, 72, ()),
+    (lambda: blocks((2,), 32, 128, (16, 64), 3, True), 32, 128, (2,)),
+], ids=["edges", "narrow blocks", "blocks"])  # fmt: skip
+def test_gradients_of_extremes(run, make, rows, cols, batch):
+    """Of equal entries of a list, the first has the gradient."""
+    x, y = (torch.randn(*batch, n, 16, generator=torch.Generator().manual_seed(n)) for n in (rows, cols))
+    for one, other in by_engine(run, extremes, (x, y), make()):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1,)], ids=["", "per head", "shared by heads"])
+def test_gradients_of_numbers_per_edge(run, shape):
+    """The last edge is in no list: its number has no gradient."""
+    domain, make = edges(6, 9, 8), torch.Generator().manual_seed(0)
+    domain = mr.edges(domain.rowptr, torch.cat([domain.index, domain.index[:1]]))
+    heads, count = (2,) if shape else (), len(domain.index)
+    args = [torch.randn(*s, generator=make) for s in ((*heads, 6, 16), (*heads, 9, 16), (*shape, count), (9, 12))]
+    for one, other in by_engine(run, edge_means, args, domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [edge_means, extremes], ids=["numbers", "extremes"])
+def test_lists_of_each_batch_element(run, op):
+    pointer = torch.tensor([0, 2, 5, 5]).expand(2, -1)
+    domain = mr.edges(pointer, torch.tensor([[0, 1, 2, 3, 0], [1, 1, 0, 3, 2]]))
+    make = torch.Generator().manual_seed(0)
+    args = [torch.randn(*s, generator=make) for s in ((2, 3, 16), (2, 4, 16), (2, 5), (4, 12))]
+    for one, other in by_engine(run, op, args if op is edge_means else args[:2], domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_tables(run):
+    domain, make = edges(6, 12, 8), torch.Generator().manual_seed(0)
+    args = [torch.randn(*s, generator=make) for s in ((6, 16), (12, 16), (12, 8), (20,))]
+    for one, other in by_engine(run, relative, args, domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @mr.op
@@ -363,3 +461,16 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     expected = softmax(q.double() @ keys.mT * 0.1, shown[:, None].long())[1] @ values
     assert (found.double() - expected).norm() < 6e-3 * expected.norm()
     assert [call.kernel.staged for call in seen] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")
+def test_numbers_per_pair_over_blocks():
+    """They are of the whole axes, which no kernel over lists reads: pieces are gathered."""
+    domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
+    q, k, e = (torch.randn(s, generator=make) for s in ((32, 16), (48, 16), (32, 48)))
+    results = []
+    for engine in ("triton", "reference"):
+        with mr.use(engine=engine), torch.no_grad():
+            results.append(weighted(q, k, e, cols=domain))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

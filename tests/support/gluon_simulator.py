@@ -313,7 +313,7 @@ def assembled(text):
         sixteen = weights.unflatten(1, (-1, 2, 4, 2)).permute(0, 1, 3, 2, 4)
         return sixteen.flatten(1).clamp(max=448).to(torch.float8_e4m3fn)
 
-    def look_up_band(base, at, sign, like):
+    def look_up_band(base, at, half, sign, like):
         return Machine.load(base + (at[:, None] + sign * torch.arange(like.shape[1])))
 
     def sum_antidiagonals(tile):

@@ -21,13 +21,17 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE
 from ...program.contract import Contraction, contractions
 from ...program.expression import Expr, topological
-from ..common.evaluate import Evaluator, Sizes, to_compute_dtype
+from ...reductions.best import worst
+from ...reductions.histogram import add_at
+from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
 from .lists import Lists
 from .local import LocalFold
 
 _STRETCH = 2**16  # edges whose numbers stay in the cache
 _BATCH = 64  # batch elements, which run one after the other
-_KINDS = ("sum", "soft", "pair")
+_BEST = ("best", "topk")
+_KINDS = ("sum", "soft", "pair", "histogram", *_BEST)
+_MOST_PADDING = 4  # times the edges, where the best of lists of unequal lengths are sought
 
 
 def can_run(local: LocalFold, lists: Lists, sizes: Sizes) -> bool:
@@ -46,7 +50,7 @@ def _has_numbers_only(local: LocalFold) -> bool:
         if r.attrs[0] not in _KINDS or any(c.walk or c.minus is not None for _, c in _contractions(r)):
             return False
     inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
-    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component", "lookup") for e in inside if e.is_pair):
+    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
         return False
     return all(e.op == "dot" or e.feature is None for e in inside if e.is_pair)
 
@@ -62,24 +66,39 @@ def _numbers(local: LocalFold) -> list[Expr]:
     assert local.fold is not None
     found: list[Expr] = []
     for r in local.fold.reductions:
-        found += [] if r.attrs[0] == "sum" else r.args[:1]
+        found += [] if r.attrs[0] == "sum" else r.args[: 2 if r.attrs[0] == "histogram" else 1]
         found += [c.weight for _, c in _contractions(r)]
     return found
 
 
-Shared = dict[tuple[int, Expr], Tensor]  # products of vectors of every edge, by batch element: for both directions
+# Products of vectors and weights of sums of every edge, by batch element: for both directions.
+Shared = dict[tuple[int, Expr], Tensor]
 
 
 def run(
-    local: LocalFold, given: dict[Expr, Any], sizes: Sizes, lists: Lists, over: str, edges: int, shared: Shared
+    local: LocalFold,
+    given: dict[Expr, Any],
+    sizes: Sizes,
+    lists: Lists,
+    over: str,
+    edges: int,
+    shared: Shared,
+    both: bool = False,
 ) -> list[list[Tensor]]:
-    """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``."""
+    """The results of each reduction, ``[*batch, kept axis, features]``; numbers of edges ``[*batch, edges]``.
+    ``both``: the other direction runs too, on the same ``shared``.
+
+    Raises :class:`Tied` where the best of a list depend on the order of its columns."""
     count = torch.Size(sizes.batch).numel()
-    found = [_Element(local, given, sizes, lists, over, edges, k, shared).run() for k in range(count)]
+    found = [_Element(local, given, sizes, lists, over, edges, k, shared, both).run() for k in range(count)]
     return [
         [torch.stack(ts).view(*sizes.batch, *ts[0].shape) if sizes.batch else ts[0] for ts in zip(*each, strict=True)]
         for each in zip(*found, strict=True)
     ]
+
+
+class Tied(Exception):
+    """Equal numbers compete for a place, or lists are too unequal: lists in the order of columns are needed."""
 
 
 class _Element:
@@ -95,13 +114,15 @@ class _Element:
         edges: int,
         number: int,
         shared: Shared,
+        both: bool,
     ):
         assert local.fold is not None
         self.fold, self.lists, self.over = local.fold, lists, over
         self.sizes = replace(sizes, batch=())
         self.ends = torch.cat([lists.start.new_zeros(1), lists.length.cumsum(0)])
         self.first = int(lists.start[0]) if len(lists.start) else 0  # lists lie one behind the other
-        self.edges, self.number, self.shared = edges, number, shared
+        self.edges, self.number, self.shared, self.both = edges, number, shared, both
+        self.kept: dict[Expr, list[tuple[int, Tensor]]] = {}  # weights by stretch, for the other direction
         self.pairs: dict[Expr, Tensor] = {}
         self.dots: dict[Expr, Tensor] = {}
         named: dict[str, Any] = {
@@ -110,7 +131,7 @@ class _Element:
         }  # fmt: skip
         for e in local.leaves:
             if e in given and isinstance(given[e], Tensor):
-                value = _take(given[e], e, sizes.batch, number)
+                value = take_element(given[e], e, sizes.batch, number)
                 named[e.attrs[0]] = value
                 if e.is_pair:
                     self.pairs[e] = self._in_list_order(value)
@@ -120,8 +141,13 @@ class _Element:
 
     def run(self) -> list[list[Tensor]]:
         parts = [stretch.run() for stretch in self._stretches()]
+        for e, pieces in self.kept.items():
+            self.shared[self.number, e] = self._in_edge_order(torch.cat([t for _, t in pieces]), self.edges)
         results = []
         for k, (r, scale) in enumerate(self.fold.scaled):
+            if r.attrs[0] == "histogram":
+                results.append([torch.stack([part[k][0] for part in parts]).sum(0)])
+                continue
             joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
             if r.attrs[0] == "pair":
                 joined = [self._in_edge_order(joined[0], self.edges)]
@@ -152,6 +178,19 @@ class _Element:
                 self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._stretches()])
                 self.shared[self.number, e] = self._in_edge_order(self.dots[e], self.edges)
         return self.dots[e]
+
+    def weights(self, e: Expr, stretch: _Stretch) -> Tensor:
+        """The weights of a sum for the edges of a stretch: of two directions, the second reads what the first had."""
+        if not self.both or not e.is_pair:
+            return stretch.number(e)
+        if e not in self.dots and (self.number, e) in self.shared:
+            self.dots[e] = self._in_list_order(self.shared[self.number, e])
+        if e in self.dots:
+            return self.dots[e][stretch.edges]
+        found = stretch.number(e)
+        if e not in self.kept or self.kept[e][-1][0] != stretch.edges.start:
+            self.kept.setdefault(e, []).append((stretch.edges.start, found))
+        return found
 
     @property
     def _stored(self) -> slice:
@@ -214,8 +253,14 @@ class _Stretch:
     def _reduce(self, r: Expr) -> list[Tensor]:
         if r.attrs[0] == "pair":
             return [self.number(r.args[0])]
+        if r.attrs[0] == "histogram":
+            total = torch.zeros(1, self.whole.sizes.of(str(r.args[2].feature)), dtype=self.whole.sizes.compute)
+            add_at(total, self.number(r.args[0]).unsqueeze(0), self.number(r.args[1]).unsqueeze(0))
+            return [total[0]]
         if r.attrs[0] == "sum":
             return [self._sum([c for _, c in _contractions(r)], None)]
+        if r.attrs[0] in _BEST:
+            return self._best(r)
         logit = self.number(r.args[0])
         peak = torch.segment_reduce(logit, "max", offsets=self.ends, initial=-torch.inf)
         safe = torch.where(peak.isinf(), 0.0, peak)
@@ -229,13 +274,37 @@ class _Stretch:
         log_total = total.log()
         return [log_total + safe, *means, log_total, safe]
 
+    def _best(self, r: Expr) -> list[Tensor]:
+        """The best numbers of every list and their columns, by torch's top-k: which of equals it finds is left open."""
+        number, lengths = self.number(r.args[0]), self.ends.diff()
+        k, largest = r.attrs[2] if r.attrs[0] == "topk" else (1, *r.attrs[2])
+        longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
+        if not number.is_floating_point() or longest * lists > _MOST_PADDING * max(len(number), 1):
+            raise Tied
+        lowest = worst(number.dtype, largest)
+        table = number.new_full((lists, max(longest, k + 1)), lowest)
+        rank = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
+        table.view(-1)[(self.kept - self.first) * table.shape[1] + rank] = number
+        value, at = table.topk(k + 1, dim=-1, largest=largest)
+        place = (self.ends[:-1].unsqueeze(-1) + at).clamp(max=max(len(number) - 1, 0))
+        place = self.folded[place] if len(number) else torch.zeros_like(place)
+        place = torch.where(value == lowest, -1, place)
+        if r.attrs[0] == "topk":
+            return [value[:, :k], place[:, :k]]
+        if bool(((value[:, 1] == value[:, 0]) & (place[:, 1] != place[:, 0])).any()) or bool(value.isnan().any()):
+            raise Tied  # the first column wins
+        return [value[:, 0], place[:, 0]]
+
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""
         memo, count = self.evaluate.memo, self.edges.stop - self.edges.start
-        for n in topological([e], stop=lambda n: n in memo or n.op == "dot" or not n.is_pair):
+        for n in topological([e], stop=lambda n: n in memo or n.op in ("dot", "lookup") or not n.is_pair):
             if n in memo:
                 continue
-            if n.op == "dot":
+            if n.op == "lookup" and n.is_pair:
+                table, at = self.whole.value(n.args[0]), self.number(n.args[1])
+                memo[n] = look_up(table, at, 1).view(-1, 1, 1)
+            elif n.op == "dot":
                 memo[n] = self.whole.products(n)[self.edges].view(-1, 1, 1)
             elif n.op == "leaf" and n.is_pair:
                 memo[n] = self.whole.pairs[n][self.edges].view(-1, 1, 1)
@@ -271,8 +340,7 @@ class _Stretch:
         """Σ weight × value of every list."""
         total: Tensor | None = None
         for c in parts:
-            number = self.number(c.weight)
-            number = number if weight is None else number * weight
+            number = self.whole.weights(c.weight, self) if weight is None else self.number(c.weight) * weight
             found = self._add_up(number)
             if c.vector is not None:
                 table, starts = self.whole.value(c.vector), self.ends[:-1]
@@ -290,7 +358,7 @@ class _Stretch:
         return total.index_add_(0, self.kept - self.first, number.long())
 
 
-def _take(value: Tensor, e: Expr, batch: tuple[int, ...], number: int) -> Tensor:
+def take_element(value: Tensor, e: Expr, batch: tuple[int, ...], number: int) -> Tensor:
     """A leaf's numbers for one batch element."""
     behind = (1 if e.is_pair else e.rows + e.cols) + (e.feature is not None)
     tail = value.shape[value.dim() - behind :]

@@ -72,7 +72,10 @@ class FlatLeaf:
         if isinstance(at, Tensor):
             at = at.view(-1, *(1,) * (2 if self.e.is_pair else self.e.rows + self.e.cols))
         if self.edges:
-            return at * self.axes[0] + piece.edge.unsqueeze(2 if piece.over == "rows" else 1)
+            edge = piece.edge
+            if any(n != 1 for n in piece.lists.batch):  # counted within the batch element
+                edge = edge - piece.lists.element[piece.list].unsqueeze(1) * self.axes[0]
+            return at * self.axes[0] + edge.unsqueeze(2 if piece.over == "rows" else 1)
         if self.e.is_pair:
             rows, cols = self.axes  # of an axis of size 1 the one number stands for all, and is read for each
             at = at * rows + piece.rows.unsqueeze(2) * (rows != 1)
@@ -195,6 +198,12 @@ class Piece:
             return inside < (self.length * self.lists.unit).unsqueeze(1)
         assert self.lists.limit is not None
         return self.position < self.lists.limit[self.list].unsqueeze(1)
+
+    @property
+    def exists(self) -> Tensor:
+        """Which kept indices lie on the axis: the last of them is repeated beyond its end."""
+        inside = torch.arange(self.lists.kept_block, device=self.list.device)
+        return self.lists.kept[self.list].unsqueeze(1) * self.lists.kept_block + inside < self.lists.kept_size
 
     @property
     def once(self) -> Tensor:

@@ -32,10 +32,10 @@ class LocalFold:
 
 
 @functools.lru_cache(maxsize=1024)
-def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "") -> LocalFold:
-    """The reductions at ``places``, which go over ``over`` (or are per pair). ``hidden``: some ``kept`` indices are not
-    listed (the end of a page) or some ``folded`` ones (of a list that was filled up), and ``listed`` stays a
-    condition."""
+def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", ragged: bool = False) -> LocalFold:
+    """The reductions at ``places``, which go over ``over`` (or are per pair, or of a table). ``hidden``: some ``kept``
+    indices are not listed (the end of a page) or some ``folded`` ones (of a list that was filled up), and ``listed``
+    stays a condition; ``ragged``: the last block of kept indices repeats one, which must not count twice in a table."""
     on_rows = (over == "rows") == (hidden == "folded")
     extra = {
         name: node("leaf", (), (f"_{name}",), rows=rows, cols=cols, feature=None, dtype=dtype)
@@ -47,6 +47,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "") -
             ("position", False, True, "int"),
             ("once", over == "rows", over != "rows", "bool"),
             ("listed", on_rows, not on_rows, "bool"),
+            ("exists", over != "rows", over == "rows", "bool"),
         )
     }
     replaced: dict[Expr, Expr] = {
@@ -69,7 +70,14 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "") -
     plain: list[Expr] = []
     for k, (r, scale) in zip(places, chosen, strict=True):
         (new,) = constructors.substitute((_as_sum(r),), replaced)
-        if kind_of(new).per_pair or (any(a.rows for a in new.args) and any(a.cols for a in new.args)):
+        if kind_of(new).both_axes and ragged:
+            number, *rest = new.args
+            new = constructors.rebuild(new, (apply("where", extra["exists"], number, 0.0), *rest))
+        if (
+            kind_of(new).per_pair
+            or kind_of(new).both_axes
+            or (any(a.rows for a in new.args) and any(a.cols for a in new.args))
+        ):
             inner.append(new)
             scales.append(constructors.substitute((scale,), replaced)[0])
             folded.append(k)

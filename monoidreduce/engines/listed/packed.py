@@ -46,7 +46,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     if same is None or sizes.device.type != "cpu":
         return None
     short = _SHORT // max(1, torch.Size(sizes.batch).numel())
-    stretches = _find_stretches(*(leaves[fold.leaves.index(e)] for e in same.args), short)
+    own, other = (leaves[fold.leaves.index(e)] for e in same.args)
+    stretches = _find_stretches(own, other, short)
     if stretches is None:
         return None
     outputs: list[Tensor] = []

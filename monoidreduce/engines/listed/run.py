@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import NoGradientError
 from ...plan import budget
 from ...program.expression import Expr
 from ...program.lower import Fold
@@ -18,9 +19,9 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
-from . import edge_numbers
+from . import chosen_edges, edge_numbers
 from .gather import FlatLeaf, Layout, Piece
-from .lists import Lists, check_numbers, find_lists
+from .lists import Lists, check_numbers, find_lists, flatten_index
 from .local import LocalFold, localize
 from .pieces import combine_parts
 
@@ -33,26 +34,30 @@ _FILLED = 2**20  # bytes of leaves and pairs that take as long as a batch of pie
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
     """Run a fold over the pairs that its domain lists; the contract of every engine."""
     assert fold.domain is not None
-    if any(kind_of(r).both_axes for r in fold.reductions):
-        raise NoGradientError(
-            detail="a table that pairs look up has no gradient where cols= lists the pairs",
-            fix="Detach the table, give packed sequences (mr.jagged), or hide pairs with torch.where in the body",
-        )
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
+    if edges and chosen_edges.can_run(fold, sizes, tensors):
+        return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
     results: list[Any] = [None] * len(fold.reductions)
     shared: edge_numbers.Shared = {}
-    for over, places in _groups(fold, leaves, sizes):
+    groups = _groups(fold, leaves, sizes)
+    for over, places in groups:
+        found = None
         chosen = [fold.reductions[k] for k in places]
-        ordered = any(kind_of(r).place is not None for r in chosen) or _has_once(fold, places)
-        lists = find_lists(form, tensors, sizes.rows, sizes.cols, over[0], ordered and form[0] != "pages")
-        local = localize(fold, over[0], places, "" if lists.limit is None else "kept")
-        if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
-            check_numbers(lists)
-        if edges and edge_numbers.can_run(local, lists, sizes):
-            found = edge_numbers.run(local, given, sizes, lists, over[0], tensors[1].shape[-1], shared)
-        else:
+        find = functools.partial(find_lists, form, tensors, sizes.rows, sizes.cols, over[0])
+        lists, once = find(False), _has_once(fold, places)
+        hidden, ragged = "" if lists.limit is None else "kept", bool(lists.kept_size % lists.kept_block)
+        local = localize(fold, over[0], places, hidden, ragged)
+        if edges and not once and edge_numbers.can_run(local, lists, sizes):
+            with contextlib.suppress(edge_numbers.Tied):
+                count = tensors[1].shape[-1]
+                found = edge_numbers.run(local, given, sizes, lists, over[0], count, shared, len(groups) > 1)
+        if found is None:
+            ordered = once or any(kind_of(r).place is not None for r in chosen)
+            lists = find(True) if ordered and form[0] != "pages" else lists
+            if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
+                check_numbers(lists)
             found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
@@ -71,7 +76,7 @@ def _groups(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[tuple[tuple
     sequences share have one result."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for k, r in enumerate(fold.reductions):
-        over, leaf = ("cols" if r.attrs[1] == "neither" else r.attrs[1]), fold.gradient_of.get(r)
+        over, leaf = ("rows" if r.attrs[1] == "rows" else "cols"), fold.gradient_of.get(r)
         merged: tuple[int, ...] = ()
         if leaf is not None and fold.domain is not None:
             value = leaves[fold.leaves.index(leaf)]
@@ -100,7 +105,8 @@ class _Run:
         self.fold, self.local, self.given, self.sizes, self.lists, self.over = fold, local, given, sizes, lists, over
         self.merged, self.engine, self.edges = merged, engine, edges
         self.layout = Layout.of(sizes.batch, lists, self._find_packed())
-        self.filled = localize(fold, over, local.places, "folded")  # the same for pieces that are filled up
+        ragged = bool(lists.kept_size % lists.kept_block)
+        self.filled = localize(fold, over, local.places, "folded", ragged)  # the same for pieces that are filled up
         self.extra = {e: name for name, e in (*local.extra, *self.filled.extra)}
         self.flat = {
             e: FlatLeaf(given[e], e, self.layout, edges)
@@ -115,6 +121,11 @@ class _Run:
             k: _zeros_per_pair(given[r.args[1]], sizes, edges)
             for k, r in zip(local.places, self.reductions, strict=True)
             if kind_of(r).per_pair
+        }
+        self.pairs |= {  # or entries of a table
+            k: torch.zeros(result_form(r, 0, sizes)[0], dtype=sizes.compute, device=sizes.device)
+            for k, r in zip(local.places, self.reductions, strict=True)
+            if kind_of(r).both_axes
         }
 
     def run(self) -> list[list[Tensor]]:
@@ -158,7 +169,8 @@ class _Run:
 
     def _find_packed(self) -> tuple[int, ...]:
         """The batch dimensions that only rows have, where columns are folded: more rows for the same columns."""
-        if self.over != "cols" or any(kind_of(self.fold.reductions[k]).per_pair for k in self.local.places):
+        kinds = [kind_of(self.fold.reductions[k]) for k in self.local.places]
+        if self.over != "cols" or any(kind.per_pair or kind.both_axes for kind in kinds):
             return ()
         count, others = len(self.sizes.batch), []
         for e in self.local.leaves:
@@ -196,6 +208,7 @@ class _Run:
             else:
                 kept += each * self.kept_block
         pairs = shared * wide * self.kept_block * self.lists.unit
+        kept += sum(shared * 8 * self.sizes.of(str(r.args[2].feature)) for r in self.reductions if kind_of(r).both_axes)
         return kept, max(1, unit + pairs + 16 * self.lists.unit)
 
     def _fold_piece(self, piece: Piece) -> list[list[Tensor]]:
@@ -210,6 +223,8 @@ class _Run:
             fold = local.fold
             results = self.engine(fold, [values[e] for e in fold.leaves], sizes)
             for k, (r, mine) in zip(local.folded, combine.split(fold, results), strict=True):
+                if kind_of(r).both_axes:
+                    mine = self._add_to_table(k, mine, piece)
                 found[k] = self._write_pairs(k, mine, piece) if kind_of(r).per_pair else mine
         plain = iter(local.plain)
         for k in self.local.places:
@@ -271,9 +286,25 @@ class _Run:
             target.movedim(-1, 0).index_put_((at,), values.movedim(-1, 0), accumulate=True)
         return []
 
+    def _add_to_table(self, k: int, found: list[Tensor], piece: Piece) -> list[Tensor]:
+        """Add what some pieces have for a table's entries, ``[*shared, pieces, n]``, to the whole ``[*batch, n]``."""
+        total, (count,) = self.pairs[k], found
+        order = (*self.layout.shared, *self.layout.own, len(self.sizes.batch))
+        flat = total.permute(order).reshape(*count.shape[: self.layout_dim], -1, count.shape[-1])
+        places = [piece.coordinates[d] for d in self.layout.own]
+        at = flatten_index(places, [self.sizes.batch[d] for d in self.layout.own])
+        if not isinstance(at, Tensor):
+            flat += count.sum(self.layout_dim, keepdim=True)
+        else:  # sorted, so deterministic on GPUs
+            flat.movedim(self.layout_dim, 0).index_put_((at,), count.movedim(self.layout_dim, 0), accumulate=True)
+        if flat.data_ptr() != total.data_ptr():
+            back = flat.view([total.shape[d] for d in order]).permute([order.index(d) for d in range(total.dim())])
+            total.copy_(back)
+        return []
+
     def _empty(self, r: Expr) -> list[Tensor]:
         """Results of all kept blocks, each as if its list were empty."""
-        if kind_of(r).per_pair:
+        if kind_of(r).per_pair or kind_of(r).both_axes:
             return []
         lead = *self.layout.shared_sizes, self.blocks, self.kept_block
         return [t.expand(*lead, *t.shape[1:]).contiguous() for t in results_of_nothing(r, self.sizes)]

@@ -1,9 +1,15 @@
-"""The assembly that adds up a warp's pairs along antidiagonals, instruction by instruction on 32 lanes."""
+"""The assembly that adds up a warp's pairs along antidiagonals, instruction by instruction on 32 lanes; and that which
+loads the entries of a band."""
 
+import itertools
 import operator
+import re
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from monoidreduce.engines.triton.codegen import lookups
 from monoidreduce.engines.triton.schedules.resident import diagonal_sums
 
 LANE = np.arange(32)
@@ -54,3 +60,22 @@ def test_sums_of_a_warp():
         found[32 * p + 8 * c + r] = registers[f"${p}"]
     np.add.at(right, np.add.outer(np.arange(16), np.arange(64)), x)
     assert np.array_equal(found, right)
+
+
+@pytest.mark.parametrize("over, reverse, folded", [("cols", False, 128), ("cols", True, 64), ("rows", False, 64)])
+def test_entries_of_a_thread(over, reverse, folded):
+    """The loads of a band, two entries each, reach every register of a thread from its first place."""
+    text = lookups.write_look_up_band(SimpleNamespace(over=over, diagonals=True if reverse else None), folded)
+    sign = 1 if over == "rows" else -1
+    kept = lambda row: 63 - row if reverse else row  # the kept index of a row of the tile
+    entry = lambda row, col: 500 - sign * kept(row) + sign * col
+    loads = re.findall(r"\{(t\d+), (t\d+)\}, \[\$(\d+) \+ (-?\d+)\]", text)
+    moves = re.findall(r"mov.f32 \$(\d+), (t\d+);", text)
+    assert len(loads) == folded // 8 + 1 and len(moves) == folded // 2
+    for r in range(8):
+        for c in range(4):
+            first = entry(r, 2 * c) - (sign < 0)
+            found = {name: first + int(place) // 4 + k for *two, at, place in loads for k, name in enumerate(two)}
+            got = {int(to): found[name] for to, name in moves}
+            for m, h, e in itertools.product(range(folded // 8), range(2), range(2)):
+                assert got[4 * m + 2 * h + e] == entry(r + 8 * h, 2 * c + e + 8 * m)

@@ -149,6 +149,102 @@ def test_numbers_of_edges():
     torch.testing.assert_close(call(*args), expected)
 
 
+@mr.op
+def two_best(x: Row, y: Col):
+    s = x * y
+    return mr.topk(s, 2), mr.argmin(s)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_best_edges(tied):
+    """Of equal least numbers the first column's wins, in whatever order it is listed; a row may have no edge."""
+    index = torch.tensor([3, 1, 0, 2, 2, 4, 1])
+    domain = mr.edges(torch.tensor([0, 4, 4, 7]), index)
+    x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 2.0, 1.0, 0.0] if tied else [1.0, 5.0, 2.0, 3.0, 0.0])
+    given = [x.requires_grad_(), y.requires_grad_()]
+    best, least = two_best(*given, cols=domain)
+    expected = [[1, 2], [-1, -1], [1, 2]] if tied else [[1, 3], [-1, -1], [1, 2]]
+    found = best.indices.sort(-1).values if tied else best.indices  # top-k leaves open which of equals is first
+    assert found.tolist() == expected and least.tolist() == [0, -1, 4]
+    seen = torch.where(best.values.isfinite(), best.values, 0.0)
+    at = torch.tensor(expected).clamp(min=0)
+    assert torch.equal(seen, (x[:, None] * y[at]) * torch.tensor([[1.0], [0.0], [1.0]]))
+    found = torch.autograd.grad(seen.sum(), given)
+    for one, right in zip(found, torch.autograd.grad((x[[0, 2], None] * y[at[[0, 2]]]).sum(), given), strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def test_numbers_of_edges_of_each_batch_element():
+    pointer = torch.tensor([0, 2, 5, 5]).expand(2, -1)
+    index = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 0, 3, 2]])
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=make).requires_grad_()
+    args = [draw(2, 3, 3), draw(2, 4, 3), draw(2, 5)]
+    found = edge_totals(*args, cols=mr.edges(pointer, index))
+    grads = torch.autograd.grad(found.sin().sum(), args)
+    for b in range(2):
+        own = [a[b].detach().requires_grad_() for a in args]
+        expected = edge_totals(*own, cols=mr.edges(pointer[b], index[b]))
+        torch.testing.assert_close(found[b], expected)
+        for g, right in zip(grads, torch.autograd.grad(expected.sin().sum(), own), strict=True):
+            torch.testing.assert_close(g[b], right)
+
+
+@mr.op
+def edge_totals(x: Row["f"], y: Col["f"], e: mr.Pair):
+    return mr.sum(torch.tanh(x @ y + e))
+
+
+@mr.op
+def by_distance(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(x @ y + mr.lookup(bias, mr.row_index - mr.col_index + 12), v)
+
+
+@mr.op
+def by_kinds(x: Row["f"], y: Col["f"], a: Row, b: Col, bias: mr.Table["n"]):
+    s = torch.tanh(x @ y) * mr.lookup(bias, a * 3 + b)
+    return mr.sum(s), mr.logsumexp(s, over="rows")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 15, 24])
+def test_tables(seed):
+    """Gradients of what pairs look up; the last block of rows is cut, lists are per batch element or for all."""
+    problem = listed_cases.random_problem(seed)
+    x, y, v = problem.args(seed=seed)
+    make = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randn(n, dtype=torch.float64, generator=make).requires_grad_()
+    bias, small = draw(26), draw(9)
+    a, b = (torch.randint(0, 3, (n,), generator=make) for n in (problem.rows, problem.cols))
+    found, kinds = by_distance(x, y, v, bias, cols=problem.domain), by_kinds(x, y, a, b, small, cols=problem.domain)
+    grads = [
+        *listed_cases.gradients([found], [x, y, v, bias]),
+        *listed_cases.gradients(kinds, [x, y, small]),
+    ]
+    i, j = torch.arange(problem.rows)[:, None], torch.arange(problem.cols)
+    s, times = torch.broadcast_tensors(x @ y.mT + bias[i - j + 12], problem.times)
+    weight = times * s.exp()
+    total = weight.sum(-1, keepdim=True)
+    expected = (weight / torch.where(total > 0, total, 1.0)) @ v
+    s, times = torch.broadcast_tensors(torch.tanh(x @ y.mT) * small[a[:, None] * 3 + b], problem.times)
+    column = (times * s.exp()).sum(-2)
+    twins = (s * times).sum(-1), torch.where(column > 0, torch.where(column > 0, column, 1.0).log(), -torch.inf)
+    wanted = [
+        *listed_cases.gradients([expected], [x, y, v, bias]),
+        *listed_cases.gradients(twins, [x, y, small]),
+    ]
+    for one, other in zip((found, *kinds, *grads), (expected, *twins, *wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_second_derivatives_of_tables():
+    domain = mr.edges(torch.tensor([0, 3, 3, 7]), torch.tensor([0, 1, 1, 2, 3, 0, 2]))
+    shapes = (3, 2), (4, 2), (4, 2), (16,)
+    args = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    call = lambda *given: by_distance(*given, cols=domain)
+    assert torch.autograd.gradcheck(call, args)
+    assert torch.autograd.gradgradcheck(call, args, fast_mode=True)
+
+
 @pytest.mark.parametrize("shape", [(5, 6), (1, 6), (5, 1), (2, 5, 6), (1, 1)], ids=str)
 def test_numbers_of_pairs_over_blocks(shape):
     args = [torch.randn(2, 5, 3, dtype=F64), torch.randn(6, 3, dtype=F64), torch.randn(2, 6, 2, dtype=F64)]

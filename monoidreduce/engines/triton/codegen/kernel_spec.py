@@ -36,7 +36,11 @@ class Listing:
     logical: bool = False  # the folded index counts along the list, not along the axis
     ends: bool = False  # how many folded indices each list has is given: its last block is cut
     entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
+    each: bool = False  # single, but several of them in a program instance, each with a list of its own
+    numbered: bool = False  # how many entries a batch element's lists have is given: to write a number for each
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
+    window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
+    role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,12 @@ class Spec:
     def kept_start(self) -> str:
         """The first kept index of a tile."""
         return "tile * KEPT" if self.listed is None or self.listed.tiles else "kept_start"
+
+    @property
+    def result_place(self) -> tuple[str, str]:
+        """How many results a batch element has, and which is the first of a program instance."""
+        windows = self.listed is not None and self.listed.role == "windows"
+        return ("tiles", "tile") if windows else ("kept_size", self.kept_start)
 
     @property
     def group_text(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
-from . import device_functions, k_loop, listed, random_functions, special_functions, tile_ranges
+from . import device_functions, k_loop, list_functions, listed, random_functions, special_functions, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, box_name
 from .reductions import known
@@ -231,7 +231,8 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
-    lines.append(f"out_at = ({place}) * kept_size + {v.spec.kept_start}")
+    count, first = v.spec.result_place
+    lines.append(f"out_at = ({place}) * {count} + {first}")
     at = 0
     for r in reductions:
         for texts, feature in r.finish():
@@ -251,10 +252,10 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
                 for f, text in enumerate(texts):
                     lines.append(f"tl.store({place.format('kept_lane')} + {f}, {text}, mask=kept_in)")
                 continue
-            for text, (first, size) in zip(texts, v.spec.slices(feature), strict=True):
-                lane, exists = v.slice_lane(size, width - first)
+            for text, (begin, size) in zip(texts, v.spec.slices(feature), strict=True):
+                lane, exists = v.slice_lane(size, width - begin)
                 mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
-                row = place.format("kept_lane[:, None]") + (f" + {first}" if first else "")
+                row = place.format("kept_lane[:, None]") + (f" + {begin}" if begin else "")
                 lines.append(f"tl.store({row} + {lane}[None, :], {text}, mask={mask})")
     return lines
 
@@ -270,10 +271,10 @@ def count_held(text: str, names: set[str]) -> int:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py`` and the two files beside it, by name, in their order; a quick form
+    """The functions of ``device_functions.py`` and the three files beside it, by name, in their order; a quick form
     without a native one is followed by the same function with native forms inside."""
     written: dict[str, str] = {}
-    for module in (device_functions, special_functions, random_functions):
+    for module in (device_functions, special_functions, random_functions, list_functions):
         source = inspect.getsource(module)
         lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]

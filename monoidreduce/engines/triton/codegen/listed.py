@@ -20,6 +20,8 @@ from . import few_rows
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
 
+ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
+_EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
 
@@ -28,13 +30,17 @@ def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
     must not specialize on."""
     assert spec.listed is not None
     tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries
-    numbers = ["groups", *(f"list_b{k}" for k in range(spec.rank))]
+    numbers = ["groups", *["entry_count"] * spec.listed.numbered, *(f"list_b{k}" for k in range(spec.rank))]
     return [*tensors, *numbers], numbers
 
 
 def write_kept(spec: Spec) -> list[str]:
     """Lines after the batch element: the group of this program instance, its kept indices and its list."""
     assert spec.listed is not None
+    if spec.listed.role != "lists":
+        return _write_window(spec)
+    if spec.listed.each:
+        return _write_each(spec)
     size = spec.listed.kept_block  # 0: all kept indices
     if spec.listed.tiles:
         lines = [f"group = tile // {spec.listed.tiles}" if size else "group = 0"]
@@ -66,13 +72,12 @@ def write_kept(spec: Spec) -> list[str]:
             f"kept_in = (kept_at < kept_size) & (member < {size})",
             "kept_lane = tl.arange(0, KEPT).to(INT)",
         ]
-    number = " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
     count = f"tl.cast(tl.load(offsets + listing + 1) - list_first, tl.int32) * {spec.listed.folded_block}"
     return [
         *lines,
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
         "# its list: where it begins, and how many folded indices it has",
-        f"listing = ({number}) * groups + group",
+        f"listing = ({_list_number(spec)}) * groups + group",
         "list_first = tl.load(offsets + listing)",
         f"positions = {count}",
         *(
@@ -80,6 +85,65 @@ def write_kept(spec: Spec) -> list[str]:
             if spec.listed.ends
             else []
         ),
+        *([f"positions = tl.where(positions > {2 * spec.listed.window}, 0, positions)"] if spec.listed.window else []),
+    ]
+
+
+def _list_number(spec: Spec) -> str:
+    """Which of the domain's batch elements this is."""
+    return " + ".join(f"b{k} * list_b{k}" for k in range(spec.rank))
+
+
+def _write_each(spec: Spec) -> list[str]:
+    """The same of several kept indices, each with a list of its own."""
+    assert spec.listed is not None
+    window = spec.listed.window
+    return [
+        "kept_start = tile * KEPT",
+        "kept_at = kept_start + tl.arange(0, KEPT)",
+        "kept_in = kept_at < kept_size",
+        "kept_lane = tl.arange(0, KEPT).to(INT)",
+        "# its lists: where they begin, and how many folded indices they have",
+        f"listing = offsets + ({_list_number(spec)}) * groups + kept_at",
+        "list_first = tl.load(listing, mask=kept_in, other=0)",
+        "list_last = tl.load(listing + 1, mask=kept_in, other=0)",
+        "positions = tl.cast(list_last - list_first, tl.int32)",
+        *([f"positions = tl.where(positions > {2 * window}, 0, positions)"] if window else []),
+        "longest = tl.max(positions, 0)",
+        "list_first, positions = list_first[:, None], positions[:, None]",
+    ]
+
+
+def _write_window(spec: Spec) -> list[str]:
+    """The same of one window of all entries: the long list that it lies in, and which of its entries are folded here.
+
+    A list's first window also has the entries before it. To combine windows, the program instance of a list's first
+    one folds them as its entries; all others are idle."""
+    assert spec.listed is not None
+    size, windows = spec.listed.window, spec.listed.role == "windows"
+    lines = [
+        f"lists = offsets + ({_list_number(spec)}) * groups",
+        f"window_first = tl.load(lists).to(tl.int64) + tile.to(tl.int64) * {size}",
+        "group = find_list(lists, groups, window_first)",
+        "list_start = tl.load(lists + group).to(tl.int64)",
+        "list_end = tl.load(lists + group + 1).to(tl.int64)",
+        f"leads = window_first - {size} < list_start",
+        f"long = (list_end - list_start > {2 * size}) & (window_first < list_end)",
+    ]
+    if windows:
+        count = f"tl.minimum(window_first + {size}, list_end) - list_first"
+        lines += ["list_first = tl.where(leads, list_start, window_first)"]
+        lines += [f"positions = tl.where(long, {count}, 0).to(tl.int32)"]
+    else:
+        lines += ["list_first = tile"]
+        lines += [f"positions = tl.where(long & leads, tl.cdiv(list_end - window_first, {size}), 0).to(tl.int32)"]
+    return [
+        *lines,
+        "kept_start = group",
+        "kept_at = kept_start + tl.arange(0, KEPT)",
+        "kept_in = kept_at < tl.where(positions > 0, kept_size, 0)",
+        "kept_lane = tl.arange(0, KEPT).to(INT)",
+        "folded_lane = tl.arange(0, FOLDED).to(INT)",
     ]
 
 
@@ -149,7 +213,8 @@ def write_steps(spec: Spec, kept: int) -> list[str]:
 def write_tile_range(v: ExpressionWriter) -> list[str]:
     """Lines that say which tiles of the list are visited: whole ones (all, where no block is cut), then the others."""
     assert v.spec.listed is not None
-    lines = few_rows.write_tile_range(v, "positions", limited=v.spec.listed.logical)
+    size = "longest" if v.spec.listed.each else "positions"
+    lines = few_rows.write_tile_range(v, size, limited=v.spec.listed.logical)
     return [*lines, "whole_first = begin", "whole_last = begin if RAGGED else end"] if walks_twice(v.spec) else lines
 
 
@@ -163,8 +228,10 @@ def write_first(spec: Spec, t: str) -> list[str]:
     """Lines before a loop from tile ``t`` on: load the number of its first block."""
     listed = spec.listed
     assert listed is not None
+    if listed.role == "combine":
+        return []
     if listed.gathered:
-        spot = f"{t} * FOLDED + tl.arange(0, FOLDED)"
+        spot = f"({t} * FOLDED + {_steps(spec)})" if listed.each else f"{t} * FOLDED + tl.arange(0, FOLDED)"
         return [f"ahead = tl.load(items + list_first + {_block(spec, f'({spot})')}, mask={spot} < positions, other=0)"]
     return [f"ahead = tl.load(items + list_first + {t} // {_tiles(spec)}, mask={t} < end, other=0)"]
 
@@ -173,12 +240,19 @@ def write_place(spec: Spec) -> list[str]:
     """The first lines of a loop's body: where tile ``t`` lies, which of it exists, and the next block's number."""
     listed = spec.listed
     assert listed is not None
+    if listed.role == "combine":
+        return [
+            "spot = t * FOLDED + tl.arange(0, FOLDED)",
+            "folded_lane = (list_first + spot).to(INT)",
+            "folded_in = spot < positions",
+            "folded_at = list_first + spot",
+        ]
     if listed.gathered:
         size = listed.folded_block
         inner = f" * {size} + spot % {size}" if size > 1 else ""
         cut = " & (folded_lane < folded_size)" if size > 1 else ""
         return [
-            "spot = t * FOLDED + tl.arange(0, FOLDED)",
+            f"spot = t * FOLDED + {_steps(spec)}",
             f"folded_lane = ahead.to(INT){inner}",
             "later = spot + FOLDED",
             f"ahead = tl.load(items + list_first + {_block(spec, 'later')}, mask=later < positions, other=0)",
@@ -200,6 +274,12 @@ def _tiles(spec: Spec) -> str:
     return f"({spec.listed.folded_block} // FOLDED)"
 
 
+def _steps(spec: Spec) -> str:
+    """The positions of a tile, from its first one on: along a list, or along each of several."""
+    assert spec.listed is not None
+    return "tl.arange(0, FOLDED)[None, :]" if spec.listed.each else "tl.arange(0, FOLDED)"
+
+
 def _block(spec: Spec, spot: str) -> str:
     """Which entry of a list a position lies in."""
     assert spec.listed is not None
@@ -211,6 +291,8 @@ def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     head = write_place(spec)
     if spec.listed is not None and spec.listed.single:  # all loads of a tile are on their way before any arithmetic
         tile = sorted(tile, key=lambda line: _LOAD.match(line) is None)
+    if spec.listed is not None and spec.listed.each:  # folded indices are blocks [KEPT, FOLDED] already
+        tile = [re.sub(r"\b(folded_in|folded_at)\[None, :\]", r"\1", line) for line in tile]
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
 
@@ -249,15 +331,50 @@ class ListedWriter(ExpressionWriter):
 
     def _leaf(self, e: Expr) -> str:
         if not e.is_pair or self.spec.is_number(e):
-            return super()._leaf(e)
-        entry = "list_first + spot"  # one number per entry of the lists
-        if self.listed.entries:
-            entry = f"tl.load(entries + {entry}, mask=folded_in, other=0)"
-        entry = self.bind("entry", f"({entry}).to(tl.int64)", True, "entry")
-        text = f"tl.load({self.base(e)} + {entry} * {self.stride(e, 's')}, mask=folded_in, other=0)[None, :]"
+            return self._in_lists(e, super()._leaf(e))
+        entry, stride = self.entry(of_all=e.attrs[0] == ONCE), self.stride(e, "s")
+        text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")
+        if not self.listed.gathered:  # a tile lies in one entry
+            text = f"tl.load({self.base(e)} + {entry} * {stride})"
         return self._loaded(text, e, self.spec.type_of[e])
 
-    # One kept index: [1, features] times [FOLDED, features]
+    def entry(self, of_all: bool = False) -> str:
+        """Which entry of the lists each folded index of a tile belongs to: one number where all belong to one.
+
+        Entries count from the batch element's first one, or with ``of_all`` from the first of all elements."""
+        place = f"t // {_tiles(self.spec)}" if not self.listed.gathered else _block(self.spec, "spot")
+        entry = f"list_first + {place}"
+        if self.listed.entries:
+            entry = f"tl.load(entries + {entry}{', mask=folded_in, other=0' if self.listed.gathered else ''})"
+        found = self.bind("entry", f"({entry}).to(tl.int64)", True, "entry")
+        if of_all or not self.listed.numbered:
+            return found
+        return self.bind("own entry", f"entry - ({_list_number(self.spec)}) * entry_count", True, "own_entry")
+
+    def store_entries(self, out: str, value: str) -> None:
+        """Store a number for each entry of the lists."""
+        place = self._in_lists(None, f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]")
+        self.inside.append(f"tl.store({place}, {value}, mask=folded_in[None, :])")
+
+    def leaf_component(self, e: Expr, f: str) -> str:
+        return self._in_lists(e, super().leaf_component(e, f))
+
+    def _in_lists(self, e: Expr | None, text: str) -> str:
+        """A loaded block of folded indices: of several lists it is [KEPT, FOLDED] as it is."""
+        folded = e is None or (self.spec.folds(e) and not self.spec.is_number(e))
+        return text.replace("[None, :]", "") if self.listed.each and folded else text
+
+    def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
+        if not self.listed.each or not self.spec.folds(e):
+            return super().block(e, piece, at, stored)
+        lines = len(self.inside)
+        name = super().block(e, piece, at, stored)
+        for k in range(lines, len(self.inside)):  # [KEPT, FOLDED, features]
+            line = self.inside[k].replace("[None, :]", "[None, None, :]").replace("folded_lane[:, None]", _EACH[0])
+            self.inside[k] = line.replace("folded_in[:, None]", _EACH[1])
+        return name
+
+    # One kept index: [1, features] times [FOLDED, features]; or several, each with vectors of its own to fold
 
     def product(self, x: Expr, y: Expr) -> str:
         if not self.listed.single:
@@ -267,6 +384,9 @@ class ListedWriter(ExpressionWriter):
     def add_product(self, total: str, weight: str, block: str) -> str:
         if not self.listed.single:
             return super().add_product(total, weight, block)
+        if self.listed.each:
+            weight = self.bind((weight, "weights"), weight, True)
+            return f"{total} += tl.sum({weight}[:, :, None] * {block}, 1)"
         return f"{total} += tl.sum(tl.reshape({weight}, [FOLDED, 1]) * {block}, 0)[None, :]"
 
     def _over_features(self, e: Expr) -> str:
@@ -281,6 +401,10 @@ class ListedWriter(ExpressionWriter):
         parts = []
         for at in self.spec.slices(x.feature):
             blocks = [self.block(e, at=at) for e in (x, y)]
+            if self.listed.each:
+                blocks = [b if self.spec.folds(e) else f"{b}[:, None, :]" for e, b in zip((x, y), blocks, strict=True)]
+                parts.append(f"tl.sum({form.format(*blocks)}, 2)")
+                continue
             parts.append(f"tl.sum({form.format(*blocks)}, 1)[None, :]")
         return " + ".join(parts)
 

@@ -35,7 +35,7 @@ def write_lookup(v: Any, table: Expr, index: Expr) -> str:
     """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the kernel's writer."""
     if hasattr(v, "pair_layout") and is_band(table):
         return _look_up_band(v, table)
-    if type(v).__name__ != "ExpressionWriter":
+    if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)
     outside = literal(float("nan") if table.dtype == "float" else 0)
@@ -47,23 +47,50 @@ def _look_up_band(v: Any, table: Expr) -> str:
     """In a Gluon kernel. The row is the kept index, or the folded one: places then fall, or rise, with the column."""
     rises = v.spec.over == "rows"
     cols, apart = ("kept_size", "start - kept_at") if rises else ("folded_size", "kept_at - start")
-    text = f"look_up_band({v.base(table)}, {apart} + ({cols} + {BAND_ROOM - 1}), {1 if rises else -1}, {v.pair_layout})"
+    first, half = f"{apart} + ({cols} + {BAND_ROOM - 1})", f"{table.attrs[0]}_n // 2"
+    text = f"look_up_band({v.base(table)}, {first}, {half}, {1 if rises else -1}, {v.pair_layout})"
     return v._loaded(text, table, v.spec.type_of[table])
 
 
-# Layouts of [KEPT, EIGHTS, 8]: an index inside an eight varies within a thread, which eight it is by constants, so that
-# these are part of the instructions that load.
-LOOK_UP_BAND = """
+def write_look_up_band(spec: Any, folded: int) -> str:
+    """The device function, for tiles of 64 kept and so many folded indices as an MMA leaves them.
+
+    A thread has rows ``r`` and ``r + 8`` and columns ``2c + e + 8m``, in registers ``4m + 2h + e``: its places are a
+    constant away from the first, those of its second row are those of its first and one more, and the two of an ``e``
+    are one load of 8 bytes, from whichever copy of the band (the second begins one entry later) has them aligned."""
+    rises = spec.over == "rows"
+    sign = 1 if rises else -1
+    down = sign if spec.diagonals is not None else -sign  # places from row r to row r + 8; kept indices may be reversed
+    registers = folded // 2
+    at = {(h, m): 32 * (down * h + sign * m) for h in range(2) for m in range(folded // 8)}
+    names = {place: k for k, place in enumerate(sorted(set(at.values())))}
+    lines = [f".reg .f32 t<{2 * len(names)}>;"]
+    for place, k in names.items():
+        lines.append(f"ld.global.nc.v2.f32 {{t{2 * k}, t{2 * k + 1}}}, [${registers} + {place}];")
+    for (h, m), place in at.items():
+        for e in range(2):
+            lines.append(f"mov.f32 ${4 * m + 2 * h + e}, t{2 * names[place] + (e if rises else 1 - e)};")
+    return _LOOK_UP_BAND.format(
+        lower=0 if rises else 1,
+        assembly="{ " + " ".join(lines) + " }",
+        constraints=",".join(["=f"] * registers + ["l"] * registers),
+        registers=registers,
+    )
+
+
+_LOOK_UP_BAND = """
 @gluon.jit
-def look_up_band(base, at, SIGN: tl.constexpr, like):
-    # the entries at + SIGN x column
-    KEPT: tl.constexpr = like.shape[0]
-    EIGHTS: tl.constexpr = like.shape[1] // 8
-    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
-    EIGHT: tl.constexpr = tl.SliceLayout(1, LAYOUT)
-    at = tl.convert_layout(at, tl.SliceLayout(1, EIGHT))[:, None]
-    near = base + (at + SIGN * tl.arange(0, 8, tl.SliceLayout(0, EIGHT))[None, :])
-    more = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))) * (8 * SIGN)
-    found = tl.load(near[:, None, :] + more[None, :][:, :, None])
-    return tl.convert_layout(tl.reshape(found, [KEPT, EIGHTS * 8]), like.type.layout)
+def look_up_band(base, at, half, SIGN: tl.constexpr, like):
+    # the entries at + SIGN x column: what a thread reads begins at its first pair of columns
+    lane = tl.arange(0, like.shape[1], tl.SliceLayout(0, like.type.layout))
+    first = at[:, None] + SIGN * lane[None, :] - {lower}
+    place = base + (first + (first & 1) * (half - 1))
+    return tl.inline_asm_elementwise(
+        "{assembly}",
+        "{constraints}",
+        [place.to(tl.int64)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack={registers},
+    )
 """

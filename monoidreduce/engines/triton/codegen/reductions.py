@@ -33,7 +33,8 @@ TOOLS = Tools(
 def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
-    _check(reduction)
+    if not (kind.per_pair and v.spec.listed):  # a number for each entry of lists is stored where it is computed
+        _check(reduction)
     if not _has_pair_vectors(reduction):
         return kind.lines(kind, place, reduction, scale, v, TOOLS)
     assert kind.vector_lines is not None

@@ -89,7 +89,7 @@ class Bands:
             (fold.leaves.index(b.table), DiagonalIndex(b.index, fold.leaves, sizes, sizes.of(str(b.table.feature))))
             for b in bands
         ]
-        self.length = sizes.rows + sizes.cols - 1 + 2 * BAND_ROOM
+        self.length = 2 * (-(-(sizes.rows + sizes.cols - 1 + 2 * BAND_ROOM) // 2) * 2)
         letters = {**sizes.letters, **{str(b.leaf.feature): self.length for b in bands}}
         self.sizes = replace(sizes, letters=letters)
 
@@ -98,24 +98,25 @@ class Bands:
         return [*leaves, *(self._make(leaves[at], places(leaves)) for at, places in self.bands)]
 
     def _make(self, table: Tensor, at: slice | Tensor) -> Tensor:
-        inside = slice(BAND_ROOM, self.length - BAND_ROOM)
-        if isinstance(at, slice):
-            band = table.new_zeros(*table.shape[:-1], self.length)
-            band[..., inside] = table[..., at]
-            return band
-        at = at.to(table.device)
-        known, entries = (at >= 0) & (at < table.shape[-1]), at.clamp(0, max(table.shape[-1] - 1, 0))
-        if at.shape[0] == 1:
-            band = table.new_zeros(*table.shape[:-1], self.length)
-            found = table[..., entries[0]] if table.shape[-1] else band[..., inside]
-            band[..., inside] = found.masked_fill(~known[0], torch.nan)
-            return band
-        batch = self.sizes.batch
-        band = table.new_zeros(*batch, self.length)
-        whole, shape = table.expand(*batch, -1), (*batch, -1)
-        found = whole.gather(-1, entries.view(shape)) if table.shape[-1] else band[..., inside]
-        band[..., inside] = found.masked_fill(~known.view(shape), torch.nan)
+        """Two copies, the second of which begins one entry later: one of them has any two neighbours aligned."""
+        found = table[..., at] if isinstance(at, slice) else self._gather(table, at.to(table.device))
+        half, first = self.length // 2, BAND_ROOM
+        band = table.new_zeros(*found.shape[:-1], self.length, dtype=self.sizes.compute)
+        for begin in (first, half + first - 1):
+            band[..., begin : begin + found.shape[-1]] = found
         return band
+
+    def _gather(self, table: Tensor, at: Tensor) -> Tensor:
+        """The entries of a table at these places, NaN where there is none."""
+        size = table.shape[-1]
+        known, entries = (at >= 0) & (at < size), at.clamp(0, max(size - 1, 0))
+        if not size:
+            return table.new_full((*table.shape[:-1], at.shape[-1]), torch.nan)
+        if at.shape[0] == 1:
+            return table[..., entries[0]].masked_fill(~known[0], torch.nan)
+        batch = self.sizes.batch
+        found = table.expand(*batch, -1).gather(-1, entries.view(*batch, -1))
+        return found.masked_fill(~known.view(*batch, -1), torch.nan)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,104 +11,52 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....domains import ColumnLists
 from ....plan import settings
-from ....program import constructors
-from ....program.constructors import ONE
-from ....program.expression import Expr, const, index, reduce_node, topological
+from ....program.contract import contractions
+from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
+from ....reductions import kind_of
+from ....reductions.histogram import add_at
 from ...common import matmul, unchanged_tensors
-from ...common.evaluate import Sizes
+from ...common.combine import split
+from ...common.evaluate import Form, Sizes, result_form
 from ...common.listed_pairs import restore_domain
 from ..codegen import compiler, few_rows, listed
-from ..codegen.kernel_spec import NARROW, Listing, Spec, Unsupported
+from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.availability import available
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
+from . import long_lists
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from .list_tensors import ListForm, Lists, make_lists
+from .listed_program import FIRST, LocalFold, localize
+from .long_lists import LongLists
 from .prepared_fold import list_kernels, merge_batches_and_strides
 from .record_launches import Made
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
-_KINDS = (*_SPLIT_KINDS, "moments", "user")
+_KINDS = (*_SPLIT_KINDS, "moments", "user", "topk", "pair")
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
 _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
+_SHORT = 64  # entries of an average list up to which lists share a program instance
 _UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
+# and where nothing but the room for them is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 % (H200, 64
+# sequences of 1k to 32k, 32/8 heads)
+_UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
-
-
-class ListForm(NamedTuple):
-    """What kernels, and the choice of their plans, depend on in lists: all but their numbers."""
-
-    kept_block: int
-    folded_block: int
-    batch: tuple[int, ...]
-    logical: bool
-    ends: bool
-    entry: bool
-    lists: int  # how many there are
-    items: int  # of all, rounded up to a power of two
-    kinds: tuple  # types and alignment
-
-    @property
-    def average(self) -> int:
-        """Folded indices of a list."""
-        return -(-self.items * self.folded_block // max(self.lists, 1))
-
-
-@dataclass(frozen=True, eq=False)
-class Lists:
-    """The lists of one direction, as kernels read them.
-
-    Group g of list l folds the blocks ``items[offsets[l * G + g]:offsets[l * G + g + 1]]``, where ``kept_block`` kept
-    indices make a group (0: all of them) and ``folded_block`` folded ones a block; ``batch``: the dimensions of l."""
-
-    offsets: Tensor
-    items: Tensor
-    kept_block: int
-    folded_block: int
-    batch: tuple[int, ...] = ()
-    logical: bool = False  # the folded index counts along the list
-    ends: Tensor | None = None  # [lists · groups]: how many folded indices each has; the last block is cut there
-    entry: Tensor | None = None  # [items]: the place of each item in the lists that numbers per entry belong to
-
-    def tensors(self, entries: bool) -> tuple[Tensor, ...]:
-        """The arguments of a kernel; ``entries``: whether it reads which entry each item is."""
-        found = self.offsets, self.items, self.ends, self.entry if entries else None
-        return tuple(t for t in found if t is not None)
-
-    @property
-    def form(self) -> ListForm:
-        kinds = tuple((t.dtype, t.data_ptr() & 15) for t in self.tensors(True))
-        some = self.batch, self.logical, self.ends is not None, self.entry is not None
-        items = 1 << (len(self.items) - 1).bit_length()
-        return ListForm(self.kept_block, self.folded_block, *some, len(self.offsets) - 1, items, kinds)
-
-    def own(self, given: Sequence[Tensor]) -> Lists:
-        """The same lists without the memory of these tensors: what is cached for a tensor must not keep it alive."""
-        theirs = {t.untyped_storage()._cdata for t in given}
-        mine = {n: getattr(self, n) for n in ("offsets", "items", "ends", "entry")}
-        held = {n: t.clone() for n, t in mine.items() if t is not None and t.untyped_storage()._cdata in theirs}
-        return replace(self, **held) if held else self
-
-
-def read_lists(given: ColumnLists, kept: int) -> Lists:
-    """A domain's lists for ``kept`` indices, as kernels read them."""
-    block = given.row_block if given.row_block < kept else 0
-    items = given.items if len(given.items) else given.items.new_zeros(1)  # so that there is something to point to
-    return Lists(given.offsets.contiguous(), items.contiguous(), block, given.col_block, given.batch, entry=given.entry)
 
 
 class ListedLaunch(FoldLaunch):
@@ -125,8 +73,13 @@ class ListedLaunch(FoldLaunch):
         layouts: Layouts,
         lists: ListForm,
         steps: tuple[int, ...],
+        entries: int = 0,
+        window: int = 0,
+        role: str = "lists",
     ):
-        self.lists_of, self.steps = lists, steps
+        """``steps``: how many lists further each batch dimension leads; ``entries``: of a batch element's lists, where
+        there are numbers for each; ``window``, ``role``: ``long_lists.py``."""
+        self.lists_of, self.steps, self.window, self.role, self.entries = lists, steps, window, role, entries
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -158,7 +111,13 @@ class ListedLaunch(FoldLaunch):
         at = len(self.batch) - 1
         rows = (self.lists_of.kept_block or kept) * heads
         shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at] or any(e.is_pair for e in spec.fold.leaves):
+        if (
+            self.role != "lists"
+            or heads < 2
+            or not 0 < rows <= _MOST_PACKED
+            or self.steps[at]
+            or any(e.is_pair for e in spec.fold.leaves)
+        ):
             return None
         if any(self.before):  # what is converted has the batch dimensions of the call
             return None
@@ -178,11 +137,16 @@ class ListedLaunch(FoldLaunch):
         lists, device = self.lists_of, self.sizes.device
         group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
         single = group == 1
-        entries = lists.entry and any(e.is_pair for e in self.spec.fold.leaves)
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
+        entries = lists.entry and bool(pairs)
         listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
+        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
+        written = any(kind_of(r).per_pair for r in self.fold.reductions)
+        window = self.window if single else 0
+        listing = replace(listing, window=window, role=self.role, numbered=several or written)
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
-        asked = plan or (settings.current.get().tiles or {}).get(self.over)
+        asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
         copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
         joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
         tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
@@ -195,12 +159,18 @@ class ListedLaunch(FoldLaunch):
             tile //= 2
         if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
             self.spec = replace(self.spec, guess=False)
-            self.plan = replace(plan, block_kept=1 if single else plan.block_kept, boxes=0)
+            each = single and plan.block_kept > 1 and self.role == "lists" and _can_share_tiles(self.spec)
+            self.plan = replace(plan, block_kept=1 if single and not each else plan.block_kept, boxes=0)
+            if each:
+                self.spec = replace(self.spec, listed=replace(listing, each=True))
+                return copied
         else:
             guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
             self.spec = replace(tiled, guess=guess)
             plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
             self.plan = staged or plain
+        if self.role != "lists":
+            return copied
         if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
             tiles = max(lists.kept_block // self.plan.block_kept, 1)
             gathered = self.spec.listed.gathered if self.spec.listed else True
@@ -214,7 +184,12 @@ class ListedLaunch(FoldLaunch):
     def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists_of
-        if self.few is not None or self.lengths[1] % lists.folded_block or (asked is not None and asked.boxes != 2):
+        if (
+            self.fold.tables
+            or self.few is not None
+            or self.lengths[1] % lists.folded_block
+            or (asked is not None and asked.boxes != 2)
+        ):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
         spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
@@ -249,11 +224,20 @@ class ListedLaunch(FoldLaunch):
 
     def _plan_single(self, plainly: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
-        each 4,096 of their numbers: one warp need not wait for others."""
+        each 4,096 of their numbers: one warp need not wait for others. Short lists share a warp, several to each.
+
+        H200, graph attention, 10⁶ lists of 20 ± 15, 64 features of 16 bits, forward: 0.77 ms in tiles of 4 lists × 8
+        entries, 0.86 of 2 × 16, 1.10 of 1 × 32; two warps take twice the time of one."""
         width = max(plainly.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
+        average = self.lists_of.average
+        if self.role == "lists" and average <= _SHORT and width <= WIDEST and _can_share_tiles(self.spec):
+            entries = max(16, min(32, 2**13 // (width * max(item, 4))))  # of all lists of a tile
+            folded = max(4, min(16, 1 << max(average // 4, 1).bit_length() - 1))
+            return KernelPlan(entries // folded, folded, 1, 2)
         most = 1 << (2**14 // (width * item)).bit_length() - 1
-        folded = max(16, min(1 << max(self.lists_of.average - 1, 1).bit_length(), 128, most))
+        length = average if self.role == "lists" else self.window
+        folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
@@ -262,15 +246,27 @@ class ListedLaunch(FoldLaunch):
         heads = kept // self.few.period if self.few is not None else 1
         rows = kept // heads
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
+        if self.role != "lists":
+            self.tiles, self.beside, self.parts = lists.windows(self.window), 0, 1
+            self.grid = self.tiles * self.count
+            return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
+        assert self.spec.listed is not None
+        if self.spec.listed.each:
+            self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
         instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
         self.parts = count_splits(self.plan, instances, folded, processors)
-        if not self.plan.parts and 0 < instances < _UNEVEN_WAVES * processors:
-            even = -(-_UNEVEN_WAVES * processors // instances)
+        waves = _UNKNOWN_WAVES if lists.ends else _UNEVEN_WAVES
+        if not self.plan.parts and 0 < instances < waves * processors:
+            even = -(-waves * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if self.plan.boxes == 2 or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions):
+        if (
+            self.plan.boxes == 2
+            or self.spec.listed.window
+            or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
+        ):
             self.parts = 1
         self.grid = self.tiles * self.count * self.parts
 
@@ -281,7 +277,7 @@ class ListedLaunch(FoldLaunch):
         for k in range(2 + listed.ends + listed.entries):
             self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
             self.template.append(None)
-        self.template += [self.groups, *self.steps]
+        self.template += [self.groups, *[self.entries] * listed.numbered, *self.steps]
         cut = lists.ends or self.lengths[1] % lists.folded_block != 0
         folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
         far = listed.gathered and any(
@@ -289,6 +285,23 @@ class ListedLaunch(FoldLaunch):
         )
         cut |= self.kernel.staged  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
+
+    def _lay_out_results(self) -> None:
+        super()._lay_out_results()
+        for k, (r, _) in enumerate(self.fold.outputs):
+            if kind_of(r).per_pair:  # entries that are in no list have none
+                shape, dtype = self.outputs[k]
+                zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
+                self.rooms[k] = zeros  # type: ignore[call-overload]
+
+    def _output(self, r: Expr, k: int) -> Form:
+        if kind_of(r).per_pair:
+            kind = self.sizes.compute if r.args[0].dtype == "float" else torch.int64
+            return (*self.sizes.batch, self.entries), kind
+        if self.role != "windows":
+            return super()._output(r, k)
+        rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
+        return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
 
     def _cuts(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
@@ -319,10 +332,14 @@ class ListedLaunch(FoldLaunch):
 class PreparedListedFold:
     """A fold over lists on tensors like the given ones: its launches, and the order of their results."""
 
-    def __init__(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]):
+    def __init__(
+        self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists], entries: int = 0
+    ):
+        """``entries``: of a batch element's lists, where there are numbers for each."""
         self.fold, self.sizes = fold, sizes
         _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
+        self.long: list[LongLists | None] = []  # what folds the long lists of each
         for over, part in list_kernels(fold, sizes)[1]:
             own = lists(over)
             shape = _strides(own.batch, sizes.batch)
@@ -330,22 +347,32 @@ class PreparedListedFold:
             used = {*topological([*part.reductions, *part.scales])}
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
-            self.launches.append(ListedLaunch(small, values, batch, sizes, layouts, own.form, steps))
+            window = _choose_window(small, own.form, sizes)
+            how = (own.form, steps, entries, window)
+            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, *how)
+            self.launches.append(one)
+            split_ones = one.spec.listed is not None and one.spec.listed.window
+            self.long.append(_split_long_lists(one, values, batch, sizes, own) if split_ones else None)
         found = [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
     def __call__(self, leaves: Sequence[Any], lists: Callable[[str], Lists]) -> list[Tensor]:
         given = dict(zip(self.fold.leaves, leaves, strict=True))
         found: list[Tensor] = []
-        for one in self.launches:
-            own = lists(one.over)
+        for one, long in zip(self.launches, self.long, strict=True):
+            own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
             tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
             merged = functools.partial(self._merged, one, leaves, own, tensors)
-            found += one([*(given[e] for e in one.fold.leaves), *tensors], merged)
+            results = one([*mine, *tensors], merged)
+            if long is not None:
+                long(results, mine, tensors, merged)
+            found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
 
     def recipes(self, places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]) -> list[Made] | None:
         """How a replay makes the launches again; None where it cannot. ``places``: of the leaves in those of a call."""
+        if any(long is not None for long in self.long) or any(kind_of(r).per_pair for r in self.fold.reductions):
+            return None
         made, first = [], 0
         at = dict(zip(self.fold.leaves, places, strict=True))
         for one in self.launches:
@@ -367,6 +394,58 @@ class PreparedListedFold:
         return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
 
 
+def _can_share_tiles(spec: Spec) -> bool:
+    """Whether rows with lists of their own may share a program instance: folded vectors are in products of two leaves,
+    or multiplied by numbers and summed."""
+    for r in spec.fold.reductions:
+        if r.attrs[0] not in ("soft", "sum", "pair", "best", "topk"):
+            return False
+        values = r.args[1:] if r.attrs[0] == "soft" else r.args[:1] if r.attrs[0] == "sum" else ()
+        for c in (move_factors_to_weight(c) for a in values for c in contractions(a, r.attrs[1])):
+            if c.walk or c.minus is not None or not (c.vector is None or c.vector.op == "leaf"):
+                return False
+        nodes = topological(r.args, stop=lambda e: e.op in ("dot", "sqdist"))
+        if any(e.op in ("fsum", "famax", "famin", "einsum", "component") for e in nodes):
+            return False
+        if any(a.op != "leaf" for e in nodes if e.op in ("dot", "sqdist") for a in e.args):
+            return False
+    return True
+
+
+def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
+    """Numbers of entries ``[*batch, entries]`` in the shape of the argument that they are the gradient of."""
+    if not kind_of(r).per_pair or len(r.args) < 2:
+        return result
+    like = given[r.args[1]].shape
+    extra = result.dim() - len(like)
+    dims = [d for d, n in enumerate(result.shape) if n != 1 and (d < extra or like[d - extra] == 1)]
+    return (result.sum(dims, keepdim=True) if dims else result).view(like)
+
+
+def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
+    """Entries of a window by which long lists are split; 0 where none is, or where all lists are split alike."""
+    count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
+    if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
+        return 0
+    if lists.lists // each * count < _UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
+        return 0
+    return long_lists.window_size(fold, lists.average, lists.items // each)
+
+
+def _split_long_lists(
+    one: ListedLaunch, values: Leaves, batch: tuple[int, ...], sizes: Sizes, lists: Lists
+) -> LongLists:
+    fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
+    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, one.entries, window, "windows")
+
+    def make(joined: Fold, parts: list[Tensor], among: Sizes) -> ListedLaunch:
+        strides = _strides(lists.batch, sizes.batch)
+        values, batch, _, (steps,) = merge_batches_and_strides(joined, parts, among, (strides,))
+        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine")
+
+    return LongLists(one.fold, one.over, sizes, windows, make)
+
+
 def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
     """Raise Unsupported for what kernels over lists cannot fold."""
     for r in fold.reductions:
@@ -376,8 +455,6 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
             raise Unsupported(f"{name} has no kernel over these lists")
         if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
             raise Unsupported("a vector does not vary along the folded axis")
-        if math.prod(own.batch) > 1 and any(e.is_pair for e in fold.leaves):
-            raise Unsupported("numbers per edge of several lists")
 
 
 def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -388,65 +465,22 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_LOCAL: dict[int, tuple[Fold, LocalFold | None]] = {}
 _MOST = 1024
-
-
-class LocalFold(NamedTuple):
-    """A fold as a kernel over lists runs it, the places of its leaves in those of the whole fold, and whether it reads
-    positions along lists."""
-
-    fold: Fold
-    places: tuple[int, ...]
-    logical: bool
-
-
-def localize(fold: Fold) -> LocalFold | None:
-    """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. None where equal entries of a list are told apart."""
-    known = _LOCAL.get(id(fold))
-    if known is None:
-        if len(_LOCAL) >= _MOST:
-            _LOCAL.clear()
-        known = _LOCAL[id(fold)] = (fold, _localize(fold))  # the fold is held, so that its id stays its own
-    return known[1]
-
-
-def _localize(fold: Fold) -> LocalFold | None:
-    nodes = topological([*fold.reductions, *fold.scales])
-    if any(e.op == "listed_once" for e in nodes):
-        return None
-    positions = {e: index("col") for e in nodes if e.op == "listed_position"}
-    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions}
-    reductions = tuple(map(_sum_of_labels, constructors.substitute(fold.reductions, changed)))
-    scales = constructors.substitute(fold.scales, changed) if fold.scales else ()
-    mapped = dict(zip(fold.reductions, reductions, strict=True))
-    if len(set(reductions)) < len(reductions):
-        return None
-    used = {*topological([*reductions, *scales])}
-    places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
-    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
-    leaves = tuple(fold.leaves[k] for k in places)
-    made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
-    return LocalFold(made, places, bool(positions))
-
-
-def _sum_of_labels(r: Expr) -> Expr:
-    """A label's number as a sum over all pairs: a listed column may be its label several times, or never."""
-    if r.attrs[0] != "pick" or r.args[0].feature is not None:
-        return r
-    target, value, vector = r.args
-    _, over, (axis,) = r.attrs
-    number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
-    return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
 
 
 def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
-    given = [leaves[k] for k in _domain_places(fold)]
-    return run_on_lists(fold, leaves, sizes, lambda over: _read_domain(fold, given, sizes, over))
+    lists = functools.cache(functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
+    found = _prepare(fold, leaves, sizes, lists)
+    return None if found is None else found[0].run(found[1], lists)
+
+
+def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
+    """A fold over lists prepared for leaves like these; None where it has no kernel."""
+    found = _prepare(fold, leaves, sizes, functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
+    return None if found is None else found[0]
 
 
 def _domain_places(fold: Fold) -> tuple[int, ...]:
@@ -455,15 +489,31 @@ def _domain_places(fold: Fold) -> tuple[int, ...]:
     return tuple(fold.leaves.index(a) for a in fold.domain.args)
 
 
+def _find_domain(fold: Fold, leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaves[k] for k in _domain_places(fold)]
+
+
 def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
     """The lists of one direction, made once for the same tensors."""
     assert fold.domain is not None
     (form,) = fold.domain.attrs
     parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
     if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
-        return _make_lists(form, tensors, sizes, over)
-    make = lambda: _make_lists(form, tensors, sizes, over).own(tensors)
+        return make_lists(form, tensors, sizes, over)
+    make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
     return unchanged_tensors.compute_once(parts, make, sizes.device)
+
+
+def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
+    """The leaves of the fold that kernels run."""
+    found = [leaves[k] for k in local.places]
+    if local.once:
+        assert fold.domain is not None
+        (form,), tensors = fold.domain.attrs, _find_domain(fold, leaves)
+        make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
+        once = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        found.append(once.view(*(1,) * len(sizes.batch), -1))
+    return found
 
 
 class ListedFold:
@@ -477,12 +527,23 @@ class ListedFold:
         self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        given = [leaves[k] for k in self.asked]
+        given = _find_domain(self.fold, leaves)
         read = functools.cache(lambda over: _read_domain(self.fold, given, self.sizes, over))
-        return self.ready([leaves[k] for k in self.local.places], read)
+        return self.run(_find_leaves(self.fold, self.local, leaves, self.sizes), read)
+
+    def run(self, leaves: Sequence[Any], lists: Callable[[str], Lists]) -> list[Tensor]:
+        """The same of the leaves that kernels read, on the lists of each direction (``"cols"``, ``"rows"``)."""
+        found = [values for _, values in split(self.local.fold, self.ready(leaves, lists))]
+        results: list[Tensor] = []
+        for r, parts in zip(self.fold.reductions, self.local.parts, strict=True):
+            mine = [found[k] for k in parts]
+            results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
+        return results
 
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
         """How a replay makes the launches again; None where it cannot."""
+        if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
+            return None
         return self.ready.recipes(self.local.places, self._find_lists)
 
     def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
@@ -496,64 +557,44 @@ class ListedFold:
         return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
 
 
-def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
-    """A fold over lists prepared for leaves like these; None where it has no kernel."""
-    given = [leaves[k] for k in _domain_places(fold)]
-    found = _prepare(fold, leaves, sizes, lambda over: _read_domain(fold, given, sizes, over))
-    return None if found is None else ListedFold(fold, sizes, found[0], found[1])
-
-
-def _make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
-    domain = restore_domain(form, tensors)
-    if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
-        most = domain.tensors()[0].shape[-1]
-        table, lengths = (t.contiguous() for t in domain.tensors())
-        capturing = table.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph's memory is not ours to keep
-        offsets = (_multiples.__wrapped__ if capturing else _multiples)(most, len(lengths) + 1, table.device)
-        return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
-    found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
-    return read_lists(found, sizes.rows if over == "cols" else sizes.cols)
-
-
-@functools.lru_cache(maxsize=64)
-def _multiples(step: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device) * step
-
-
-def run_on_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]) -> list[Tensor] | None:
-    """The same on the lists of each direction (``"cols"``, ``"rows"``)."""
-    found = _prepare(fold, leaves, sizes, lists)
-    if found is None:
-        return None
-    local, ready, read = found
-    return ready([leaves[k] for k in local.places], read.__getitem__)
-
-
 def _prepare(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
-) -> tuple[LocalFold, PreparedListedFold, dict[str, Lists]] | None:
-    """The fold as a kernel runs it, its launches and the lists that it reads; None where it has none."""
+) -> tuple[ListedFold, list[Any]] | None:
+    """The fold as kernels run it, and the leaves that they read; None where it has none."""
     local = localize(fold)
     if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         return None
-    own, leaves = local.fold, [leaves[k] for k in local.places]
+    own = local.fold
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
-    if "neither" in ways:
+    if not ways.keys() <= {"cols", "rows"}:
         return None
     read = {over: lists(over) for over in ways}
     if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
         return None
+    mine = _find_leaves(fold, local, leaves, sizes)
+    if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, mine, strict=True)):
+        return None  # a number per pair of the whole axes, not per edge
     key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
-    key += (overriding_plans(), _describe(leaves), *(one.form for one in read.values()))
+    numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
+    entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
+    key += (overriding_plans(), _describe(mine), entries, *(one.form for one in read.values()))
     if key not in _PREPARED:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
         try:
-            _PREPARED[key] = PreparedListedFold(own, leaves, sizes, read.__getitem__)
+            _PREPARED[key] = PreparedListedFold(own, mine, sizes, read.__getitem__, entries)
         except Unsupported:
             _PREPARED[key] = None
     ready = _PREPARED[key]
-    return None if ready is None else (local, ready, read)
+    return None if ready is None else (ListedFold(fold, sizes, local, ready), mine)
+
+
+def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:
+    """The gradient of a table ``[*batch, n]``: numbers added up by their index, both ``[*batch, entries]``."""
+    total = number.new_zeros(math.prod(sizes.batch), sizes.of(str(r.args[2].feature)))
+    for k in range(len(total)):  # one after the other: sorting takes memory
+        add_at(total[k : k + 1], number.reshape(len(total), -1)[k : k + 1], at.reshape(len(total), -1)[k : k + 1])
+    return total.view(*sizes.batch, -1)
 
 
 def _describe(leaves: Sequence[Any]) -> tuple:

@@ -7,7 +7,6 @@ before, and makes weights of the scores while the sums run.
 
 from __future__ import annotations
 
-from ...codegen.lookups import LOOK_UP_BAND
 from ..gluon_parts import PACK_PAIRS
 from .logit_forms import ALIBI_LINE, INDEX_DISTANCE, POLYNOMIAL_RANGE
 
@@ -165,7 +164,6 @@ def order_before_wait(total):
     "in_polynomial_range": POLYNOMIAL_RANGE,
     "alibi_line": ALIBI_LINE,
     "index_distance": INDEX_DISTANCE,
-    "look_up_band": LOOK_UP_BAND,
     # Dropout of two neighbouring columns at once: the halves of one product are their random bits, without their signs.
     # Non-negative 16-bit floats are ordered as their bits are (NaN is above all). Weights are masked when they are
     # rounded for the second MMA.

@@ -18,7 +18,7 @@ from ...codegen.dropout import match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
-from ...codegen.lookups import LOOK_UP_BAND
+from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known
 from .. import gluon_parts
 from ..gluon_parts import (
@@ -97,7 +97,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     if any("coin(" in line for line in generated):
         return None
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
-    functions += LOOK_UP_BAND if spec.fold.tables else ""
+    functions += write_look_up_band(spec, GROUP_ROWS) if spec.fold.tables else ""
     functions += INDEX_DISTANCE if "index_distance(" in body else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
     return made and replace(made, alone=True)
@@ -106,7 +106,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
 
-    pair_layout = "score0"
+    pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
@@ -297,6 +297,9 @@ class _Text:
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
         weights = [known(p.weight, truths) for p in self.work.products]
+        for e in topological(weights):
+            if e.op == "lookup":  # loaded while scores are made
+                v.full(e)
         v.inside.append(wait(0, self._count_parts(1)))
         if (found := match_dropped_weight(weights[0], self.spec)) is None:
             for k, weight in enumerate(weights):

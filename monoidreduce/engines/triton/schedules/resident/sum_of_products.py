@@ -23,7 +23,7 @@ from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
-from ...codegen.lookups import LOOK_UP_BAND
+from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -117,7 +117,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
-    functions += LOOK_UP_BAND if spec.fold.tables else ""
+    functions += write_look_up_band(spec, SCHEDULE.folded) if spec.fold.tables else ""
     functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
 
@@ -125,10 +125,11 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
 class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made."""
 
+    pair_layout = "zeros"  # a block that is laid out as all pairs are
+
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
         super().__init__(spec)
         self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
-        self.pair_layout = ""  # the name of a score, which is laid out as all pairs are
 
     def _shift(self, number: Expr, total: Expr) -> str:
         return f"shift{self.shifts.index((number, total))}_here[None, :]"
@@ -357,7 +358,6 @@ class _ConsumerText:
     def __init__(self, text: _KernelText, at: int):
         self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
         self.v = _PairValues(self.spec, text.dots, text.shifts)
-        self.v.pair_layout = self._score(self.work.dots[0])
         self.residents = {e: self._memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
         self.weights = [f"weight{k}" for k in range(len(self.work.products))]
 
@@ -440,11 +440,14 @@ class _ConsumerText:
         """One tile: start its scores and the sums of the tile before, make weights of the scores while the sums run."""
         early, products = self.work.early, self.work.products
         used = dict.fromkeys(p.vector for p in products)
+        ahead = [line for line in arithmetic if " = look_up_band(" in line]  # while the scores are made
+        arithmetic = [line for line in arithmetic if line not in ahead]
         return [
             *enter_tile(tile),
             *self._start_sums(products[:early]),
             *self._start_scores(blocks),
             *self._start_sums(products[early:]),
+            *ahead,
             *self._wait_scores(sum(len(self._sums(p)) for p in products[early:]), self.weights[:early]),
             *arithmetic,
             self._wait_sums(self.weights[early:]),

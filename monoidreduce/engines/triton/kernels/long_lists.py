@@ -1,0 +1,93 @@
+"""Long lists, split: a row with far more edges than others is folded by many program instances and combined with ⊙.
+
+All entries of the lists are cut into windows of equal size, by their place alone, so that nothing is read back from the
+device. A list of more than two windows is left out by the kernel of all lists. A second launch has one program instance
+a window: it searches the offsets for the list in which its window lies, and is idle where that is short. A third
+combines the windows of each long list: that is a fold of the same kind, over the windows' results. Both are written by
+the compiler of all kernels over lists (``codegen/listed.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ....program.expression import Expr, node, reduce_node
+from ....program.lower import Fold
+from ....reductions import outputs_of
+from ...common.combine import split
+from ...common.evaluate import Sizes
+from .fold_kernel import FoldLaunch, Leaves
+
+KINDS = ("soft", "sum", "pair")  # whose results are combined by a fold of the same kind; numbers per pair need not be
+LEAST_WINDOW = 2048  # entries
+_TIMES_AVERAGE = 4  # a window has at least so many times the entries of an average list
+_LEAST_WINDOWS = 4  # that all entries make, below which nothing is split
+
+
+def window_size(fold: Fold, average: int, entries: int) -> int:
+    """Entries of a window; 0 where no list is split. ``average``: entries of a list, ``entries``: of all."""
+    if any(r.attrs[0] not in KINDS for r in fold.reductions):
+        return 0
+    size = max(LEAST_WINDOW, _TIMES_AVERAGE << max(average - 1, 0).bit_length())
+    return size if entries > _LEAST_WINDOWS * size else 0
+
+
+def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
+    """The fold over windows whose results are those of whole lists, and which of the windows' results it reads."""
+    leaves: list[Expr] = []
+    reductions: list[Expr] = []
+    read: list[int] = []
+    for r, places in split(fold, list(range(len(fold.outputs)))):
+        if r.attrs[0] == "pair":
+            continue
+        chosen = list(zip(places, outputs_of(r), strict=True))
+        chosen = chosen[:-2] if r.attrs[0] == "soft" else chosen  # its logarithm and means say all
+        fields = tuple(
+            node("leaf", (), (f"window{k}",), rows=over == "rows", cols=over == "cols", feature=feature, dtype=dtype)
+            for k, (feature, dtype) in chosen
+        )
+        leaves += fields
+        read += [k for k, _ in chosen]
+        reductions.append(reduce_node(r.attrs[0], over, r.attrs[2], fields))
+    return Fold(tuple(leaves), tuple(reductions), raised=True), tuple(read)
+
+
+class LongLists:
+    """The two launches after that of all lists, on tensors like the given ones.
+
+    ``make(fold, values, sizes, role)`` prepares a launch of a fold on leaves ``[*batch, length(, features)]``."""
+
+    def __init__(
+        self, fold: Fold, over: str, sizes: Sizes, windows: FoldLaunch, make: Callable[[Fold, list[Any], Sizes], Any]
+    ):
+        self.fold, self.windows = fold, windows
+        self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
+        self.combine: FoldLaunch | None = None
+        if self.whole:
+            joined, self.read = combining_fold(fold, over)
+            count = windows.tiles
+            among = replace(sizes, cols=count) if over == "cols" else replace(sizes, rows=count)
+            like = [windows.rooms[k]() for k in self.read]
+            self.combine = make(joined, like, among)
+
+    def __call__(
+        self,
+        outputs: list[Tensor],
+        leaves: Sequence[Any],
+        lists: tuple[Tensor, ...],
+        merged: Callable[[], Leaves],
+    ) -> None:
+        """Fold what the launch of all lists left out, into its ``outputs``."""
+        if not self.windows.grid:
+            return
+        parts = [room() if k in self.whole else outputs[k] for k, room in enumerate(self.windows.rooms)]
+        while not self.windows.launched(parts, [*leaves, *lists], merged):
+            pass
+        if self.combine is not None:
+            own = [outputs[k] for k in self.whole]
+            while not self.combine.launched(own, [*(parts[k] for k in self.read), *lists[:2]], dict):
+                pass
