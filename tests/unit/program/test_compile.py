@@ -152,22 +152,3 @@ def test_the_gradient_of_a_best_pair_is_gathered_whatever_conditions_it_has(name
     found = torch.autograd.grad(best(x, y), (x, y), weights)
     exact = torch.autograd.grad(function(x @ y.mT).max(-1).values, (x, y), weights)
     torch.testing.assert_close(found, exact)
-<<<<<<< HEAD
-=======
-
-
-def test_weights_of_gradients_have_few_numbers():
-    """Attention's values, entropy and distance: three means and three cotangents of a row become three numbers."""
-
-    @mr.op
-    def three(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
-        s = q @ k
-        gap = (mr.row_index - mr.col_index).abs().float()
-        return mr.softmax_mean(s, v), mr.softmax_mean(s, s), mr.softmax_mean(s, gap)
-
-    stages = {(s.program, s.compiler_pass): s.text for s in list_stages(traced(three, (5, 4), (7, 4), (7, 3)), "qkv")}
-    before, after = (stages["backward of pass 1", name] for name in ("normal form", "collect weights"))
-    assert before != after
-    fed = re.findall(r"x\d+ <- .*# per row$", stages["backward of pass 1", "hoist one-sided"], re.MULTILINE)
-    assert len(fed) == 5  # two of the weight itself, a rest and two coefficients
->>>>>>> 32a96221
