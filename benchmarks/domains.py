@@ -171,7 +171,10 @@ def _flex_documents(lengths: Tensor, total: int) -> Call:
             kept.sum(1)[None, None].int(),
             torch.argsort(kept.int(), dim=1, descending=True, stable=True)[None, None].int(),
         ]
-    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 128), mask_mod=same, seq_lengths=(total, total))
+    some, which, whole, these = lists
+    mask = BlockMask.from_kv_blocks(
+        some, which, whole, these, BLOCK_SIZE=(128, 128), mask_mod=same, seq_lengths=(total, total)
+    )
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: flex(q, k, v, block_mask=mask)
 
