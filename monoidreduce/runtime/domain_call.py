@@ -89,7 +89,7 @@ def _sequence(*given: Any) -> Tensor:
     return unchanged_tensors.compute_once(parts, make, tensors[0].device)[place]
 
 
-def _sequences(domain: Any, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
+def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
     """The sequences of rows and columns (of long ones as warp-specialised kernels copy them), and places in them."""
     found = domain.row_sequences(rows), domain.col_sequences(cols)
     places = domain.row_positions(rows).long(), domain.col_positions(cols).long()

@@ -155,6 +155,21 @@ def _moved(domain, device):
     return (rows,) if same else (rows, moved(domain.col_offsets))
 
 
+def capture(step):
+    """What a step returns from a CUDA graph, and what it returned before that."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        before = [step() for _ in range(3)][-1]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return found, before
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")  # the leaves were made beside the graph
 @pytest.mark.parametrize("name", ["blocks of 128", "jagged", "edges"])
 def test_captured_in_a_graph(name):
@@ -166,16 +181,7 @@ def test_captured_in_a_graph(name):
         found = call(*given, cols=cols)
         return (found, *torch.autograd.grad(found, given, torch.ones_like(found)))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            right = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    torch.cuda.synchronize()
+    found, right = capture(step)
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -228,14 +234,5 @@ def test_long_lists_captured_in_a_graph():
         y = ops.graph_attention(*given, domain)
         return [y, *torch.autograd.grad(y, given, weight)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        wanted = [step() for _ in range(2)][-1]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    torch.cuda.synchronize()
+    found, wanted = capture(step)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -19,6 +19,17 @@ def seeded(seed):
     torch.manual_seed(seed)
 
 
+def assert_equal_to_plain_tensors(engine, op, x, rest):
+    """Values and the gradient of the rows, beside a call on the numbers that are stored."""
+    x.requires_grad_()
+    with mr.use(engine=engine):
+        found = op(x, *rest)
+        gradient = torch.autograd.grad(found.square().sum(), x)[0]
+    exact = op(x, *widen(rest, torch.float64))
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
 @pytest.mark.parametrize("op", OPS, ids=named)
@@ -27,13 +38,7 @@ def test_float64_equals_plain_tensors(engine, op, kind, monkeypatch):
     use_small_tiles(monkeypatch, 4, 6)
     for scales in ("vector", "batch", "number"):
         x, *rest = cases.problem(op, kind, scales)
-        x.requires_grad_()
-        with mr.use(engine=engine):
-            found = op(x, *rest)
-            gradient = torch.autograd.grad(found.square().sum(), x)[0]
-        exact = op(x, *widen(rest, torch.float64))
-        torch.testing.assert_close(found, exact)
-        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+        assert_equal_to_plain_tensors(engine, op, x, rest)
 
 
 @pytest.mark.parametrize("op", [cases.attention, cases.head, cases.mlp], ids=named)
@@ -181,13 +186,7 @@ def test_blocks_and_4_bits_equal_plain_tensors(engine, name, monkeypatch):
     use_small_tiles(monkeypatch, 4, 6)
     for op in OPS:
         x, *rest = cases.problem(op, cases.PACKED[name], width=40)
-        x.requires_grad_()
-        with mr.use(engine=engine):
-            found = op(x, *rest)
-            gradient = torch.autograd.grad(found.square().sum(), x)[0]
-        exact = op(x, *widen(rest, torch.float64))
-        torch.testing.assert_close(found, exact)
-        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
+        assert_equal_to_plain_tensors(engine, op, x, rest)
 
 
 def test_blocks_in_batches_lists_and_transforms():
