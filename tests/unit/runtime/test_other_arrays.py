@@ -39,9 +39,7 @@ def test_numpy_in_and_numpy_out_of_ops_layers_and_folds():
         assert_same(ops.knn(X, Y, 3), ops.knn(x, y, 3))
         assert_same(near(X, y=Y, scale=0.5), near(x, y, 0.5))
     assert near.total(X, Y, 0.5)["total"] == near.total(x, y, 0.5)["total"].numpy()
-    one, other = (near.explain(*given, 0.5).as_dict() for given in ((X, Y), (x, y)))
-    timed = {"why", "schedules", "ceilings", "runs"}  # the CPU's speed may be measured between the two
-    assert [(k, v) for k, v in one.items() if k not in timed] == [(k, v) for k, v in other.items() if k not in timed]
+    assert near.explain(X, Y, 0.5) == near.explain(x, y, 0.5)
     assert near.cost(X, Y, 0.5).chosen == near.cost(x, y, 0.5).chosen
     assert near.tune(X[:, :2], Y[:, :2], 0.5, quiet=True) is not None
     labels = (numpy.array([0, 1, 0, 1, 2, 2]), numpy.arange(9) % 3)
