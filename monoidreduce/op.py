@@ -421,7 +421,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             )
         self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
         forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
-        return getattr(self, self._name_variant("stored", *forms)), domain_call.DomainCall((), given)
+        op = getattr(self, self._name_variant("stored", *forms)) if forms else self
+        return op, domain_call.DomainCall((), given)
 
     def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
         """The op over the pairs that the keyword ``cols`` says."""
