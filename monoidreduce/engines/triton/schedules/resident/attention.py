@@ -65,15 +65,10 @@ class AttentionSchedule:
     holds_queries: bool = True  # in registers, in whole tiles
     item: int = 2  # bytes of a number of queries, keys and values
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
-    alternates: bool = (
-        False  # ping-pong: two groups start their MMAs by turns, so that one's run beside the other's exp2
-    )
 
     def __post_init__(self) -> None:
         if len(self.registers) != self.groups:
             raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
-        if self.alternates and self.groups != 2:
-            raise ValueError(f"two groups alternate, not {self.groups}")
         if self.ring < self.groups:
             raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
         if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
@@ -106,12 +101,8 @@ SCHEDULES = (
 # Queries, keys and values in 8-bit floats. H200, 2 x 16 heads of 5632 tokens: 0.64 ms, in bfloat16 0.76; with queries
 # in registers and two blocks in flight 0.86 of bfloat16's time, by three groups of 64 x 64 0.95 of it.
 STORED_SCHEDULES = (
-    AttentionSchedule(
-        128, groups=2, folded=128, ring=3, registers=(240, 24), holds_queries=False, item=1, alternates=True
-    ),
-    AttentionSchedule(
-        256, groups=2, folded=128, ring=2, registers=(240, 24), holds_queries=False, item=1, alternates=True
-    ),
+    AttentionSchedule(widest=128, groups=2, folded=128, ring=3, registers=(240, 24), holds_queries=False, item=1),
+    AttentionSchedule(widest=256, groups=2, folded=128, ring=2, registers=(240, 24), holds_queries=False, item=1),
 )
 # In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
@@ -342,15 +333,7 @@ class _Text:
         """The kernel's text, and of it the lines that come from code generation."""
         numbers = [leaf_name(e) for e in self.v.ringed]
         both = (self.keys, self.values)
-        alternating = ["own_turn"] if self.schedule.alternates else []
-        buffers = [
-            *self.residents,
-            *self.staging,
-            "retry_full",
-            "done",
-            *alternating,
-            *(ring for r in both for ring in r.rings),
-        ]
+        buffers = [*self.residents, *self.staging, "retry_full", "done", *(ring for r in both for ring in r.rings)]
         buffers += [f"{r.name}_{state}" for r in both for state in ("full", "empty")]
         buffers += [f"{x}_{part}" for x in numbers for part in ("ring", "full")]
         partitions = Partitions(arguments, buffers)
@@ -412,7 +395,6 @@ class _Text:
             *self.values.allocate_blocks(values),
             gluon_parts.allocate_barriers("retry_full", groups),
             gluon_parts.allocate_barriers("done", 1),
-            *([gluon_parts.allocate_barriers("own_turn", groups)] if self.schedule.alternates else []),
             *(line for r in both for line in r.allocate_barriers()),
         ]
         init = []
@@ -438,7 +420,6 @@ class _Text:
                 ),
                 f"for k in tl.static_range({groups}):",
                 "    mbarrier.init(retry_full.index(k), count=1)",
-                *(["    mbarrier.init(own_turn.index(k), count=1)"] if self.schedule.alternates else []),
                 f"mbarrier.init(done.index(0), count={groups})",
             ],
             specialize=partitions.specialize(
@@ -527,16 +508,13 @@ class _Text:
         """One tile: start its scores and the sums of the tile before, weigh the scores while the sums run.
 
         ``ahead``: numbers that are loaded while both MMAs run."""
-        totals, operand, alternates = self.totals, self.operand, self.schedule.alternates
+        totals, operand = self.totals, self.operand
         held = "weights" if self.stored else operand
         return [
             self.keys.wait(),
-            # the first group's first turn needs nobody's word: the barrier's phase before its first is over
-            *(["mbarrier.wait(own_turn.index(GROUP), (step + GROUP) & 1)"] if alternates else []),
             *self._start_scores("step", queries),
             *self.unpack,
             *self._start_sums("(step - 1)", operand),
-            *(["mbarrier.arrive(own_turn.index(1 - GROUP))"] if alternates else []),
             *ahead,
             f"score = warpgroup_mma_wait({len(self.v.totals)}, deps=[score])",
             self.keys.release(),
