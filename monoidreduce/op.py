@@ -352,10 +352,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _any_scaled(args, kwargs):
-            raise ArgumentError(
-                detail=f"{self.function.__name__}.stream was given mr.scaled(...)",
-                fix="A stream takes plain tensors: dequantize() the rows, and each chunk of columns as it comes",
-            )
+            op, call = self._store((), given)
+            return op.stream(**call.values)
         rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
         cut = {n: _argument(p, "cols") for n, p in columns.items()}
         return Stream(self._streamed, cut, given, rows)

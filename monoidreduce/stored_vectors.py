@@ -23,7 +23,7 @@ from .program.declarations import STORED, Parameter
 
 # What has a scale of its own: all vectors, a batch element, a vector, a block of a vector's features
 _NUMBER, _BATCH, _VECTOR, _BLOCK = "number", "batch", "vector", "block"
-_WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Form(NamedTuple):
@@ -236,7 +236,7 @@ def scaled(
         raise ArgumentError(detail=f"scale was given {shown(scale)}", fix="Give a number or a tensor of them")
     if block is not None and (not isinstance(block, int) or isinstance(block, bool) or block < 1):
         raise ArgumentError(detail=f"block was given {shown(block)}", fix="Give how many share a scale, 1 or more")
-    if wide is not None and wide not in _WIDE:
+    if wide is not None and wide not in WIDE:
         raise DTypeError(detail=f"wide was given {wide}", fix="Give float64, float32, float16 or bfloat16")
     wide = wide or (scale.dtype if isinstance(scale, Tensor) else torch.float32)
     found = Scaled(values, scale if isinstance(scale, Tensor) else float(scale), wide, bits, master=master)
@@ -250,7 +250,7 @@ def scaled(
 
 
 def _check_master(found: Scaled, master: Tensor) -> None:
-    if not isinstance(master, Tensor) or master.dtype not in _WIDE:
+    if not isinstance(master, Tensor) or master.dtype not in WIDE:
         raise DTypeError(
             detail=f"master was given {shown(master)}", fix="Give a tensor of float64, float32, float16 or bfloat16"
         )
@@ -315,7 +315,7 @@ def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, Form]], d
     gradient are plain tensors."""
     forms: list[tuple[str, Form]] = []
     apart: dict[str, Any] = {}
-    floats = [v.dtype for v in given.values() if isinstance(v, Tensor) and v.dtype in _WIDE and v.dim()]
+    floats = [v.dtype for v in given.values() if isinstance(v, Tensor) and v.dtype in WIDE and v.dim()]
     for name, value in given.items():
         if not isinstance(value, Scaled):
             apart[name] = value

@@ -40,8 +40,7 @@ def execute(
     """Run a lowered program: feed each pass, fold it, then evaluate the outputs (in the evaluator's layout)."""
     evaluate = Evaluator(sizes, inputs)
     for p in program.passes:
-        # stored vectors as they are: engines widen them tile by tile
-        feeds = [inputs[e.attrs[0]] if e.is_stored else from_layout(evaluate(e), e) for e in p.feeds]
+        feeds = [evaluate.feed(e) for e in p.feeds]
         results = _Pass.apply(Context(p.fold, sizes, engine), *feeds)
         for value, nodes in zip(results, p.results, strict=True):
             for n in nodes:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import ops, stream
 from tests.support import scaled_cases as cases
 from tests.support.allocations import Watch
 from tests.support.comparison import use_small_tiles
@@ -174,8 +174,6 @@ def test_wrong_ones_are_refused():
         cases.near(stored, stored, stored)
     with pytest.raises(mr.ArgumentError, match="unknown keyword 'z'"):
         cases.near(stored, z=stored)
-    with pytest.raises(mr.ArgumentError, match="plain tensors"):
-        cases.near.stream(stored)
     with pytest.raises(mr.ShapeError, match="no batch dimension"):
         stored.unsqueeze(-1)
 
@@ -313,3 +311,35 @@ def test_masters_of_slices_heads_and_layers():
         mr.scaled(kept.values, kept.scale, master=one[1:])
     with pytest.raises(mr.DTypeError, match="master was given"):
         mr.scaled(kept.values, kept.scale, master=kept.values)
+
+
+@pytest.mark.parametrize("name", ["int8", *cases.PACKED])
+def test_streams(name, monkeypatch):
+    monkeypatch.setattr(stream, "SIZE", 4)
+    make = cases.PACKED.get(name, lambda x: store(x, torch.int8))
+    q, k, v = (torch.randn(n, d, dtype=torch.float64) for n, d in ((5, 32), (11, 32), (11, 6)))
+    k, v, rows = make(k), make(v), make(q)
+    wide = widen((k, v), torch.float64)
+    q.requires_grad_()
+    found, exact = cases.attention.stream(q).over(k, v), cases.attention(q, *wide)
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), q)[0], torch.autograd.grad(exact.square().sum(), q)[0]
+    )
+    torch.testing.assert_close(
+        cases.attention.stream(rows).over([(k[:7], v[:7]), (k[7:], v[7:])]),
+        cases.attention(rows.dequantize(torch.float64), *wide),
+    )
+    by_chunks = cases.attention.stream(q.detach())
+    by_chunks.update(k=k, v=wide[1])
+    torch.testing.assert_close(by_chunks.result(), exact.detach())
+
+
+def test_streams_refuse_what_they_cannot_do():
+    master = torch.randn(6, 8, requires_grad=True)
+    kept = store(master.detach(), torch.int8)
+    trained = mr.scaled(kept.values, kept.scale, master=master)
+    with pytest.raises(mr.ArgumentError, match="has a master"):
+        cases.best.stream(torch.randn(3, 8)).over(trained)
+    with pytest.raises(mr.ArgumentError, match="among columns that are stored"):
+        cases.attention.stream(torch.randn(3, 8)).over(kept, master[1:])
