@@ -653,13 +653,6 @@ class ExpressionWriter:
         """The 16-bit parts of a leaf's split float32 vectors, as arguments."""
         return ", ".join(self.block(e, k) for k in range(self.spec.pieces))
 
-    def reload_split_vectors(self, e: Expr) -> str:
-        """A kept leaf's float32 vectors, loaded again from their 16-bit parts, whose registers were reused."""
-        width = padded(self.spec.width(e.feature))
-        place = f"{self.pointer(e)} + kept_lane[:, None] * {e.attrs[0]}_s + {self.lane(e.feature, width)[0]}[None, :]"
-        parts = (f"tl.load({place} + {k * width}, mask=kept_in[:, None], other=0)" for k in range(3))
-        return f"of_thirds({', '.join(parts)})"
-
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
         dims = self.spec.box_of[e]

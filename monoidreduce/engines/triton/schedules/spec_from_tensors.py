@@ -23,11 +23,11 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split, stored_distances, turned_values
+from . import float32_split, distances, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
 # What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...], tuple[Expr, ...]]
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[distances.Norm, ...], tuple[Expr, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -54,7 +54,7 @@ def describe_fold(
 ) -> tuple[Spec, Before]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
-    fold, norms = stored_distances.rewrite_fold(fold, values, sizes, pairs)
+    fold, norms = distances.rewrite_fold(fold, values, sizes, pairs, torch.Size(batch).numel())
     rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
@@ -149,9 +149,7 @@ def convert_leaves(
 ) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
     splits, casts, norms, turned = before
-    found = float32_split.split_leaves(splits, values, len(batch)) | stored_distances.compute_norms(
-        norms, values, len(batch)
-    )
+    found = float32_split.split_leaves(splits, values, len(batch)) | distances.compute_norms(norms, values, len(batch))
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):
