@@ -58,7 +58,7 @@ def rewrite_fold(
     """The fold with products in place of distances of stored or 16-bit vectors; ``pairs``: of each of ``batch``
     elements."""
     stored = pairs >= max(MANY, 2) and any(e.is_stored for e in fold.leaves)
-    if sizes.compute is not torch.float32 or not (stored or pairs > 1 and pairs * batch >= MANY_SIXTEEN):
+    if sizes.compute is not torch.float32 or not (stored or (pairs > 1 and pairs * batch >= MANY_SIXTEEN)):
         return fold, ()
     sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
     small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}

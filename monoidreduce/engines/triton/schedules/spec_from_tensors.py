@@ -23,7 +23,7 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split, distances, turned_values
+from . import distances, float32_split, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
 # What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
