@@ -218,7 +218,8 @@ def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
         each = work.reads[side], work.reads[other], work.writes[side]
         read = forward_cost(*slices, kept, folded, *each, W=slices[1] / splits) * case.batch
         pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
-        time = pairs * pair * reuse / max(busy, 1e-9)
+        started = 1 + START_UP * (splits - 1) / slices[1]
+        time = pairs * pair * reuse * started / max(busy, 1e-9)
         time = max(time, _count_input_bytes(case, work) / rates.bandwidth) + (splits > 1) * (
             2 * result * splits / rates.bandwidth
         )
@@ -242,6 +243,7 @@ def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
     return instances / max(1, most * case.ceilings.processors) * min(1.0, 0.4 + 0.6 * most * warps / full)
 
 
+START_UP = 1.5  # tiles that a program instance could have folded while it loads its first blocks
 _FEW = 8  # features up to which a kernel uses no MMAs
 _FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor reaches its rate: with MMAs, and without
 
