@@ -136,8 +136,8 @@ class ExpressionWriter:
         return self.number(target)
 
     def divided(self, block: str, name: str) -> str:
-        """Vectors divided by a number per kept index."""
-        return f"{block} / {name}[:, None]"
+        """Vectors divided by a number per kept index; one that is to be rounded to 16 bits is multiplied."""
+        return f"{block} * (1.0 / {name})[:, None]" if self.spec.narrow else f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""

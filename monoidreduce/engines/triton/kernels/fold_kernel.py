@@ -222,10 +222,10 @@ class FoldLaunch:
         )
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        many = self.spec.deep or pairs >= least
+        short = spec_from_tensors.has_short_loops(self.spec)
+        many = self.spec.bounds if short else self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
-        many &= not spec_from_tensors.has_short_loops(self.spec)
-        by_turns = many and reads_bands_alone(self.fold.tables)
+        by_turns = many and not short and reads_bands_alone(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:

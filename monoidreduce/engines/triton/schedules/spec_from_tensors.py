@@ -35,6 +35,9 @@ VERY_MANY = 2**28  # and from which on it is worth more
 # guess takes one tile more, a ring buffer its start-up. H200, 128 x 16 heads of 128 rows: 48 us instead of 61 (64
 # features), 92 instead of 98 (128); 64 x 16 heads of 256 rows: 66 instead of 74 (64), but 124 instead of 116 (128).
 _SHORT = {64: 256, 128: 128}
+# The same with a condition on indices; descriptors then copy the blocks. H200, causal, 64 and 128 features: 128 rows 51
+# and 96 us (59 and 106 where blocks are loaded), 256 rows 60 and 115 (68 and 128), 512 rows 46 and 74 (49 and 77).
+_SHORT_MASKED = {64: 512, 128: 512}
 _SHORT_PAIRS = 2**22
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
@@ -64,7 +67,9 @@ def describe_fold(
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     folded = sizes.cols if over == "cols" else sizes.rows
-    few = folded <= next((n for features, n in _SHORT.items() if widest <= features), 0)
+    masked = tile_ranges.whole_tile_conditions(fold) and not condition_leaves(fold)
+    shortest = _SHORT_MASKED if masked else _SHORT
+    few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
     types, rooms, casts = [], [], []
     for e in fold.leaves:
@@ -129,7 +134,8 @@ def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | N
 
 def has_short_loops(spec: Spec) -> bool:
     """Whether a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
-    return spec.narrow == "bfloat16" and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
+    guesses = any(spec.narrow == str(kind)[6:] for kind in _GUESSED)
+    return guesses and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
 
 
 def _is_softmax(fold: Fold) -> bool:
