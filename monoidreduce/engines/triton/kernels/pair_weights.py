@@ -107,9 +107,17 @@ class _Weights(ExpressionWriter):
         return total
 
 
+@functools.lru_cache(maxsize=1024)
+def list_leaves(value: Expr) -> tuple[Expr, ...]:
+    """The leaves that a value is computed from."""
+    return tuple(e for e in topological([value]) if e.op == "leaf")
+
+
 @functools.lru_cache(maxsize=256)
-def _write(spec: Spec, value: Expr, by_rows: bool) -> Kernels | None:
+def _write(value: Expr, by_rows: bool, types: tuple[str, ...], letters: tuple) -> Kernels | None:
     """The kernel of a value; None where it holds something that is no arithmetic on numbers and products."""
+    leaves = list_leaves(value)
+    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1, *(False,) * 3)
     plain = lambda e: (e.op in PRIMITIVES and e.op not in DRAWS) or e.op in _OTHERS
     if not all(e.packing is None and plain(e) for e in topological([value])):
         return None
@@ -134,13 +142,9 @@ def weigh(value: Expr, values: Mapping[Expr, Any], sizes: Sizes, place: Tensor, 
     """What each pair weighs ``[batch, side, matches]``, 0 where its target is outside; None where there is no kernel.
 
     ``values``: of leaves, ``[batch, length(, features)]``; of numbers per match ``[batch, side, matches]``."""
-    leaves = tuple(e for e in topological([value]) if e.op == "leaf")
     full = lambda v: torch.full((1,), v, dtype=_KINDS.get(type(v), torch.float32), device=place.device)
-    given = [v if isinstance(v := values[e], Tensor) else full(v) for e in leaves]
-    types = tuple(str(v.dtype)[6:] for v in given)
-    letters = tuple(sorted(sizes.letters.items()))
-    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1, *(False,) * 3)
-    kernels = _write(spec, value, by_rows)
+    given = [v if isinstance(v := values[e], Tensor) else full(v) for e in list_leaves(value)]
+    kernels = _write(value, by_rows, tuple([str(v.dtype)[6:] for v in given]), tuple(sizes.letters.items()))
     if kernels is None:
         return None
     batch, side, matches = place.shape

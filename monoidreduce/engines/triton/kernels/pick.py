@@ -12,8 +12,9 @@ kernel (``pair_weights.py``). Then
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,8 +145,13 @@ _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and bo
 
 def takes(r: Expr, sizes: Sizes) -> bool:
     """True where kernels compute a pick: in float32, of targets and vectors as they are given."""
+    return sizes.compute is torch.float32 and sizes.rows > 0 < sizes.cols and _is_made_of_leaves(r)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_made_of_leaves(r: Expr) -> bool:
     target, value, _ = r.args
-    if sizes.compute is not torch.float32 or target.op != "leaf" or not sizes.rows or not sizes.cols:
+    if target.op != "leaf":
         return False
     if any(e.packing is not None for e in topological(r.args)):
         return False
@@ -279,8 +285,12 @@ def _weigh_pairs(
 ) -> Tensor:
     """What each pair weighs ``[batch, side, matches]``, in float32."""
     (value,) = one_number_per_match((value,), target)
-    names = {str(e.attrs[0]): v for e, v in values.items()}
-    found = {e: names[str(e.attrs[0]).removesuffix("/match")] for e in topological([value]) if e.op == "leaf"}
+    leaves: Iterable[Expr] = pair_weights.list_leaves(value)
+    if target.feature is None:
+        found = {e: values[e] for e in leaves}
+    else:
+        names = {str(e.attrs[0]): v for e, v in values.items()}
+        found = {e: names[str(e.attrs[0]).removesuffix("/match")] for e in leaves}
     weight = pair_weights.weigh(value, found, sizes, place, by_rows)
     if weight is not None:
         return weight
