@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _MAX_ENTRIES = 1024
 _cache: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
+_of_tensors: dict[tuple, None] = {}  # the keys of values that depend on tensors, and end with them
 _in_own_thread: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
 
@@ -60,11 +61,15 @@ def compute_once(given: Sequence[Any], make: Callable[[], Any], device: torch.de
     if found is None or any(ref.expired() for ref in found[0]):
         made = _run_in_thread(make, device) if _in_own_thread.get() else make()
         found = [StorageWeakRef(p.untyped_storage()) for p in given if isinstance(p, Tensor)], made
-        for old in [k for k, (refs, _) in _cache.items() if any(ref.expired() for ref in refs)]:
-            del _cache[old]
+        for old in tuple(_of_tensors):
+            if old not in _cache or any(ref.expired() for ref in _cache[old][0]):
+                _cache.pop(old, None)
+                _of_tensors.pop(old, None)
         _cache[key] = found
+        if found[0]:
+            _of_tensors[key] = None
         while len(_cache) > _MAX_ENTRIES:
-            _cache.popitem(last=False)
+            _of_tensors.pop(_cache.popitem(last=False)[0], None)
     return found[1]
 
 
