@@ -33,7 +33,7 @@ from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
 from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
-from monoidreduce.plan import default_tiles, device_rates
+from monoidreduce.plan import device_rates, tiles
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import (
     call_context,
@@ -60,7 +60,7 @@ def h200(again: bool = False) -> Iterator[None]:
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(are_supported=yes, make_shift_descriptor=on_cpu)),
         (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
-        (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
+        (spec_from_tensors, dict(family=lambda device: tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .default_tiles import family_name
+from .tiles import family_name
 
 
 @dataclass(frozen=True)

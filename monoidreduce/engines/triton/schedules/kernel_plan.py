@@ -1,6 +1,6 @@
 """The plan of a kernel: how many indices a program instance owns, how many folded ones a tile has, warps, stages.
 
-The defaults are in a table (``plan/default_tiles.py``), by what a kernel holds; here they are made to fit in shared
+The defaults are in a table (``plan/tiles.py``), by what a kernel holds; here they are made to fit in shared
 memory. Equal tiles combine in equal order: only a plan's tile sizes can change a result's last digits."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ....plan import settings
-from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
+from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
 from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
 

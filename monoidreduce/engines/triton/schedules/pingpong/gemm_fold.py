@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.kernel_lines import Lines

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.contract import contractions
 from .....program.expression import Expr, topological

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
