@@ -25,7 +25,7 @@ from monoidreduce.explain import measure
 from monoidreduce.plan import candidates, plan_records
 from monoidreduce.plan.op_counts import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime import dense_or_tiled
+from monoidreduce.runtime import call_cost
 from monoidreduce.tuning import trial, tuner
 
 from .measure import Held, captured, held_at_peak
@@ -237,7 +237,7 @@ def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: s
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
     spent = [0.0]
-    kept = planner._choose, dense_or_tiled.runs_dense, dense_or_tiled.DenseOrTiled._is_dense
+    kept = planner._choose, call_cost.runs_dense, call_cost.DenseOrTiled._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -253,20 +253,20 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     op._plans.known.clear()
     with following(None):
         try:
-            planner._choose, dense_or_tiled.runs_dense = timed(kept[0]), timed(kept[1])
+            planner._choose, call_cost.runs_dense = timed(kept[0]), timed(kept[1])
             step = step_of(op, args)
             step()
             first, spent[0] = spent[0], 0.0
-            dense_or_tiled.runs_dense = kept[1]
-            dense_or_tiled.DenseOrTiled._is_dense = timed(kept[2])  # type: ignore[method-assign]
+            call_cost.runs_dense = kept[1]
+            call_cost.DenseOrTiled._is_dense = timed(kept[2])  # type: ignore[method-assign]
             each = []
             for _ in range(21):
                 step()
                 each.append(spent[0])
                 spent[0] = 0.0
         finally:
-            planner._choose, dense_or_tiled.runs_dense = kept[:2]
-            dense_or_tiled.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
+            planner._choose, call_cost.runs_dense = kept[:2]
+            call_cost.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": statistics.median(each) * 1e6}
 
 

@@ -35,12 +35,7 @@ from monoidreduce.engines.triton.panel import contraction, epilogue, panel_repla
 from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.plan import device_rates, tiles
 from monoidreduce.plan.cost import Scheduled
-from monoidreduce.runtime import (
-    call_context,
-    dense_or_tiled,
-    fused_expressions,
-    saved_row_gradients,
-)
+from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
 from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
@@ -68,7 +63,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (contraction, dict(contract_into=_contracted)),
         (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
-        (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
+        (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
         (hopper, dict(runs_warp_specialized=yes)),

@@ -39,16 +39,7 @@ from .program.domain import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import (
-    call_context,
-    domain_call,
-    dynamo,
-    layer_replay,
-    listed_cost,
-    logit_rounding,
-    registry,
-    table_range,
-)
+from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
 from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
@@ -298,10 +289,10 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        found = listed_cost.count_pairs(traced.outputs, inputs, sizes)
+        found = call_cost.count_pairs(traced.outputs, inputs, sizes)
         if found is not None:
             average = max(1, round(found.average))
-            outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
+            outputs, inputs, sizes = call_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
             traced = replace(traced, outputs=outputs)
         return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
 

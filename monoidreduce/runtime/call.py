@@ -34,7 +34,7 @@ from . import layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
-from .dense_or_tiled import DenseOrTiled
+from .call_cost import DenseOrTiled
 from .replay import ProgramSteps, can_record, make_steps
 from .result_form import output_form
 from .traced_program import TracedProgram

@@ -233,7 +233,7 @@ def _run_and_try_one(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Te
 
 
 class TunableCall(Protocol):
-    """A call that may run dense or tiled: see ``runtime/dense_or_tiled.py``."""
+    """A call that may run dense or tiled: see ``runtime/call_cost.py``."""
 
     program: Lowered
     sizes: Sizes

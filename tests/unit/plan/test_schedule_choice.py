@@ -15,7 +15,7 @@ from monoidreduce.engines.common import oom_retry
 from monoidreduce.plan import candidates, device_rates
 from monoidreduce.plan.op_counts import folded_axes
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime import call_cost, dense_or_tiled
+from monoidreduce.runtime import call_cost
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
@@ -379,7 +379,7 @@ def test_planning_is_quick():
     args = qkv(211, 307, requires_grad=True)
     _, bound, sizes, _ = attention._prepare(tuple(args), {})
     program = mr.op(attention.function).program(*args)
-    assert calls(dense_or_tiled.runs_dense, program, dict(bound), sizes, True) < 50_000
+    assert calls(call_cost.runs_dense, program, dict(bound), sizes, True) < 50_000
 
     fold = program.passes[0].fold
     leaves = [bound[str(e.attrs[0])] for e in program.passes[0].feeds]

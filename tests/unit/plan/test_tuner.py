@@ -15,7 +15,7 @@ from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, settings
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import dense_or_tiled, registry
+from monoidreduce.runtime import call_cost, registry
 from monoidreduce.tuning import trial, tuner
 from tests.support import internals
 from tests.support.comparison import errors
@@ -522,7 +522,7 @@ def road_of(*args):
 @pytest.mark.parametrize("slow", ["passes", "dense"])
 def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
-    real, ran = dense_or_tiled.dense.write_dense, []
+    real, ran = call_cost.dense.write_dense, []
 
     def whole(*program):
         ran.append(1)
