@@ -32,11 +32,10 @@ from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
-from .bind import padded
+from .bind import output_form, padded
 from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
 from .replay import ProgramSteps, can_record, make_steps
-from .result_form import output_form
 from .traced_program import TracedProgram
 
 

@@ -37,9 +37,9 @@ from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
+from .bind import contiguous_strides, output_form
 from .call_context import apply_settings, are_plain, is_traced, is_transformed
 from .program_operator import own_tensors
-from .result_form import contiguous_strides, output_form
 from .torch_operator import (
     TAGS,
     VALUES,

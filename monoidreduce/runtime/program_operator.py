@@ -29,8 +29,8 @@ from ..program.expression import Expr
 from ..program.loss_and_gradient import list_pass_results
 from ..program.lower import Lowered, digest_program
 from .autograd import GradientRunner, Runner, make_runner
+from .bind import contiguous_strides, gradient_strides, output_form, output_strides
 from .replay import ProgramSteps, can_record, make_steps
-from .result_form import contiguous_strides, gradient_strides, output_form, output_strides
 from .torch_operator import (
     TAGS,
     VALUES,
