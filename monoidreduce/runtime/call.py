@@ -35,8 +35,8 @@ from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import output_form, padded
 from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
+from .program_operator import TracedProgram
 from .replay import ProgramSteps, can_record, make_steps
-from .traced_program import TracedProgram
 
 
 class CallForm(NamedTuple):
