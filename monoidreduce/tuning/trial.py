@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engines import triton
-from ..engines.common import combine, matmul, result_layout
+from ..engines.common import batching, combine, matmul
 from ..engines.common.evaluate import Sizes
 from ..plan.schedule import Choice
 from ..program.expression import Expr
@@ -96,7 +96,7 @@ def comparable_results(fold: Fold, results: Sequence[Tensor], leaves: Sequence[A
     A softmax's shift differs between plans: the maximum, or a guessed maximum. Gradients are summed over the batch
     inside some kernels.
     """
-    summed = result_layout.sum_gradients(fold, results, leaves, sizes)
+    summed = batching.sum_gradients(fold, results, leaves, sizes)
     return [t for r, own in combine.split(fold, summed) for t in kind_of(r).settled(own)]
 
 

@@ -23,8 +23,8 @@ from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import combine, unchanged_tensors
+from ..common.batching import allocate_result
 from ..common.evaluate import Sizes, pair_result_form
-from ..common.result_layout import allocate_result
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
 

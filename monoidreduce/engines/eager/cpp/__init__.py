@@ -25,8 +25,8 @@ from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import batching, matmul, skip_small_tiles, tile_counter
+from ...common.batching import allocate_result
 from ...common.evaluate import Sizes
-from ...common.result_layout import allocate_result
 from ..tile_code import Reducer, TileCode
 from ..tile_walk import FoldCode, compile_fold, decide_tiles, merge_ranges, split_range, tile_ranges
 from . import compiler

@@ -22,7 +22,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, result_layout
+from ...common import batching
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
@@ -191,9 +191,9 @@ def merge_batches_and_strides(
     """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = result_layout.summed_batch(fold, r, leaves, sizes)
+        batch = batching.summed_batch(fold, r, leaves, sizes)
         shape, _ = result_form(r, k, sizes, batch)
-        strides = result_layout.find_strides(shape, result_layout.find_model(fold, r, k, leaves))
+        strides = batching.find_strides(shape, batching.find_model(fold, r, k, leaves))
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
