@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..engines import panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles, unchanged_tensors
+from ..engines.common import bounded_cache, matmul, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.gradient_program import as_gradient, zero_gradient
@@ -354,7 +354,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) ->
     sizes, make, plan, forms = known
     given = {n: v for n, v in inputs.items() if n not in sums.numbers}
     others = {n: v for n, v in inputs.items() if n in sums.numbers}
-    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
+    with torch.no_grad(), bounded_cache.allocate_in_own_thread():
         if plan is None or not plan.pays():  # memory has become scarce, or lengths are others than those traced
             found = _take_by_steps(sums, given, others, sizes, engine)
         else:

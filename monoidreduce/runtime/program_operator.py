@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..engines import triton
-from ..engines.common import oom_retry, unchanged_tensors
+from ..engines.common import bounded_cache, oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import zero_gradient
@@ -215,7 +215,7 @@ def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]
         run = make_runner(call.engine, lowered, made.numbers, can_record(call.engine, sizes))
         known = _forwards.keep(key, (sizes, run, made.forms(call.keep, values, sizes)))
     sizes, run, forms = known
-    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
+    with torch.no_grad(), bounded_cache.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(run, (sizes, *values), sizes)
         return own_tensors(found, forms, tensors, sizes.device)
 
@@ -248,7 +248,7 @@ def _backward(
         known = _backwards.keep(key, (sizes, runner, forms))
     sizes, runner, forms = known
     others = [*results, *(next(there) if one else None for one in call.given)]
-    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
+    with torch.no_grad(), bounded_cache.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(runner, (sizes, values, others), sizes)
         return own_tensors([g for g in found if g is not None], forms, [*tensors, *results, *cotangents], sizes.device)
 

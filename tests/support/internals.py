@@ -59,7 +59,7 @@ def forget_contractions(patch: Patch) -> None:
 
 def forget_tile_ranges(patch: Patch) -> None:
     """No range of tiles is remembered that masks leave to compute."""
-    patch.setattr("monoidreduce.engines.common.unchanged_tensors._cache", OrderedDict())
+    patch.setattr("monoidreduce.engines.common.bounded_cache._cache", OrderedDict())
 
 
 def forget_panel_recordings(patch: Patch) -> None:

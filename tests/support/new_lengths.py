@@ -114,12 +114,12 @@ def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
     """How many objects of each kind are alive after 30 lengths, with caches of a few entries."""
     from monoidreduce.engines import triton
     from monoidreduce.engines.auto import planner
-    from monoidreduce.engines.common import bounded_cache, unchanged_tensors
+    from monoidreduce.engines.common import bounded_cache
 
     bounded_cache.clear_caches()
     for cache in bounded_cache._caches.values():
         cache.size = SMALL
-    triton._MOST = planner._MOST = unchanged_tensors._MAX_ENTRIES = SMALL
+    triton._MOST = planner._MOST = bounded_cache._MAX_ENTRIES = SMALL
     for n in range(2050, 2110, 2):
         step(call, n)
         step(call, n)

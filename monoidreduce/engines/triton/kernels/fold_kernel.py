@@ -22,7 +22,7 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.best import worst
-from ...common import matmul, unchanged_tensors
+from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
@@ -490,7 +490,7 @@ class FoldLaunch:
 
         ``asked``: the leaves that masks depend on."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = unchanged_tensors.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
+        edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
