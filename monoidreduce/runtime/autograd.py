@@ -29,11 +29,12 @@ from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
     constant_results,
+    detach_views,
+    load_saved,
     zero_gradient,
 )
 from ..engines.common.one_sided import Side
 from ..engines.common.others import other_gradients, split_cotangents
-from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
 from ..plan import settings

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..engines import triton
 from ..engines.common import batching, matmul, tile_counter
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.saved_tensors import private_graphs
+from ..engines.common.gradient_program import private_graphs
 from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
 from ..program.expression import Expr

@@ -24,8 +24,7 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import zero_gradient
-from ..engines.common.saved_tensors import load_saved
+from ..engines.common.gradient_program import load_saved, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings

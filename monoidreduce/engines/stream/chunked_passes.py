@@ -21,9 +21,15 @@ from ...program.normal_form import is_pass
 from ..common import combine, subproblem
 from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ..common.gradient_program import GradientProgram, as_gradient, build_gradient_program, zero_gradient
+from ..common.gradient_program import (
+    GradientProgram,
+    as_gradient,
+    build_gradient_program,
+    detach_views,
+    load_saved,
+    zero_gradient,
+)
 from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
-from ..common.saved_tensors import detach_views, load_saved
 from ..common.shard import Axis, Shard
 from ..common.subproblem import Engine, Subproblem
 from .checksum import Chunk
