@@ -19,7 +19,7 @@ from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
 from ...reductions.accumulator import Accumulator
-from ..common import matmul, tile_counter
+from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes, to_compute_dtype
 from ..common.label_gather import run_pick
 from ..common.unpack import unpack
@@ -134,7 +134,9 @@ class BatchChunk:
             row_values = self.load_axis(row, True)
             for start, stop, code in decide_tiles(self.code, {**fixed, **row_ranges[i]}, hulls):
                 for col in cols[start:stop]:
-                    tile_counter.count_tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                    skip_small_tiles.count_tile(
+                        code is not None, self.batch, row.stop - row.start, col.stop - col.start
+                    )
                     if code is not None:
                         self._tile(code, row, col, row_values)
 
