@@ -11,7 +11,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ..engines.common.collectives import GatherChunks, find_chunk
+from ..engines.common.shard import GatherChunks, find_chunk
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks, heads

@@ -23,10 +23,9 @@ from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
 from ...program.constructors import find_listed
 from ...program.domain import HIDDEN
 from ...program.expression import Expr, topological
-from ..common import collectives
-from ..common.collectives import Group
+from ..common import shard as collectives
 from ..common.evaluate import Sizes
-from ..common.shard import Axis, Ranges, Shard
+from ..common.shard import Axis, Group, Ranges, Shard
 
 ORDERS = ("contiguous", "zigzag")
 

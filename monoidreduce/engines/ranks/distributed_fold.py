@@ -17,10 +17,10 @@ from torch import Tensor
 from ...program.lower import Fold
 from ...reductions import State, kind_of
 from ...reductions.base import Exchange
-from ..common import collectives, subproblem
-from ..common.collectives import Group
+from ..common import shard as collectives
+from ..common import subproblem
 from ..common.evaluate import Sizes
-from ..common.shard import Shard
+from ..common.shard import Group, Shard
 from ..common.subproblem import Engine, Subproblem
 from .grid import Grid
 

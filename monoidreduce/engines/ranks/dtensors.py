@@ -23,8 +23,8 @@ from torch import Tensor
 from ...errors import ArgumentError, MonoidReduceError, ShardError
 from ...program.declarations import AXES
 from ...program.expression import Expr
-from ..common.collectives import Group, OwnChunk, ReplicatedInput, find_chunk
 from ..common.evaluate import Sizes
+from ..common.shard import Group, OwnChunk, ReplicatedInput, find_chunk
 from . import agreement
 from .mixed_arguments import Axes, Key, Unplaced, agree_on_sizes, check_replicated, describe_arguments
 

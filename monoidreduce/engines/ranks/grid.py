@@ -19,10 +19,9 @@ from torch import Tensor
 from ...plan import communication
 from ...program.lower import Fold
 from ..common import combine, subproblem
-from ..common.collectives import Group, RingTransfer
 from ..common.combine import State
 from ..common.evaluate import Sizes
-from ..common.shard import Ranges, Shard, count_indices
+from ..common.shard import Group, Ranges, RingTransfer, Shard, count_indices
 from ..common.subproblem import Engine, Subproblem
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ShardError
-from ..common import collectives
-from ..common.collectives import Group
+from ..common import shard
+from ..common.shard import Group
 from . import agreement
 
 Key = tuple[str, int] | None  # ("rows", k), ("cols", 0), ("batch", counted from the right); None: features, broadcast
@@ -97,7 +97,7 @@ def check_replicated(
     for m in _rounds(list(groups)):
         message = torch.cat([sums.new_tensor([wrong]), sums])
         device = agreement.header_device(groups[m])
-        found = collectives.all_gather(message.to(device), groups[m]).cpu()
+        found = shard.all_gather(message.to(device), groups[m]).cpu()
         wrong = int(found[:, 0].max())
         for k, (name, dim) in enumerate(same):
             at = 1 + 3 * names.index(name)

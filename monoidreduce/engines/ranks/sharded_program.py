@@ -17,11 +17,10 @@ from torch import Tensor
 from ...errors import NoGradientError
 from ...program.expression import Expr
 from ...program.lower import Fold, Lowered
-from ..common.collectives import AllGather, AllReduceSum, Group, OwnSlice, ReplicatedInput
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
 from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
-from ..common.shard import Shard
+from ..common.shard import AllGather, AllReduceSum, Group, OwnSlice, ReplicatedInput, Shard
 
 
 @dataclass(frozen=True)
