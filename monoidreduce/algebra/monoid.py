@@ -15,12 +15,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from monoidreduce.algebra import domains
 from monoidreduce.algebra.approx import all_close
 from monoidreduce.algebra.derive import vjp
 from monoidreduce.algebra.fields import Domain, Field, Function, List, Matrix, Scalar, Vector, describe, read_fields
 from monoidreduce.algebra.product import MonoidType, product
 from monoidreduce.errors import ArgumentError, DeclarationError, NoGradientError
+
+from . import fields as domains
 
 M = TypeVar("M", bound="Monoid")
 
@@ -239,7 +240,7 @@ def _check_declaration(cls: type[Monoid]) -> None:
             detail=f"{cls.__name__} has fields ({describe(cls._fields)}) but no combine",
             fix="Define combine(a, b), which returns a new element",
         )
-    domains.check(cls)
+    domains.check_domains(cls)
     for what, names in (("integers", cls.integers), ("domain", domains.field_domains(cls))):
         for name in names:
             if name not in cls._fields:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from monoidreduce.algebra.cases import Case, domain_of, mapped
-from monoidreduce.algebra.domains import is_sampled
 from monoidreduce.algebra.fields import Function, List, Matrix, Vector
 from monoidreduce.algebra.monoid import Monoid
+
+from .fields import is_sampled
 
 _BUDGET = 2000  # law evaluations; most examples are as small as they get after a few hundred
 

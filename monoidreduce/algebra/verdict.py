@@ -16,11 +16,12 @@ from torch import Tensor
 
 from monoidreduce.algebra.approx import approximately
 from monoidreduce.algebra.cases import Case, Family, scale_of
-from monoidreduce.algebra.domains import field_domains, is_related, reachable
 from monoidreduce.algebra.fields import Domain, List, Scalar
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.algebra.shrink import shrink
 from monoidreduce.errors import MonoidLawError
+
+from .fields import field_domains, is_related, reachable
 
 
 class Sides(NamedTuple):
