@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from monoidreduce.algebra.cases import FAMILIES, Case, Family, NoExampleError, domain_of, draw_case
-from monoidreduce.algebra.derive import vjp
 from monoidreduce.algebra.fields import Domain, List
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.algebra.tree import combined
@@ -27,6 +26,7 @@ from monoidreduce.algebra.verdict import Law, Sides, broken, law_error, smallest
 from monoidreduce.errors import ArgumentError, ShapeError
 
 from .fields import is_sampled
+from .monoid import vjp
 
 
 def associativity(monoid: Any, a: Any, b: Any, c: Any) -> Sides:
