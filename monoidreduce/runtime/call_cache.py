@@ -22,7 +22,7 @@ from ..program.domain import inputs_of
 from ..program.trace import Traced, trace
 from .bind import number_class
 from .call import CallForm, Plan
-from .call_key import NUMBER, STATIC, WHOLE, CallKeys
+from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 
 _PLANS = 1024  # kinds of calls of one op
 _FIXED = 32  # plans or programs of one kind of call, by the numbers they were traced with
