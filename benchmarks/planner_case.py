@@ -19,7 +19,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import autotune
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
 from monoidreduce.plan import candidates, plan_records
@@ -78,9 +78,9 @@ def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[
     case, device = session.case, call[2].device
     best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.comparable_results(call[0], planner.run_choice(best, *call), *call[1:])
+        truth = trial.comparable_results(call[0], auto.run_choice(best, *call), *call[1:])
         if _same(best) not in found:
-            found[_same(best)] = trial.measure_seconds(lambda: planner.run_choice(best, *call), device)
+            found[_same(best)] = trial.measure_seconds(lambda: auto.run_choice(best, *call), device)
         own = found[_same(best)]
         for way in ways(case):
             times = {best: found[_same(best)]}
@@ -95,7 +95,7 @@ def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[
                 if case.kernels and way is None and seconds is not None and seconds > 2 * times[best]:
                     break  # panels that are far behind are so in any room
             close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
-            run = lambda c: _again(lambda: planner.run_choice(c, *call), own, device)
+            run = lambda c: _again(lambda: auto.run_choice(c, *call), own, device)
             turns = [[run(c) for c in close] for _ in range(3)]
             again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
             best = min(again, key=again.__getitem__)
@@ -138,7 +138,7 @@ def tuned_plans() -> Iterator[None]:
 def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
     """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
-        run, device = lambda: planner.run_choice(choice, *call), call[2].device
+        run, device = lambda: auto.run_choice(choice, *call), call[2].device
         found = trial.comparable_results(call[0], run(), *call[1:])
         problem = trial.describe_difference(found, truth, trial.tolerance(call[1]))
         if not problem:
@@ -237,7 +237,7 @@ def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: s
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
     spent = [0.0]
-    kept = planner._choose, call_cost.runs_dense, call_cost.DenseOrTiled._is_dense
+    kept = auto._choose, call_cost.runs_dense, call_cost.DenseOrTiled._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -249,11 +249,11 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
 
         return call
 
-    planner._CHOICES.clear()
+    auto._CHOICES.clear()
     op._plans.known.clear()
     with following(None):
         try:
-            planner._choose, call_cost.runs_dense = timed(kept[0]), timed(kept[1])
+            auto._choose, call_cost.runs_dense = timed(kept[0]), timed(kept[1])
             step = step_of(op, args)
             step()
             first, spent[0] = spent[0], 0.0
@@ -265,7 +265,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
                 each.append(spent[0])
                 spent[0] = 0.0
         finally:
-            planner._choose, call_cost.runs_dense = kept[:2]
+            auto._choose, call_cost.runs_dense = kept[:2]
             call_cost.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": statistics.median(each) * 1e6}
 

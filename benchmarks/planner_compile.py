@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.plan import cost
 from monoidreduce.plan.op_counts import Case
 from monoidreduce.plan.schedule import Choice
@@ -58,7 +58,7 @@ def compiled(device: str, work: int, wanted: Wanted) -> None:
     for size, name, choice in wanted:
         _, call = _recorded(work, size, device)[name]  # with gradients
         with contextlib.suppress(Exception), torch.no_grad():
-            planner.run_choice(choice, *call)
+            auto.run_choice(choice, *call)
     if device == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize()

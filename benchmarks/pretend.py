@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import monoidreduce as mr
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
@@ -48,7 +48,7 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
+    bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
@@ -61,7 +61,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
-        (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
+        (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
         (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),

@@ -22,7 +22,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import autotune
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.tuning import tuner
 
 from .gpu import _qkv
@@ -63,7 +63,7 @@ def _compile(case: str, part: int, parts: int) -> None:
     for session, call in tuner.make_sessions(autotune.record_call(op, make(), {}, backward=True).folds):
         for choice in session.list_candidates()[part::parts]:
             with contextlib.suppress(Exception):  # too large for the hardware: when it is tried, it will say so
-                planner.run_choice(choice, *call)
+                auto.run_choice(choice, *call)
     torch.cuda.synchronize()
 
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines import dense, panel, triton
+from ..engines import auto, dense, panel, triton
 from ..engines import dense as whole
-from ..engines.auto import planner
 from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.evaluate import Sizes
 from ..engines.listed.lists import find_lists
@@ -65,7 +64,7 @@ def estimate_program(
     inputs = require_gradients(inputs) if backward else inputs
     rates = device_rates.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
-    cases = [planner.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
+    cases = [auto.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
     schedules, own = _list_schedules(cases)
     found = [_estimate_schedule(name, each, passes, cases, rates, closely) for name, each in schedules.items()]
     dense = estimate_dense(program, inputs, sizes, backward)
@@ -220,7 +219,7 @@ def estimate_total(
     program = split_softmax_means(made.program) if step_class.splits_softmax_means else made.program
     (loop,) = split_into_loops(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.case_without_leaves(s.fold, dtype, sizes) for s in loop.stages]
+    cases = [auto.case_without_leaves(s.fold, dtype, sizes) for s in loop.stages]
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
@@ -390,7 +389,7 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
         return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not may_be_dense(program, sizes):
         return False
-    tuned = plan_records.recall_choice(planner.call_key(program, inputs.values(), sizes, backward))
+    tuned = plan_records.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense"
     found = estimate_program(program, inputs, sizes, backward, closely=False)

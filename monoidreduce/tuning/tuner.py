@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..engines.auto import planner
+from ..engines import auto
 from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
 from ..engines.triton.launch import jit_module
@@ -44,11 +44,9 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The engine ``auto``: run a fold by its choice; if tuning is on, also try one more candidate."""
     if _current_recording is not None:
         _current_recording.folds.append((fold, [v.detach() if isinstance(v, Tensor) else v for v in leaves], sizes))
-        return planner.run_choice(
-            candidates.default_choice(planner.make_case(fold, leaves, sizes)), fold, leaves, sizes
-        )
+        return auto.run_choice(candidates.default_choice(auto.make_case(fold, leaves, sizes)), fold, leaves, sizes)
     if not is_requested() or budget.shrink_factor() > 1 or not sizes.rows or not sizes.cols:
-        return planner.run(fold, leaves, sizes)
+        return auto.run(fold, leaves, sizes)
     return _run_and_try_one(fold, leaves, sizes)
 
 
@@ -95,7 +93,7 @@ class Session:
 
     def __init__(self, case: Case, device: torch.device):
         self.case, self.device = case, device
-        self.key = planner.fold_key(case, device)
+        self.key = auto.fold_key(case, device)
         self.safe = self.best = candidates.default_choice(case)
         self.times: dict[Choice, float] = {}
         self.trials: list[Trial] = []
@@ -158,7 +156,7 @@ class Session:
     def _try(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> Trial:
         try:
             with jit_module.watch_resources() as kernels:
-                problem = trial.find_error(planner.run_choice, choice, self.safe, fold, leaves, sizes, truth)
+                problem = trial.find_error(auto.run_choice, choice, self.safe, fold, leaves, sizes, truth)
             spilled = max([0, *(k.spills for k in kernels)])
             if not problem and spilled > trial.MOST_SPILLED:
                 problem = f"its kernel spills {spilled} bytes"
@@ -178,7 +176,7 @@ class Session:
     def _measure(
         self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, spend: float | None = None
     ) -> float:
-        run = lambda: planner.run_choice(choice, fold, leaves, sizes)
+        run = lambda: auto.run_choice(choice, fold, leaves, sizes)
         return trial.measure_seconds(run, self.device, spend, self.times.get(self.best, math.inf))
 
     def _pick_tuned(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
@@ -210,17 +208,17 @@ class Session:
 
 def _run_and_try_one(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold by its safe plan and try one candidate. Not while a CUDA graph is captured or another thread tries."""
-    case = planner.make_case(fold, leaves, sizes)
-    key = planner.fold_key(case, sizes.device)
+    case = auto.make_case(fold, leaves, sizes)
+    key = auto.fold_key(case, sizes.device)
     captured = sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _lock:
         session = _sessions.get(key)
         if session is None and not captured and plan_records.recall(key) is None:
             session = _sessions[key] = Session(case, sizes.device)
     if session is None or captured or not session.busy.acquire(blocking=False):
-        return planner.run(fold, leaves, sizes)
+        return auto.run(fold, leaves, sizes)
     try:
-        result = planner.run_choice(session.safe, fold, leaves, sizes)
+        result = auto.run_choice(session.safe, fold, leaves, sizes)
         if not session.step(fold, leaves, sizes, result):
             with _lock:
                 _sessions.pop(key, None)
@@ -281,7 +279,7 @@ def make_sessions(folds: Sequence[FoldRun]) -> Iterator[tuple[Session, FoldRun]]
     for fold, leaves, sizes in folds:
         if not sizes.rows or not sizes.cols or not torch.Size(sizes.batch).numel():
             continue
-        session = Session(planner.make_case(fold, leaves, sizes), sizes.device)
+        session = Session(auto.make_case(fold, leaves, sizes), sizes.device)
         if session.key not in seen:
             seen.add(session.key)
             yield session, (fold, leaves, sizes)
@@ -290,7 +288,7 @@ def make_sessions(folds: Sequence[FoldRun]) -> Iterator[tuple[Session, FoldRun]]
 def run_trials(session: Session, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Iterator[Trial]:
     """Run all trials of a session; its ``done`` then holds the result."""
     with torch.no_grad():
-        truth = planner.run_choice(session.safe, fold, leaves, sizes)
+        truth = auto.run_choice(session.safe, fold, leaves, sizes)
         while session.step(fold, leaves, sizes, truth):
             yield session.trials[-1]
 
@@ -317,7 +315,7 @@ def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | 
     safe, *others = (min(column) for column in zip(*turns, strict=True))
     tuned = dense if others and others[0] < GAIN * safe else passes
     best = others[0] if tuned is dense else safe
-    key = planner.call_key(call.program, own, call.sizes, asks)
+    key = auto.call_key(call.program, own, call.sizes, asks)
     measured = {"seconds": best, "safe": safe, "tried": 1}
     lasting = plan_records.remember_choice(key, tuned, measured, is_digest_portable(key.program))
     trials = (Trial(dense, others[0] if others else None, refused),)

@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, autotune, explain
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, tiles
@@ -56,8 +56,8 @@ def test_winners_are_right_and_found_again():
     met = autotune.record_call(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        case = planner.make_case(fold, leaves, sizes)
-        assert candidates.find_tuned(case, planner.fold_key(case, sizes.device)) == tuned.winner
+        case = auto.make_case(fold, leaves, sizes)
+        assert candidates.find_tuned(case, auto.fold_key(case, sizes.device)) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])

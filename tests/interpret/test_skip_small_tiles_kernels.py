@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import skip_small_tiles
 from monoidreduce.engines.triton.kernels import topk
 from monoidreduce.engines.triton.panel import sparse_contraction
@@ -156,7 +156,7 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
 
 def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
     """The planner is asked once for products of one kind: then the host does only what finds them."""
-    asked, original = [], planner.run_choice
+    asked, original = [], auto.run_choice
     internals.replace_planned_run(monkeypatch, lambda *a: asked.append(a) or original(*a))
     internals.plan_panels(monkeypatch)
     for seed in range(3):

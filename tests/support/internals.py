@@ -319,14 +319,14 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
     """``run(choice, fold, leaves, sizes)`` stands in for running a fold as planned."""
-    patch.setattr("monoidreduce.engines.auto.planner.run_choice", run)
+    patch.setattr("monoidreduce.engines.auto.run_choice", run)
 
 
 def plan_panels(patch: Patch) -> None:
     """The planner chooses panels by kernels, as on a GPU."""
     choice = pkgutil.resolve_name("monoidreduce.plan.schedule.Choice")("panel")
-    patch.setattr("monoidreduce.engines.auto.planner._has_kernels", lambda device: True)
-    patch.setattr("monoidreduce.engines.auto.planner._choose", lambda *call: (choice, choice))
+    patch.setattr("monoidreduce.engines.auto._has_kernels", lambda device: True)
+    patch.setattr("monoidreduce.engines.auto._choose", lambda *call: (choice, choice))
 
 
 def set_dense_limit(patch: Patch, pairs: int) -> None:

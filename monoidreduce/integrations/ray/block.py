@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...block_runs import ChunkMaker, Prepared
-from ...engines.auto import planner
+from ...engines import auto
 from ...engines.common.subproblem import finish_states
 from ...engines.stream.chunked_passes import ChunkedProgram, merge_states
 from ...errors import StreamError
@@ -101,7 +101,7 @@ class RowBlock:
         found: list[Choice] = []
 
         def look(fold: Any, leaves: list[Any], sizes: Any) -> list[Tensor]:
-            found.append(planner.choose(fold, leaves, sizes))
+            found.append(auto.choose(fold, leaves, sizes))
             raise _Looked
 
         walk = replace(self.walk, engine=look)

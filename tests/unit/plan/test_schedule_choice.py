@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engines import auto as planner
 from monoidreduce.engines import dense as whole
-from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.plan import candidates, device_rates
 from monoidreduce.plan.op_counts import folded_axes

@@ -9,7 +9,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
@@ -79,7 +79,7 @@ def fold_of(op, *args):
 
 
 def tuned_choice(case, device):
-    return candidates.find_tuned(case, planner.fold_key(case, device))
+    return candidates.find_tuned(case, auto.fold_key(case, device))
 
 
 def few(monkeypatch, *choices):
@@ -94,7 +94,7 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     """The safe plan is made slow, so that the winner is known."""
     other = Choice("flash", (("tile", (1, 256, 256)),))
     few(monkeypatch, other)
-    real = planner.run_choice
+    real = auto.run_choice
 
     def perform(how, *call):
         if how != other:
@@ -108,13 +108,13 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     assert all(t.seconds < t.safe_seconds for t in found.folds)
     plan_records.forget()  # as in the next process
     call = fold_of(attention, *args)
-    assert planner.choose(*call) == other
-    assert planner.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
+    assert auto.choose(*call) == other
+    assert auto.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
     longer = fold_of(attention, *drawn(4 * SHAPE[0], SHAPE[1]))
-    assert tuned_choice(planner.make_case(*longer), call[2].device) is None  # another bucket
+    assert tuned_choice(auto.make_case(*longer), call[2].device) is None  # another bucket
     assert found.folds[0].key in [r.key for r in mr.cache.plans()]
     with mr.budget("10MB"):
-        assert tuned_choice(planner.make_case(*call), call[2].device) is None  # tuned without it
+        assert tuned_choice(auto.make_case(*call), call[2].device) is None  # tuned without it
 
 
 def test_tuning_a_layer_refuses_no_honest_plan():
@@ -156,7 +156,7 @@ def test_a_budget_bounds_the_candidates():
     q, k, v = drawn(1200, 1200)
     with mr.budget("2MB"):
         (found,) = attention.tune(q, k, v, backward=False, quiet=True).folds
-        case = planner.make_case(*fold_of(attention, q, k, v))
+        case = auto.make_case(*fold_of(attention, q, k, v))
         assert found.trials and all(candidates.can_run(case, t.choice) for t in found.trials)
     assert found.key.budget == "2000000"
 
@@ -194,8 +194,8 @@ RECORDS = {
 def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
-    case = planner.make_case(*call)
-    plan_records.remember(plan_records.Record(planner.fold_key(case, call[2].device), RECORDS[name]))
+    case = auto.make_case(*call)
+    plan_records.remember(plan_records.Record(auto.fold_key(case, call[2].device), RECORDS[name]))
     assert tuned_choice(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
@@ -207,7 +207,7 @@ def right(how, fold, leaves, sizes):
     return planner_perform(how, fold, leaves, sizes)
 
 
-planner_perform = planner.run_choice
+planner_perform = auto.run_choice
 
 
 def forgets_a_tile(how, fold, leaves, sizes):
@@ -311,7 +311,7 @@ def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
     assert found.winner == found.safe != FAST
     assert [t.choice for t in found.trials] == [FAST] and found.trials[0].refused and found.trials[0].seconds is None
     assert "1 refused" in str(found)
-    assert planner.choose(*fold_of(op, *args)) == found.safe
+    assert auto.choose(*fold_of(op, *args)) == found.safe
 
 
 def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
@@ -321,7 +321,7 @@ def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
     k = k * 0.01  # every column weighs the same
     fold, leaves, sizes = fold_of(attention, q, k, v + 1)
     choice = Choice("flash", (("tile", (1, 8, 16)),))
-    truth = right(candidates.default_choice(planner.make_case(fold, leaves, sizes)), fold, leaves, sizes)
+    truth = right(candidates.default_choice(auto.make_case(fold, leaves, sizes)), fold, leaves, sizes)
     assert (
         trial.describe_difference(forgets_a_tile(Choice("flash"), fold, leaves, sizes), truth, trial.tolerance(leaves))
         == ""
@@ -409,8 +409,8 @@ def test_a_call_cut_short_is_the_same_call_on_fewer(name):
         for e, v in zip(fold.leaves, cut, strict=True):
             if isinstance(v, torch.Tensor) and (e.rows or e.cols):
                 assert v.shape[v.dim() - 1 - (e.feature is not None)] == 35
-        found = planner.run_choice(Choice("flash"), fold, cut, short)
-        assert trial.describe_difference(planner.run_choice(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
+        found = auto.run_choice(Choice("flash"), fold, cut, short)
+        assert trial.describe_difference(auto.run_choice(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
 
 
 def test_rounding_is_no_difference_and_more_is():
