@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import autotune
+from monoidreduce import autotune, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
@@ -26,7 +26,6 @@ from monoidreduce.plan import candidates, plan_records
 from monoidreduce.plan.op_counts import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost
-from monoidreduce.tuning import trial, tuner
 
 from .measure import Held, captured, held_at_peak
 from .planner_works import Size, Work
@@ -54,9 +53,9 @@ def following(choice: Followed) -> Iterator[None]:
 # Candidates -----------------------------------------------------------------------------------------------------
 
 
-def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.FoldRun]]:
+def folds(work: Work, args: list[Tensor]) -> list[tuple[tuning.Session, tuning.FoldRun]]:
     """The folds of a call, with what they are given."""
-    return list(tuner.make_sessions(autotune.record_call(work.op, args, {}, backward=True).folds))
+    return list(tuning.make_sessions(autotune.record_call(work.op, args, {}, backward=True).folds))
 
 
 def ways(case: Case) -> tuple[str | None, ...]:
@@ -71,16 +70,16 @@ def varied(case: Case, way: str | None) -> list[Choice]:
     return [c for c in found if not (kernels and c.schedule in ("flash", "split"))]
 
 
-def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[str, Any]) -> Choice:
+def search(session: tuning.Session, call: tuning.FoldRun, known: Times, row: dict[str, Any]) -> Choice:
     """The best of all ways to run a fold, one kernel's tile after the other; those that come close are timed again.
 
     ``known``: what the tuner tried; all others are tried here."""
     case, device = session.case, call[2].device
     best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.comparable_results(call[0], auto.run_choice(best, *call), *call[1:])
+        truth = tuning.comparable_results(call[0], auto.run_choice(best, *call), *call[1:])
         if _same(best) not in found:
-            found[_same(best)] = trial.measure_seconds(lambda: auto.run_choice(best, *call), device)
+            found[_same(best)] = tuning.measure_seconds(lambda: auto.run_choice(best, *call), device)
         own = found[_same(best)]
         for way in ways(case):
             times = {best: found[_same(best)]}
@@ -135,14 +134,14 @@ def tuned_plans() -> Iterator[None]:
         plan_records.forget()
 
 
-def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
+def _tried(choice: Choice, call: tuning.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
     """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
         run, device = lambda: auto.run_choice(choice, *call), call[2].device
-        found = trial.comparable_results(call[0], run(), *call[1:])
-        problem = trial.describe_difference(found, truth, trial.tolerance(call[1]))
+        found = tuning.comparable_results(call[0], run(), *call[1:])
+        problem = tuning.describe_difference(found, truth, tuning.tolerance(call[1]))
         if not problem:
-            return trial.measure_seconds(run, device, best=best)
+            return tuning.measure_seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
         if oom_retry.is_device_lost(call[2].device):
@@ -152,7 +151,7 @@ def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[s
 
 
 def _again(run: Callable[[], Any], about: float, device: torch.device) -> float:
-    return _once(run, device.type) if about > SLOW else trial.measure_seconds(run, device)
+    return _once(run, device.type) if about > SLOW else tuning.measure_seconds(run, device)
 
 
 # Whole calls -----------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def clock() -> Callable[[], float]:
 
 def _once(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
-        return trial.measure_seconds(step, torch.device(device), 0.0)
+        return tuning.measure_seconds(step, torch.device(device), 0.0)
     start = clock()()
     step()
     return clock()() - start

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tuning
 from ..engines import auto, dense, panel, triton
 from ..engines import dense as whole
 from ..engines.common import matmul, oom_retry, torch_code
@@ -37,7 +38,6 @@ from ..program.domain import COL_SEQUENCE, ROW_SEQUENCE
 from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
 from ..reductions import kind_of
-from ..tuning import tuner
 from . import autograd, call_context, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
 
@@ -339,10 +339,10 @@ class DenseOrTiled:
     decided: dict[tuple, bool] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> list[Any]:
-        if self.frozen and not schedule.is_following() and not tuner.is_recording():
+        if self.frozen and not schedule.is_following() and not tuning.is_recording():
             return self.passes(*given)
         asks = torch.is_grad_enabled() and call_context.need_gradient(given)
-        tuner.note_call(self, given, asks)
+        tuning.note_call(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
         try:
