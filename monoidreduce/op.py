@@ -24,7 +24,7 @@ from .block_runs import Argument, Place, Prepared
 from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
-from .engines.stream.chunked_passes import ChunkedProgram
+from .engines.stream import ChunkedProgram
 from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...block_runs import ChunkMaker, Prepared
 from ...engines import auto
 from ...engines.common.subproblem import finish_states
-from ...engines.stream.chunked_passes import ChunkedProgram, merge_states
+from ...engines.stream import ChunkedProgram, merge_states
 from ...errors import StreamError
 from ...plan import schedule, settings
 from ...plan.schedule import Choice

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._version import __version__
-from ...engines.stream.checksum import row_checksums
+from ...engines.stream import row_checksums
 from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
 from ...plan import settings
 from ...plan.schedule import Choice

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...engines.stream.checksum import checksum
+from ...engines.stream import checksum
 from ...errors import StreamError
 
 States = list[list[Tensor]]

@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...engines.stream.checksum import checksum
+from ...engines.stream import checksum
 from ...errors import ArgumentError, DTypeError, ShapeError, StreamError, shown
 from ...sources import chunks
 from .package import ray
