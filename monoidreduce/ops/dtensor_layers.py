@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..engines.ranks import dtensors
-from ..engines.ranks.mixed_arguments import Axes
+from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError
 
 _LOSSES = ("cross_entropy_given", "linear_cross_entropy", "linear_cross_entropy_soft", "linear_jsd", "linear_kl")
