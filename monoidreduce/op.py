@@ -23,7 +23,7 @@ from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
 from .domains import nested
 from .engines.common.evaluate import Sizes
-from .engines.ranks import agreement, dtensors, sharded_program
+from .engines.ranks import agreement, distributed_fold, dtensors
 from .engines.stream import ChunkedProgram
 from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
@@ -382,7 +382,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
-        results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
+        results = distributed_fold.execute_program(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
     # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own
