@@ -29,9 +29,8 @@ from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
 from ..eager import cpp
-from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
-from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
+from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, make_accumulator, split_range
 from . import panel_program
 from .panel_program import (
     PanelLoop,
