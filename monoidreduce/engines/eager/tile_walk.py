@@ -19,7 +19,7 @@ from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold
 from ...program.several import MIX, folds, is_product, letters
 from ...reductions import kind_of, outputs_of
-from ...reductions.accumulator import Accumulator
+from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes, to_compute_dtype
 from ..common.label_gather import run_pick

@@ -23,7 +23,7 @@ from ...plan import tiles as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
 from ...reductions import kind_of, outputs_of
-from ...reductions.accumulator import Accumulator
+from ...reductions.base import Accumulator
 from ...reductions.sum import SumAccumulator
 from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
