@@ -38,8 +38,8 @@ from ..engines.common.others import other_gradients, split_cotangents
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
 from ..plan import settings
+from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
