@@ -8,7 +8,7 @@ Where torch has a module of the same name, arguments and state dicts are the sam
 torch.Size([3, 16])
 """
 
-from .attention import MultiheadAttention
+from .attention import MultiheadAttention, PagedCache
 from .graphs import GraphAttention
 from .heads import (
     LinearArgmax,
@@ -23,7 +23,6 @@ from .heads import (
     SampledCrossEntropyLoss,
 )
 from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
-from .paged_cache import PagedCache
 
 __all__ = [
     "MLP",
