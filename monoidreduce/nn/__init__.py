@@ -9,7 +9,6 @@ torch.Size([3, 16])
 """
 
 from .attention import MultiheadAttention, PagedCache
-from .graphs import GraphAttention
 from .heads import (
     LinearArgmax,
     LinearCrossEntropyLoss,
@@ -22,7 +21,7 @@ from .heads import (
     LinearTopK,
     SampledCrossEntropyLoss,
 )
-from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
+from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, GraphAttention, MaxSim, SinkhornLoss
 
 __all__ = [
     "MLP",
