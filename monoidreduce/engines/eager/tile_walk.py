@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...plan import tiles as plan
-from ...program.conditions import conditions, ranged
 from ...program.contract import Contraction, interval
 from ...program.declarations import STORED
 from ...program.expression import Expr, index, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan
-from ...program.lower import Fold
+from ...program.lower import Fold, conditions, ranged
 from ...program.several import MIX, folds, is_product, letters
 from ...reductions import kind_of, outputs_of
 from ...reductions.base import Accumulator

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ...program import constructors
 from ...program.compile import offset_fold
-from ...program.conditions import is_idle
 from ...program.expression import Expr, const, topological
-from ...program.lower import Fold
+from ...program.lower import Fold, is_idle
 from ...reductions import kind_of
 from ..common import bounded_cache, combine
 from ..common.batching import allocate_result
