@@ -117,7 +117,7 @@ def pretend_free_memory(patch: Patch, size: float) -> None:
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
     """Kernels of one call are, or are not, compiled together, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.parallel_compile._can_compile_ahead", lambda device: allowed)
+    patch.setattr("monoidreduce.engines.triton.launch.jit_module._can_compile_ahead", lambda device: allowed)
 
 
 def hide_labels(patch: Patch, hidden: bool = True) -> None:

@@ -29,7 +29,7 @@ from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..codegen.lookups import reads_bands_alone
 from ..codegen.stored_sums import is_stored
-from ..launch import descriptors, jit_module, parallel_compile
+from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import few_rows, hopper, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
@@ -112,7 +112,7 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
     options |= compiler_options(call.kernel, call.plan)
     with jit_module.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = parallel_compile.launch(kernel, grid, call.arguments, constants | options)
+        compiled = jit_module.launch(kernel, grid, call.arguments, constants | options)
         jit_module.report_resources(compiled)
         return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 

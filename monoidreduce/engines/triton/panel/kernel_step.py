@@ -28,7 +28,7 @@ from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import launch_cache, parallel_compile
+from ..launch import jit_module, launch_cache
 from . import panel_replay, row_kernel
 from .accumulators import Accumulators, PanelWeights
 from .arena import Arena
@@ -302,7 +302,7 @@ class KernelStep:
         key = (here.cols, here.device, self.directions, *here.letters.values())
         if key in gemm.compiled:
             return
-        if parallel_compile.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
+        if jit_module.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
             gemm.compiled.add(key)
 
     def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:

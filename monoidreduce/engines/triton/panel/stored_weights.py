@@ -23,7 +23,7 @@ from ....program.lower import Fold
 from ...common import combine
 from ...common.evaluate import Sizes
 from ...panel import Panel
-from ..launch import parallel_compile
+from ..launch import jit_module
 from .accumulators import Accumulators, PanelWeights
 from .arena import pad_rows
 from .epilogue import EpilogueGemm
@@ -63,7 +63,7 @@ class StoredWeights:
         values = self.feed(gemm, panel)
         key = ("stored", here.cols, here.device, *here.letters.values())
         launch = functools.partial(self._launch_fold, values, results, here)
-        if key not in gemm.compiled and parallel_compile.compile_ahead(here.device, launch):
+        if key not in gemm.compiled and jit_module.compile_ahead(here.device, launch):
             gemm.compiled.add(key)
         factors = launch()
         places = [(stage, place) for stage in group for place in self.plan.splits[stage].places["cols"]]
