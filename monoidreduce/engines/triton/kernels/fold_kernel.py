@@ -36,7 +36,7 @@ from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, co
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
-from . import exponent_shift, split_combine, topk
+from . import row_kernels, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 
@@ -410,7 +410,7 @@ class FoldLaunch:
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
         for n, t in self.shifts:
-            again = exponent_shift.prepare_replay(leaves[n], leaves[t], shape)
+            again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
             if again is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -480,7 +480,7 @@ class FoldLaunch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
-        made = exponent_shift.compute_shift(
+        made = row_kernels.compute_shift(
             number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
         )
         return made if self.line is None else descriptors.replace_base(self.line, made)
