@@ -1,6 +1,6 @@
 """The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 
-``gemm_fold.py`` fills it with folds, ``engines/triton/panel/pingpong_epilogue.py`` with weights that are written. Two
+``gemm_fold.py`` fills it with folds, ``engines/triton/panel/epilogue.py`` with weights that are written. Two
 consumer warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of
 its own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
 buffer. A consumer may look at the ring only when the other has seen all of its own blocks (the ``order`` barriers):
