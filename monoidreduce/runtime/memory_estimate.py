@@ -31,7 +31,7 @@ from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..engines.triton.kernels import panel_topk, pick, split_combine, topk
 from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.memory_plan import MemoryPlan
+from ..engines.triton.panel.arena import MemoryPlan
 from ..plan import budget, cost, tiles
 from ..plan.panel_layout import PanelLayout
 from ..plan.schedule import Choice

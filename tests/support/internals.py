@@ -181,7 +181,7 @@ def use_row_kernel_plans(patch: Patch, plans: dict) -> None:
 def use_vendor_gradients(patch: Patch) -> None:
     """Gradients that were predicted to fuse into an epilogue go by the vendor's GEMM."""
     fuses = lambda real, plan: not plan.loop.exact and real(plan)
-    _wrap(patch, "monoidreduce.engines.triton.panel.memory_plan.MemoryPlan.has_epilogue", fuses)
+    _wrap(patch, "monoidreduce.engines.triton.panel.arena.MemoryPlan.has_epilogue", fuses)
 
 
 def set_topk_strip(patch: Patch, columns: int) -> None:

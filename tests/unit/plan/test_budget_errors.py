@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
-from monoidreduce.engines.triton.panel.memory_plan import MemoryPlan
+from monoidreduce.engines.triton.panel.arena import MemoryPlan
 from monoidreduce.plan import budget
 from monoidreduce.program.compile import compile_program
 from monoidreduce.program.gradient import FoldGradient

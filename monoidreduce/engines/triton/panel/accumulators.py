@@ -18,10 +18,9 @@ from ....program.expression import Expr
 from ...common import combine
 from ...panel import Panel
 from ...panel.panel_program import list_feeds
-from .arena import Arena, BorrowedTotals, count_lendable
+from .arena import Arena, BorrowedTotals, MemoryPlan, count_lendable
 from .contraction import PanelContraction
 from .fuse_stages import VectorSum
-from .memory_plan import MemoryPlan
 from .row_factor import RowCorrections
 
 Key = tuple[int, int]  # of a sum: its stage, and its place among the stage's reductions

@@ -31,10 +31,9 @@ from ..kernels import elementwise, topk
 from ..launch import jit_module, launch_cache
 from . import panel_replay, row_kernel
 from .accumulators import Accumulators, PanelWeights
-from .arena import Arena
+from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
 from .fuse_stages import OFFSETS, fuse_stages, shift_reduction
-from .memory_plan import MemoryPlan
 from .stored_weights import StoredWeights
 
 _BOTH = frozenset({"rows", "cols"})
