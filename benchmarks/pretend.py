@@ -31,7 +31,7 @@ from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
-from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
+from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
 from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.plan import device_rates, tiles
 from monoidreduce.plan.cost import Scheduled
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
     bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
-    repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
+    repeated = kernel_step.repeated if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -62,7 +62,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
-        (panel_replay, dict(repeated=repeated)),
+        (kernel_step, dict(repeated=repeated)),
         (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),

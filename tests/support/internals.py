@@ -65,8 +65,8 @@ def forget_tile_ranges(patch: Patch) -> None:
 def forget_panel_recordings(patch: Patch) -> None:
     """No panel program is recorded, nor met once."""
     cache = pkgutil.resolve_name("monoidreduce.engines.common.bounded_cache.BoundedCache")
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._KINDS", cache(32))
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._ONCE", cache(256))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._KINDS", cache(32))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._ONCE", cache(256))
 
 
 def forget_cache_warnings(patch: Patch) -> None:
@@ -285,7 +285,7 @@ def watch_panels(patch: Patch, of: Callable[..., Any] = lambda step, panel: pane
 
 def replace_panel_replay(patch: Patch, repeated: Callable = lambda run, *given: run(*given)) -> None:
     """``repeated(run, *given)`` stands in for recording and replaying a panel program; by default it is run."""
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay.repeated", repeated)
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step.repeated", repeated)
 
 
 def watch_panel_replays(patch: Patch, around: Around) -> None:
