@@ -32,7 +32,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
-from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
+from monoidreduce.engines.triton.schedules import float32_split, kernel_plan, spec_from_tensors
 from monoidreduce.plan import device_rates, tiles
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
@@ -66,7 +66,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
-        (hopper, dict(runs_warp_specialized=yes)),
+        (kernel_plan, dict(runs_warp_specialized=yes)),
         (float32_split, dict(is_supported=yes)),
     )
     with contextlib.ExitStack() as stack:

@@ -94,7 +94,7 @@ def pretend_device(
     targets = {
         "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
         "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
-        "monoidreduce.engines.triton.schedules.hopper.runs_warp_specialized": warp_specialised,
+        "monoidreduce.engines.triton.schedules.kernel_plan.runs_warp_specialized": warp_specialised,
         "monoidreduce.engines.triton.schedules.float32_split.is_supported": float32_split,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.processors": processors,

@@ -31,7 +31,7 @@ from ..codegen.lookups import reads_bands_alone
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import few_rows, hopper, spec_from_tensors, turned_values
+from ..schedules import few_rows, kernel_plan, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
@@ -96,7 +96,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     slower).
     """
     if kernel.staged:
-        return hopper.compiler_options(kernel.consumers)
+        return kernel_plan.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}

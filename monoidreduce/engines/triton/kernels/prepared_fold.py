@@ -31,7 +31,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
 from ..launch.availability import available
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import elementwise, fold_kernel, pick
 from .diagonal_bands import Bands, rewrite_fold
@@ -333,7 +333,7 @@ def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not hopper.runs_warp_specialized(sizes.device):
+    if not kernel_plan.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))

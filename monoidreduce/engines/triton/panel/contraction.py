@@ -21,7 +21,7 @@ from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
 from ..launch import descriptors, jit_module
 from ..launch.launch_cache import Again, Kernels, LaunchCache
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import contraction_kernel
@@ -81,7 +81,7 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
-        and hopper.runs_warp_specialized(out.device)
+        and kernel_plan.runs_warp_specialized(out.device)
         and _copied(out, panel, vectors)
     )
 

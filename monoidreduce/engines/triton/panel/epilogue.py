@@ -26,7 +26,7 @@ from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import gemm_template
 from ..schedules.pingpong.gemm_template import DEEPEST, EXTRA, TILE, WRITES
@@ -155,7 +155,7 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 def is_wide(width: int) -> bool:
     """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
     registers for them."""
-    return width > _WIDE_FEATURES and hopper.has_registers_for_wide_tiles()
+    return width > _WIDE_FEATURES and kernel_plan.has_registers_for_wide_tiles()
 
 
 def is_fast_on(device: torch.device) -> bool:
@@ -190,7 +190,7 @@ class EpilogueGemm:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        pingpong = (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device)
+        pingpong = (wide or width <= DEEPEST) and kernel_plan.runs_warp_specialized(sizes.device)
         return plan_kernel(name, width, pingpong, wide)
 
     def write_weights(
@@ -231,7 +231,7 @@ class PreparedGemm:
         self.copied = leaves if all(fits) and descriptors.are_supported(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
         large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
-        large = large and hopper.runs_warp_specialized(here.device)
+        large = large and kernel_plan.runs_warp_specialized(here.device)
         width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
         self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
