@@ -34,7 +34,7 @@ from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import few_rows, kernel_plan, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_template import EXTRA, TILE
+from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import row_kernels, split_combine, topk
 

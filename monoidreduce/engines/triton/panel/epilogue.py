@@ -28,8 +28,8 @@ from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong import gemm_template
-from ..schedules.pingpong.gemm_template import DEEPEST, EXTRA, TILE, WRITES
+from ..schedules.pingpong import gemm_fold
+from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
 from . import epilogue_kernels, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
 from .fuse_stages import fuse_stages, shift_indices, split_stage
@@ -47,7 +47,7 @@ from .row_kernel import RowValues, list_arguments
 # GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
 #
 # The kernels of ``epilogue_kernels.py`` with the same arguments and the same arithmetic of pairs; ``tl`` is Gluon's
-# language here. The template is ``engines/triton/schedules/pingpong/gemm_template.py``.
+# language here. The template is ``engines/triton/schedules/pingpong/gemm_fold.py``.
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +60,7 @@ def write_pingpong_kernel(
     ``wide``: with tiles of more columns, and one more argument: the descriptor of their blocks."""
     multiplied = find_operands(find_product(epilogue))
     if epilogue_kernels.has_column_scalars(spec) or (
-        spec.width(multiplied[0].feature) > gemm_template.DEEPEST and not wide
+        spec.width(multiplied[0].feature) > gemm_fold.DEEPEST and not wide
     ):
         return None
     plain = epilogue_kernels.write_kernel(name, epilogue, spec, masked)
@@ -69,7 +69,7 @@ def write_pingpong_kernel(
     outs, lines = _WRITERS[name](v, epilogue, WRITES[wide].folded // EXTRA)
     signature = list_arguments(spec, outs, list(plain.leaves))
     generated = {"before": v.before, "epilogue": lines}
-    return gemm_template.write_weights(wide, plain, spec, multiplied, signature, generated)
+    return gemm_fold.write_weights(wide, plain, spec, multiplied, signature, generated)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
@@ -84,7 +84,7 @@ def _write_weights(v: ExpressionWriter, epilogue: Epilogue, strips: int) -> tupl
         v.inside.append(f"weight = {v.full(others)}")
         before, v.inside = v.inside, []
         lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
-        met = v.bind("met", gemm_template.holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
+        met = v.bind("met", gemm_fold.holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 

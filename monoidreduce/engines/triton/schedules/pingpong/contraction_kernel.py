@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ...codegen import kernel_text
 from .. import gluon_parts
 from ..gluon_parts import GROUP_ROWS, Partitions, allocate, allocate_barriers, fill
-from .gemm_template import ORDER_INIT
+from .gemm_fold import ORDER_INIT
 
 
 @dataclass(frozen=True)
