@@ -19,9 +19,8 @@ from .command import LAYER_OPTIONS, OUT, SIZE, Answer, CommandError, OutputFolde
 from .layers import LAYERS
 from .measure import Outcome, Runner
 from .peers import PEERS, Call, Peer
-from .target import describe_error
 from .terminal import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
-from .workload import Workload
+from .workload import Workload, describe_error
 
 DEFAULT_LAYERS = ("attention", "cross-entropy", "mlp", "kernel-sum")
 DIVISORS = (4, 2, 1)  # a ready-made layer is measured at its full size divided by these,

@@ -13,7 +13,7 @@ from .. import autotune
 from ..plan import cache as plan_cache
 from . import terminal, workload
 from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
-from .target import load, report_user_errors
+from .workload import load, report_user_errors
 
 
 @command(
