@@ -19,7 +19,7 @@ from .command import LAYER_OPTIONS, OUT, SIZE, Answer, CommandError, OutputFolde
 from .layers import LAYERS
 from .measure import Outcome, Runner
 from .peers import PEERS, Call, Peer
-from .terminal import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
+from .report import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
 from .workload import Workload, describe_error
 
 DEFAULT_LAYERS = ("attention", "cross-entropy", "mlp", "kernel-sum")

@@ -28,7 +28,7 @@ from . import workload
 from .command import COUNT, LAYER_OPTIONS, SIZE, TARGET, Answer, command, dtype_name
 from .layers import SEED
 from .measure import MemoryProfile, Outcome, Runner, relative_error, run_once, second_gradients, to_float64
-from .terminal import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
+from .report import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
 from .workload import Target, Workload, check_argument_count, load, report_user_errors
 
 RAGGED_SIZES = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))

@@ -19,7 +19,7 @@ from ..plan import cache
 from ..runtime import registry
 from .command import Answer, command
 from .peers import PEERS, find_cpp_compiler
-from .terminal import FAILED, MISSING, OK, print_statuses
+from .report import FAILED, MISSING, OK, print_statuses
 
 
 @dataclass(frozen=True)
