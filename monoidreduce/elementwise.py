@@ -16,12 +16,11 @@ from monoidreduce.errors import ShapeError
 
 from .runtime.call_context import is_untraced
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The pullback of a function of tensors: autograd's own graph where nothing watches, ``torch.func.vjp`` inside its
 # transforms.
 #
-# torch.func.vjp leaves a cycle of references behind, so what it made stays until the garbage is next collected: with one
-# call for every tile, that is all the pairs. The plain graph goes when its last user does.
+# torch.func.vjp leaves a cycle of references behind, so what it made stays until the garbage is next collected: with
+# one call for every tile, that is all the pairs. The plain graph goes when its last user does.
 
 Pull = Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 
@@ -29,7 +28,7 @@ Pull = Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 def _pullback_of(function: Callable[..., tuple[tuple[Tensor, ...], Any]], *leaves: Tensor) -> tuple[Pull, Any]:
     """``function`` gives (roots, anything else); its pullback from the roots to ``leaves``, and what else it gave.
 
-    >>> pull, twice = vjp(lambda x: ((x * x,), 2 * x), torch.tensor(3.0))
+    >>> pull, twice = _pullback_of(lambda x: ((x * x,), 2 * x), torch.tensor(3.0))
     >>> pull((torch.tensor(1.0),)), twice
     ((tensor(6.),), tensor(6.))
     """
@@ -48,8 +47,6 @@ def _pullback_of(function: Callable[..., tuple[tuple[Tensor, ...], Any]], *leave
 
     return back, pytree.tree_map_only(Tensor, Tensor.detach, rest)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 __all__ = ["check_shape", "differentiable", "elementwise_fold", "elementwise_grad", "vjp"]
 

@@ -209,7 +209,6 @@ def _checked_identity(cls: type, name: str, marker: Any, value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The states that a monoid can reach, as its class declares them: what examples for the laws are drawn from.
 #
 # ``Monoid.domain`` is one of
@@ -217,7 +216,8 @@ def _checked_identity(cls: type, name: str, marker: Any, value: Any) -> Any:
 # - a mapping from field names to :class:`Domain` (bounds and special values) or to a function ``(generator, shape) ->
 #   Tensor``: each field by itself;
 # - a predicate ``domain(x)``, a static method: whether the state ``x`` (all its fields) can be reached;
-# - a sampler ``domain(generator, batch, size)``, a static method: reachable states, as an element or a dict of fields in
+# - a sampler ``domain(generator, batch, size)``, a static method: reachable states, as an element or a dict of fields
+# in
 #   the shapes that ``combine`` sees (``[*batch, 1]`` for a Scalar, ``[*batch, size]`` for a Vector).
 #
 # Used by ``laws.check`` and by the probe of ``mr.reduce`` and ``mr.fold``. Imports torch and the errors only.

@@ -18,12 +18,11 @@ from monoidreduce.algebra.tree import combined, fold_axis, with_identity
 from monoidreduce.arrays import Border, is_array
 from monoidreduce.errors import ArgumentError, DeviceError, ShapeError
 
-# ---------------------------------------------------------------------------------------------------------------------
 # From a user's tensors to the inner convention and back.
 #
-# A user gives a number per element in its plain shape and ``dim`` counts its axes; inside ``combine`` a Scalar carries a
-# trailing axis of size 1. Here is also where 16-bit numbers become float32 (folds accumulate in it), booleans that are to
-# be counted become integers, and every mistake in names, ranks and sizes is answered, before any work.
+# A user gives a number per element in its plain shape and ``dim`` counts its axes; inside ``combine`` a Scalar carries
+# a trailing axis of size 1. Here is also where 16-bit numbers become float32 (folds accumulate in it), booleans that
+# are to be counted become integers, and every mistake in names, ranks and sizes is answered, before any work.
 #
 # Legend: ``*batch`` are the axes all fields share (the folded one among them); a Vector or List adds one axis behind
 # them, a Matrix two.
@@ -141,9 +140,6 @@ def _batch(monoid: type[Monoid], name: str, t: Tensor) -> torch.Size:
             fix="Its last two axes must be equally long",
         )
     return t.shape[: t.dim() - marker.axes]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> Any:

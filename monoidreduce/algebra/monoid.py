@@ -22,7 +22,6 @@ from monoidreduce.errors import ArgumentError, DeclarationError, NoGradientError
 
 from . import fields as domains
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Derivatives of functions between elements of a monoid, by autograd on concrete tensors.
 #
 # Used to derive a pullback from ``remove`` and, by the laws, as the truth that a pullback is held against. Elements are
@@ -65,8 +64,6 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
 M = TypeVar("M", bound="Monoid")
 
 
@@ -108,7 +105,7 @@ class Monoid(metaclass=MonoidType):
     elementwise: ClassVar[bool] = False  # combine acts on each component alone: a Vector may stand for a Scalar
     tensor_only: ClassVar[bool] = False  # the bodies need shapes, so symbols cannot go through them
     integers: ClassVar[tuple[str, ...]] = ()  # fields that hold whole numbers: counts and positions
-    domain: ClassVar[Any] = {}  # which states can be reached, where not all: see domains.py
+    domain: ClassVar[Any] = {}  # which states can be reached, where not all: see fields.py
     components: ClassVar[tuple[type[Monoid], ...]] = ()  # of a product: its factors
     component_fields: ClassVar[tuple[Mapping[str, str], ...]] = ()  # of each factor: its field -> the product's
     has_gradient: ClassVar[bool] = False

@@ -22,7 +22,6 @@ from monoidreduce.errors import MonoidLawError
 
 from .fields import field_domains, is_related, is_sampled, reachable
 
-# ---------------------------------------------------------------------------------------------------------------------
 # From a case that breaks a law to a small one that still does: fewer elements, fewer features, rounder numbers.
 #
 # Greedy: the first simplification under which the law still fails is taken, until none is left or the budget is spent.
@@ -156,9 +155,6 @@ def _weight(x: Any) -> float:
 
 def _with_element(case: Case, k: int, x: Monoid) -> Case:
     return replace(case, elements=(*case.elements[:k], x, *case.elements[k + 1 :]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Sides(NamedTuple):

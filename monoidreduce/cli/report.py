@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -28,7 +28,6 @@ from rich.table import Table
 from .command import CommandError
 from .measure import CATEGORIES, Environment, MemoryProfile, Moment
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What the terminal shows: tables, lines with a status, a progress bar, and how numbers are written.
 #
 # This is the only file that imports rich. rich drops colours with NO_COLOR or in a pipe, hides the progress bar in a
@@ -60,7 +59,7 @@ def show_progress(steps: int) -> Iterator[Callable[[str], None]]:
     )
     task = bar.add_task("", total=steps, completed=-1)  # a step counts as done when the next one begins
     with bar:
-        yield lambda name: bar.update(task, description=escape(name), advance=1)
+        yield lambda name: bar.update(task, description=escape_markup(name), advance=1)
 
 
 def print_table(
@@ -78,7 +77,7 @@ def print_table(
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(row if markup else map(escape, row)))
+        table.add_row(*(row if markup else map(escape_markup, row)))
     console.print(table)
 
 
@@ -92,11 +91,11 @@ def print_statuses(console: Console, lines: Sequence[tuple[str, str, str]]) -> N
             grid.add_column(width=width, no_wrap=True)
             grid.add_column(width=status_width, no_wrap=True)
             grid.add_column(overflow="fold")
-            grid.add_row(escape(name), mark, escape(words))
+            grid.add_row(escape_markup(name), mark, escape_markup(words))
             console.print(grid)
         else:
-            console.print(f"{escape(name)}  {mark}")
-            console.print(Padding(escape(words), (0, 0, 0, 2)))
+            console.print(f"{escape_markup(name)}  {mark}")
+            console.print(Padding(escape_markup(words), (0, 0, 0, 2)))
 
 
 def print_paths(console: Console, paths: Iterable[Path]) -> None:
@@ -155,8 +154,6 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     """
     return math.exp(sum(math.log(max(r, 1e-9)) for r in ratios) / len(ratios))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 480, 300
 CURVE_STYLES = 8  # classes k0 to k7 of the style sheet

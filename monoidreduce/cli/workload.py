@@ -40,7 +40,6 @@ from ..runtime.call import formed
 from .command import CommandError
 from .layers import LAYERS, LOGIT, SEED, Layer, Size
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Load what ``FILE.py:NAME`` or ``package.module:NAME`` names, and report errors of the user's code in one message.
 #
 # The file is run once, as Python runs it. A mistake in the file, the name or the user's code becomes a
@@ -227,8 +226,6 @@ def _is_layer(thing: Any) -> bool:
     is_function = isinstance(thing, type) and issubclass(thing, Function) and thing is not Function
     return is_function or isinstance(thing, Op | nn.Module)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 DEFAULT_FEATURES = 16  # the size of a feature axis, unless --features gives it
 DEFAULT_NUMBERS = {float: 0.5, int: 3, bool: True}  # the value of a number, unless --set gives it

@@ -24,7 +24,6 @@ from ..errors import ArgumentError, ConvergenceError, ShapeError, shown
 from . import matrices
 from .matrices import Product, not_positive
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The loop of conjugate gradients: several right-hand sides at once, each with its own steps.
 #
 # Nothing here is differentiated: ``conjugate_gradients.py`` puts a gradient above it.
@@ -191,8 +190,6 @@ def _fail_curvature(p: Tensor, image: Tensor, curvature: Tensor, active: Tensor)
         )
     raise not_positive(float(curvature[at] / (p[:, at].norm() * image[:, at].norm()).clamp(min=1e-300)))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 

@@ -142,7 +142,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         return own * seen.values + rest @ values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Keys and values in pages, with the pages' bookkeeping: what a small serving loop needs.
 
 

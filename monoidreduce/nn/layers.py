@@ -269,7 +269,6 @@ class SinkhornLoss(_Options):
         return ops.sinkhorn(x, y, a, b, **self._options()).value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Graph attention as a module: PyG's weights, a fold over edges.
 
 

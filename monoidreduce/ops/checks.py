@@ -27,7 +27,6 @@ from ..stored_vectors import Scaled
 from ..stream import Stream
 from .streaming import LayerStreams
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Layers on DTensors: the axes of their arguments, so that a whole layer runs on the local shards.
 #
 # A layer flattens rows, looks at labels and averages; on local tensors, under the layout that the placements mean, it
@@ -97,8 +96,6 @@ def _find_axes(name: str, value: Any, values: Mapping[str, Any], layer: str) -> 
         axes = ()
     return axes if len(axes) == value.dim() else (None,) * value.dim()  # of a wrong shape: the layer says so
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 Reduction = Literal["mean", "sum", "none"]
 Given = ParamSpec("Given")

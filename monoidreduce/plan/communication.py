@@ -171,7 +171,6 @@ def count_sent_in_grid(
     return grid_bytes(*_count_side_bytes(fold, of, widths, item, totals, batch), ranks, slices)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What a fold costs on many machines: row blocks × stretches of columns, states on disk between them.
 #
 # Extends ``cost.py`` past one machine. A unit folds ``chunks`` chunks of columns over one block of rows on one worker;

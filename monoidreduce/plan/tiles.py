@@ -54,7 +54,6 @@ def choose(
     return Tiles(b, r, c)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Default tiles of generated kernels, by what a kernel holds and by GPU family: what an untuned call runs with.
 #
 # ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile was the fastest, or within a few per cent of

@@ -71,7 +71,6 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
     return memo[e]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Which indices are equal along every diagonal of the pairs: functions of ``row_index - col_index``.
 
 

@@ -154,16 +154,16 @@ def differentiate_program(
     return tuple(made.get(e) for e in inputs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Row gradients without a second pass over the columns: the forward folds what they need.
 #
 # Of a logsumexp over columns the gradient of a row's vector is g Σ_j p_j v_j, with p the softmax and v_j = ∂s_j/∂x: the
 # cotangent, one number, times a mean that the forward can save beside the logsumexp, from the same exponentials. This
 # takes two matrix products instead of three, and leaves only the column gradients to the backward.
 #
-# A loss also subtracts the logit of one column t. Softmax and one-hot nearly cancel there, so the mean leaves t out; with
-# r = Σ_{j≠t} p_j, which keeps the digits of 1 - p_t, the gradient is g Σ_{j≠t} p_j v_j + (g + h - g r) v_t, where h is
-# the cotangent of the logit at t. Where v = c u with numbers c that leave the sums, each of the three meets its own.
+# A loss also subtracts the logit of one column t. Softmax and one-hot nearly cancel there, so the mean leaves t out;
+# with r = Σ_{j≠t} p_j, which keeps the digits of 1 - p_t, the gradient is g Σ_{j≠t} p_j v_j + (g + h - g r) v_t, where
+# h is the cotangent of the logit at t. Where v = c u with numbers c that leave the sums, each of the three meets its
+# own.
 #
 # Of a sum of numbers over columns the gradient of a row's vector is g Σ_j ∂f_j/∂x, whatever the function f: the forward
 # saves that sum.

@@ -357,7 +357,6 @@ def _attribute_text(value: Any) -> str:
     return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The conditions of a fold that are decided tile by tile, from the ranges of its indices and numbers there.
 
 

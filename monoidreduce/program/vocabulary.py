@@ -19,7 +19,6 @@ from .advice import check_call
 from .expression import Expr, const, index, size
 from .symbol import Everywhere, Symbol, current_trace, expr_of
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Random numbers per pair: functions of (seed, batch, i, j), the same for every tile, engine and recomputation.
 
 
@@ -90,8 +89,6 @@ def _draw_coin(seed: Any) -> Any:
     row = constructors.apply("word", key, index("batch"), index("row"))
     return Symbol(constructors.apply("coin", row, constructors.apply("mark", key, col), col))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 row_index: torch.Tensor = Everywhere(index("row"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's row, from 0; over many ranks, of the whole.

@@ -13,7 +13,7 @@ The least that a kind must say is
 - ``open``: results back into a state, where results are not the state itself: splits, ranks and streams exchange
   states.
 
-From these come the dense form, the accumulators of tiles in torch (``derived.py``), the lines of a Triton kernel, the
+From these come the dense form, the accumulators of tiles in torch, the lines of a Triton kernel, the
 combination of partial results, the exchange between ranks and the cost. A kind overrides what it can do better.
 """
 
@@ -35,11 +35,95 @@ from ..program.expression import Expr, Feature, node
 from ..program.symbol import Symbol, expr_of
 from .kernel_lines import CombineLaunch, Form, Lines
 
-# ---------------------------------------------------------------------------------------------------------------------
+# Accumulators: how tiles in torch fold a kind of reduction, tile by tile, in either direction.
+#
+# An accumulator holds its state for a whole axis (numbers and vectors per row, or per column), takes one tile at a time
+# for a slice of it, and turns the state into results at the end. The state is the one that computes best (a running
+# maximum, a sum and unnormalised values), not the one users see.
+
+Offset = int | Tensor
+
+
+class Accumulator:
+    """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
+
+    into: Tensor | None = None  # where a number per pair goes, which is not folded
+
+    def __init__(
+        self,
+        kind: Any,
+        reduction: Expr,
+        batch: int,
+        length: int,
+        widths: list[int],
+        compute: torch.dtype,
+        device: torch.device,
+        homes: Sequence[Tensor] = (),
+        engine: Any = None,
+    ):
+        """``kind``: the row of the table. ``widths``: features of each field, -1 for a number. ``homes``: where the
+        results will lie, in the order of ``finish``; totals that are results are kept there. ``engine``: what adds
+        contractions of tiles to totals (``contract``) and takes exponentials in place (``exp_into``)."""
+        self.kind, self.engine = kind, engine
+        _, self.over, self.params = reduction.attrs
+        self.fields = reduction.args
+        self.batch, self.length, self.widths = batch, length, widths
+        self.compute, self.device, self.homes = compute, device, homes
+        self.dim = -1 if self.over == "cols" else -2
+        self.start()
+
+    def start(self) -> None:
+        """Make the state of no pairs."""
+        raise NotImplementedError
+
+    def step(self, reducer: Any, owned: tuple[bool, ...], tile: Any, at: slice, offset: Offset) -> None:
+        """Fold one tile into the slice ``at``.
+
+        ``reducer`` has what the kind's ``tile_reads`` asked for (``roots`` and ``values``), ``owned`` says which roots
+        may be overwritten, ``tile.full(root)`` is a number per pair. ``offset`` is the tile's place on the folded axis,
+        or that of each of its indices, ascending."""
+        raise NotImplementedError
+
+    def edge(self, at: slice) -> Tensor:
+        """The number [b, l] that one more pair must reach to make a difference; for kinds that select pairs."""
+        raise NotImplementedError
+
+    def finish(self) -> list[Tensor]:
+        """The results."""
+        raise NotImplementedError
+
+    def numbers(self, value: float, dtype: torch.dtype | None = None) -> Tensor:
+        """A number per kept index."""
+        return torch.full((self.batch, self.length), value, dtype=dtype or self.compute, device=self.device)
+
+    def totals(self, width: int, result: int = -1) -> Tensor:
+        """Zeros, of numbers where ``width`` is below 0; ``result``: which result they become, if they do."""
+        if 0 <= result < len(self.homes):
+            return self.homes[result].zero_()
+        shape = (self.batch, self.length) if width < 0 else (self.batch, self.length, width)
+        return torch.zeros(shape, dtype=self.compute, device=self.device)
+
+    def across(self, x: Tensor) -> Tensor:
+        """Numbers per kept index [b, l], shaped to broadcast with a tile."""
+        return x.unsqueeze(self.dim)
+
+
+def shift_places(place: Tensor, offset: Offset) -> Tensor:
+    """Places in a tile as places on the folded axis."""
+    return offset[place] if isinstance(offset, Tensor) else place + offset
+
+
+Outputs = list[tuple[Feature, str]]  # of every result: its feature, and "float", "int" or "bool"
+State = list[Tensor]  # of several parts of the folded axis: every tensor is [parts, *batch, length(, features)]
+Exchange = Generator[tuple[str, list[Tensor]], list[Tensor], State]  # yields (operation, tensors), is sent the outcome
+Reads = tuple[tuple[Expr, ...], tuple[tuple[Contraction, ...], ...]]  # numbers per pair, and contractions by value
+Local = Callable[[list[Tensor], tuple, int], list[Tensor]]  # the dense form on (fields, params, length)
+
+
 # What follows from a kind's monoid alone: the fold of an axis, the accumulator of tiles and the lines of a kernel.
 #
-# The state of a pair is ``kind.lift(fields)``, two states are ``kind.combine``d, and ``kind.finish`` makes results of the
-# last. A tile is folded as a tree, then combined with the state of the tiles before.
+# The state of a pair is ``kind.lift(fields)``, two states are ``kind.combine``d, and ``kind.finish`` makes results of
+# the last. A tile is folded as a tree, then combined with the state of the tiles before.
 
 
 def fold_states(kind: Any, params: tuple, state: Sequence[Tensor], dim: int) -> list[Tensor]:
@@ -160,96 +244,6 @@ class DerivedLines(Lines):
 
 def _number(name: str) -> Expr:
     return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="float")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Accumulators: how tiles in torch fold a kind of reduction, tile by tile, in either direction.
-#
-# An accumulator holds its state for a whole axis (numbers and vectors per row, or per column), takes one tile at a time
-# for a slice of it, and turns the state into results at the end. The state is the one that computes best (a running
-# maximum, a sum and unnormalised values), not the one users see.
-
-Offset = int | Tensor
-
-
-class Accumulator:
-    """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
-
-    into: Tensor | None = None  # where a number per pair goes, which is not folded
-
-    def __init__(
-        self,
-        kind: Any,
-        reduction: Expr,
-        batch: int,
-        length: int,
-        widths: list[int],
-        compute: torch.dtype,
-        device: torch.device,
-        homes: Sequence[Tensor] = (),
-        engine: Any = None,
-    ):
-        """``kind``: the row of the table. ``widths``: features of each field, -1 for a number. ``homes``: where the
-        results will lie, in the order of ``finish``; totals that are results are kept there. ``engine``: what adds
-        contractions of tiles to totals (``contract``) and takes exponentials in place (``exp_into``)."""
-        self.kind, self.engine = kind, engine
-        _, self.over, self.params = reduction.attrs
-        self.fields = reduction.args
-        self.batch, self.length, self.widths = batch, length, widths
-        self.compute, self.device, self.homes = compute, device, homes
-        self.dim = -1 if self.over == "cols" else -2
-        self.start()
-
-    def start(self) -> None:
-        """Make the state of no pairs."""
-        raise NotImplementedError
-
-    def step(self, reducer: Any, owned: tuple[bool, ...], tile: Any, at: slice, offset: Offset) -> None:
-        """Fold one tile into the slice ``at``.
-
-        ``reducer`` has what the kind's ``tile_reads`` asked for (``roots`` and ``values``), ``owned`` says which roots
-        may be overwritten, ``tile.full(root)`` is a number per pair. ``offset`` is the tile's place on the folded axis,
-        or that of each of its indices, ascending."""
-        raise NotImplementedError
-
-    def edge(self, at: slice) -> Tensor:
-        """The number [b, l] that one more pair must reach to make a difference; for kinds that select pairs."""
-        raise NotImplementedError
-
-    def finish(self) -> list[Tensor]:
-        """The results."""
-        raise NotImplementedError
-
-    def numbers(self, value: float, dtype: torch.dtype | None = None) -> Tensor:
-        """A number per kept index."""
-        return torch.full((self.batch, self.length), value, dtype=dtype or self.compute, device=self.device)
-
-    def totals(self, width: int, result: int = -1) -> Tensor:
-        """Zeros, of numbers where ``width`` is below 0; ``result``: which result they become, if they do."""
-        if 0 <= result < len(self.homes):
-            return self.homes[result].zero_()
-        shape = (self.batch, self.length) if width < 0 else (self.batch, self.length, width)
-        return torch.zeros(shape, dtype=self.compute, device=self.device)
-
-    def across(self, x: Tensor) -> Tensor:
-        """Numbers per kept index [b, l], shaped to broadcast with a tile."""
-        return x.unsqueeze(self.dim)
-
-
-def shift_places(place: Tensor, offset: Offset) -> Tensor:
-    """Places in a tile as places on the folded axis."""
-    return offset[place] if isinstance(offset, Tensor) else place + offset
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-Outputs = list[tuple[Feature, str]]  # of every result: its feature, and "float", "int" or "bool"
-State = list[Tensor]  # of several parts of the folded axis: every tensor is [parts, *batch, length(, features)]
-Exchange = Generator[tuple[str, list[Tensor]], list[Tensor], State]  # yields (operation, tensors), is sent the outcome
-Reads = tuple[tuple[Expr, ...], tuple[tuple[Contraction, ...], ...]]  # numbers per pair, and contractions by value
-Local = Callable[[list[Tensor], tuple, int], list[Tensor]]  # the dense form on (fields, params, length)
 
 
 class Reduction:

@@ -19,13 +19,12 @@ from .base import Outputs, Reads, Reduction
 from .derived_gradient import gradient_road, local_pullback
 from .kernel_lines import Lines
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The lines of a Triton kernel that folds a monoid with vector fields.
 #
-# The state of a kept index is a number ``[KEPT]`` or a vector ``[KEPT, features]`` for each field. A tile's elements are
-# made whole, ``[KEPT, FOLDED]`` and ``[KEPT, FOLDED, features]``, and folded as a tree: the two halves of the folded axis
-# are combined until one element is left. So every pair is combined once, its numbers are not repeated for its features,
-# and ``combine`` may take inner products.
+# The state of a kept index is a number ``[KEPT]`` or a vector ``[KEPT, features]`` for each field. A tile's elements
+# are made whole, ``[KEPT, FOLDED]`` and ``[KEPT, FOLDED, features]``, and folded as a tree: the two halves of the
+# folded axis are combined until one element is left. So every pair is combined once, its numbers are not repeated for
+# its features, and ``combine`` may take inner products.
 
 _LEVELS = 8  # of the tree: tiles have at most 2**8 folded indices
 
@@ -115,9 +114,6 @@ class VectorLines(Lines):
 
 def _argument(name: str, feature: Any) -> Expr:
     return node("leaf", (), (name,), rows=False, cols=False, feature=feature, dtype="float")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def check_gradient(monoid: type) -> None:

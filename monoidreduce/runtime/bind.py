@@ -209,7 +209,6 @@ def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
             kind_of(e).check_length(e.attrs[2], sizes.of(e.attrs[1]), axis)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The form in which users hold results: shapes, types and strides.
 #
 # Whoever allocates a result and whoever only says what it will be (a compiler's fake tensors) ask the same functions.

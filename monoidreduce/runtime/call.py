@@ -1,6 +1,6 @@
 """A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
 
-A plan is found by a key of everything that the checks of a call look at (``call_key.py``), and of nothing else:
+A plan is found by a key of everything that the checks of a call look at (``layer_replay.py``), and of nothing else:
 values are
 no part of it, so a new temperature is the same plan.
 """
@@ -43,7 +43,7 @@ class CallForm(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # what is declared of them (``call_key.py``)
+    kinds: tuple[str, ...]  # what is declared of them (``layer_replay.py``)
     vectors: tuple[int, ...]  # which of them may have features
 
 

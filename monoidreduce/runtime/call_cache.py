@@ -1,8 +1,8 @@
 """The calls of an op that were made before: the program and the plan that serve a call like them.
 
 Two things are cached: the traced program, which is the same for all shapes (:class:`Programs`), and the plan
-(``call.py``), which is made for one key (``call_key.py``). A call that is found goes straight to its plan; a wrong one
-finds none, and is explained by the checks of binding.
+(``call.py``), which is made for one key (``layer_replay.py``). A call that is found goes straight to its plan; a wrong
+one finds none, and is explained by the checks of binding.
 """
 
 from __future__ import annotations

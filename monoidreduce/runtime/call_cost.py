@@ -227,7 +227,6 @@ def estimate_total(
     return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The cost of a call over listed pairs: that of the same body over as many columns as lists have on average.
 #
 # The cost model knows dense problems. Pieces of lists are such, so only the number of pairs differs: every row is taken
@@ -319,7 +318,6 @@ def _resize(value: Any, p: Parameter, sizes: Sizes, cols: int) -> Any:
     return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Dense or tiled: whether a call under the engine ``auto`` builds its matrix of pairs or runs by passes over tiles.
 #
 # Decided once for a call's shapes, types and budget. A matrix of pairs is built only up to a fixed size

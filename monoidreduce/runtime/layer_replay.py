@@ -31,7 +31,6 @@ from ..engines.ranks import agreement
 from ..plan import settings
 from . import call_context
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The key of a call: all that its checks and its kernels look at, and nothing else.
 #
 # Types, shapes, devices, choices and, where kernels run, strides and alignment; values are no part of it, so a new
@@ -125,8 +124,6 @@ def _key_parts(kind: type, said: str, tensors: Sequence[str]) -> Sequence[str] |
         return ("{0}.hex()",) if kind is float else ("{0}",) if kind in _CHOICES else None  # 0.0 is not -0.0
     return () if kind in (bool, int, type(None)) or (kind is float and said != WHOLE) else None
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _DOMAINS = frozenset({Blocks, Edges, Jagged, Pages})

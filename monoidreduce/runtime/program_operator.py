@@ -3,10 +3,10 @@
 ``torch.ops.monoidreduce.program`` runs what an uncompiled call runs, the same executables with the same recorded
 launches, and returns the outputs as users hold them; behind these, if a gradient is wanted, the pass's other results.
 ``program_gradient`` takes the inputs, the pass's results and the cotangents; its gradients have the inputs' types.
-Neither has a gradient of its own (``traced_program.py`` puts them under one), state, or outputs that alias anything.
+Neither has a gradient of its own (:class:`TracedProgram` puts them under one), state, or outputs that alias anything.
 
 A program travels as its name, a digest of its text, as folds do (``torch_operator.py``). Shapes, types and strides that
-the operators' fake forms promise are those of ``result_form.py``.
+the operators' fake forms promise are those of ``bind.py``.
 """
 
 from __future__ import annotations
@@ -293,7 +293,6 @@ for schema, run, fake in ((_FORWARD, _forward, _fake_forward), (_BACKWARD, _back
     torch.library.register_fake(f"monoidreduce::{operator}", fake, lib=library)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Programs that something traces: by which operators they enter its graph.
 #
 # A compiler (or a tracer, a dispatch mode, fake tensors) sees a program of one pass as one operator and its backward as

@@ -63,15 +63,14 @@ def iterate_outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(s) for s in shape[:-1]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # In which order the dimensions of a fold's vectors lie in memory: as those of the input that they belong to.
 #
-# Attention's queries often come as ``view(B, S, H, D).transpose(1, 2)`` and its result goes back by
-# ``transpose(1, 2).reshape(B, S, H * D)``. A result that lies in memory as the queries do makes that a view; so do
-# gradients that lie as their inputs. The rule, for every fold and every engine that can follow it for free: a gradient
-# takes the order of its leaf; any other vector per row takes that of a row vector among the leaves (of the same features,
-# if there is one), and per column that of a column vector. Features stay innermost, and a result is dense even where the
-# input is a slice. Numbers per row or column are contiguous.
+# Attention's queries often come as ``view(B, S, H, D).transpose(1, 2)`` and its result goes back by ``transpose(1,
+# 2).reshape(B, S, H * D)``. A result that lies in memory as the queries do makes that a view; so do gradients that lie
+# as their inputs. The rule, for every fold and every engine that can follow it for free: a gradient takes the order of
+# its leaf; any other vector per row takes that of a row vector among the leaves (of the same features, if there is
+# one), and per column that of a column vector. Features stay innermost, and a result is dense even where the input is a
+# slice. Numbers per row or column are contiguous.
 
 
 def find_model(fold: Fold, r: Expr, k: int, leaves: Sequence[Any]) -> Tensor | None:

@@ -65,16 +65,15 @@ def clear_caches() -> None:
         cache.clear()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A cache of values computed from tensors that have not changed since, such as tile ranges of document numbers.
 #
-# A tensor is identified by its storage (which must still be alive), its offset, shape and strides, and its version, which
-# torch increments on every in-place change. Nothing is cached during CUDA graph capture, since a replay may read other
-# numbers at the same address, nor for inference tensors, which have no version.
+# A tensor is identified by its storage (which must still be alive), its offset, shape and strides, and its version,
+# which torch increments on every in-place change. Nothing is cached during CUDA graph capture, since a replay may read
+# other numbers at the same address, nor for inference tensors, which have no version.
 #
-# A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a memory
-# pool for all that its thread allocates, in which nothing may stay allocated. So values cached from inside the operator
-# are computed in another thread (:func:`allocate_in_own_thread`).
+# A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a
+# memory pool for all that its thread allocates, in which nothing may stay allocated. So values cached from inside the
+# operator are computed in another thread (:func:`allocate_in_own_thread`).
 
 _MAX_ENTRIES = 1024
 _cache: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()

@@ -126,7 +126,6 @@ def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtyp
     return value if value.dtype is dtype else value.to(dtype)  # even a .to that does nothing takes a microsecond
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What autograd saves for a backward: independent of caches, and safe against in-place changes of results.
 #
 # ``torch.utils.checkpoint`` compares the number of tensors that a call saves with that of its recomputation, so a call

@@ -23,12 +23,11 @@ from ...program.expression import Expr
 from ...reductions import kind_of
 from . import combine
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Collectives of ``torch.distributed``; every failure raises a typed error on every surviving rank.
 #
 # A rank that sees a failure closes its connections before it raises (:func:`abort_group`), so that ranks waiting for it
-# fail at once too, instead of waiting for the group's timeout. The differentiable collectives come in pairs that are each
-# other's transposes: a tensor without a sharded axis is replicated, and so is its gradient.
+# fail at once too, instead of waiting for the group's timeout. The differentiable collectives come in pairs that are
+# each other's transposes: a tensor without a sharded axis is replicated, and so is its gradient.
 
 _ABORT_TAG = 0x6D72  # a tag that nothing is ever sent with
 Group = Any  # torch.distributed.ProcessGroup, which not every build of torch has
@@ -191,8 +190,6 @@ class GatherChunks(torch.autograd.Function):
         return OwnChunk.apply(g, ctx.dim, ctx.group), None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) on the global axis of each contiguous range of a shard
 
 
@@ -225,7 +222,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shard:
-    """How the rows and columns of a call are sharded; both over one group make a ring or a grid (``grid.py``)."""
+    """How the rows and columns of a call are sharded; both over one group make a ring or a grid."""
 
     rows: Axis
     cols: Axis

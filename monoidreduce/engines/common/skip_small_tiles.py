@@ -116,7 +116,7 @@ class SkippingContraction:
     """Contractions of one sum, tile by tile; what is small is relative to the largest weight so far.
 
     The large tiles along the folded axis are gathered for 128 kept indices at a time. On a GPU all tiles are contracted
-    here, since comparing would need a host sync; panel kernels compare on the device (``sparse_contraction.py``).
+    here, since comparing would need a host sync; panel kernels compare on the device (``triton/panel/contraction.py``).
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,6 @@ def _find_large_tiles(block: Tensor, least: float) -> Tensor:
     return torch.stack([run.amin() for run in weak.split(TILE)]) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A counter of tiles computed and skipped, for tests and for ``explain``.
 
 

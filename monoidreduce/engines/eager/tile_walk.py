@@ -26,7 +26,6 @@ from ..common.unpack import unpack
 from .tile_code import FEW_FEATURES, Reducer, TileCode, compile_variant
 from .tile_run import Buffers, TileRun, feature_differences
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Accumulators of the eager engine: those of the kinds of reduction, with the arithmetic that is done to tiles here.
 
 
@@ -88,9 +87,6 @@ class TileArithmetic:
         kept, folded = (x - centre, centre - y) if self.over == "cols" else (centre - y, x - centre)
         total += weight.sum(self.dim).unsqueeze(-1) * kept
         matmul.accumulate(total, weight if self.over == "cols" else weight.mT, folded)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

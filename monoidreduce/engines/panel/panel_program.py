@@ -213,7 +213,6 @@ def find_row_scalars(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
     return tuple(e for e in known if e in used)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 16-bit vectors whose number of features is no multiple of 16 bytes: one padded copy of each, for GEMMs at full
 # speed.
 #

@@ -2,7 +2,7 @@
 
 Each rank folds the pairs it has with the inner engine; then results over a divided axis meet. Where the combination
 factors into maxima and sums (sums, softmax, best) it is an all-reduce of whole buffers; else states are gathered and
-combined in the order of ranks. Rows and columns divided over one group make a ring, or a grid (``grid.py``). States are
+combined in the order of ranks. Rows and columns divided over one group make a ring, or a grid. States are
 float32 or wider, so that errors do not grow with the ranks.
 """
 
@@ -22,8 +22,6 @@ from ...program.lower import Fold, Lowered
 from ...reductions import State, kind_of
 from ...reductions.base import Exchange
 from ..common import combine, subproblem
-from ..common import shard as collectives
-from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
 from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
@@ -36,11 +34,13 @@ from ..common.shard import (
     ReplicatedInput,
     RingTransfer,
     Shard,
+    abort_group,
+    all_gather,
+    all_reduce,
     count_indices,
 )
 from ..common.subproblem import Engine, Subproblem
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows and columns sharded over one group: the ranks form a grid, one axis is gathered and the other travels.
 #
 # With n ranks and W ``slices``, each rank folds the columns of W ranks with the rows of n / W ranks, so that every pair
@@ -222,9 +222,6 @@ def bytes_per_index(fold: Fold, leaves: list[Any]) -> dict[str, int]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
     """Run a fold over the ranks of ``sizes.shard``; the contract of every engine, on the local leaves."""
     shard = sizes.shard
@@ -242,7 +239,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         return subproblem.finish_states(fold, states)
     except BaseException:  # whatever it was, the others must not wait for this rank
         for group in shard.groups:
-            collectives.abort_group(group)
+            abort_group(group)
         raise
 
 
@@ -285,7 +282,7 @@ def _exchange(op: str, asked: list[tuple[int, list[Tensor]]], answers: dict[int,
     tensors = [t for _, ts in asked for t in ts]
     flat = torch.cat([t.reshape(-1) for t in tensors])
     ranks = group.size()
-    whole = collectives.all_gather(flat, group) if op == "GATHER" else collectives.all_reduce(flat, op, group)
+    whole = all_gather(flat, group) if op == "GATHER" else all_reduce(flat, op, group)
     at = 0
     for k, ts in asked:
         answers[k] = []
@@ -295,7 +292,6 @@ def _exchange(op: str, asked: list[tuple[int, list[Tensor]]], answers: dict[int,
             at += t.numel()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Programs over many ranks: the passes in order, and the arithmetic between them on each rank's shard.
 #
 # Each pass is one differentiable function of the global tensors: its backward is a symbolic program

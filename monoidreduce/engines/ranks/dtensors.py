@@ -5,7 +5,7 @@ with other placements are redistributed (a slice of a replicated one, an all-gat
 whose features are sharded become sharded columns, by torch's all-to-all). A sharded batch dimension needs no
 communication, except for gradients of arguments without it.
 
-A plain tensor may stand beside DTensors where that has one meaning (``mixed_arguments.py``), and so may a DTensor on
+A plain tensor may stand beside DTensors where that has one meaning, and so may a DTensor on
 some dimensions of the others' mesh. Results are DTensors where the arguments along their axis are, else plain tensors.
 """
 
@@ -28,13 +28,12 @@ from ..common.evaluate import Sizes
 from ..common.shard import Group, OwnChunk, ReplicatedInput, find_chunk
 from . import agreement
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Plain tensors beside DTensors, and DTensors on a part of the others' mesh: what they mean, agreed by all ranks.
 #
-# Nobody said how such a tensor lies over the mesh (or over the dimensions that it lacks). Along an axis that the DTensors
-# shard, its size says it: the global size is the whole tensor, of which each rank takes its slice; a rank's own size is
-# that rank's shard. Without such an axis it is the same on all ranks, as under torch's ``implicit_replication``, which is
-# checked by sums of its numbers. What is neither is one error on every rank.
+# Nobody said how such a tensor lies over the mesh (or over the dimensions that it lacks). Along an axis that the
+# DTensors shard, its size says it: the global size is the whole tensor, of which each rank takes its slice; a rank's
+# own size is that rank's shard. Without such an axis it is the same on all ranks, as under torch's
+# ``implicit_replication``, which is checked by sums of its numbers. What is neither is one error on every rank.
 
 Key = tuple[str, int] | None  # ("rows", k), ("cols", 0), ("batch", counted from the right); None: features, broadcast
 Axes = tuple[Key, ...]
@@ -152,8 +151,6 @@ def _agree(found: Tensor) -> bool:
     near = (found - first).abs() <= room
     return bool((near | (found == first) | (found.isnan() & first.isnan())).all())
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 _Run = Callable[[Mapping[str, Any]], tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]]
 

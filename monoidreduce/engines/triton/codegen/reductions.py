@@ -15,7 +15,6 @@ from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 from .pair_vectors import MOST, BlockFunctionWriter, pair_vector
 from .stored_sums import StoredSum, is_stored
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A number per pair at one folded index per kept index (a label): computed there alone, not for whole tiles.
 
 
@@ -82,8 +81,6 @@ class LabelColumnWriter(ExpressionWriter):
         text = f"tl.load({at}, mask={self.inside_text}, other=0)"
         return self._loaded(text, e, self.spec.type_of[e])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 TOOLS = Tools(
     writer=ExpressionWriter,

@@ -67,7 +67,6 @@ def write_extreme(v: ExpressionWriter, e: Expr, kind: str, width: int) -> str:
     return best
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Squared distances of close pairs, computed again feature by feature: as norms and a product their digits cancel.
 
 if TYPE_CHECKING:

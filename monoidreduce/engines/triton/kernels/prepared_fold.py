@@ -40,7 +40,6 @@ from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import HistogramLaunch, list_histograms
 from .split_combine import Joined
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Steps run once by the engine, for what their launches are: a tape (``launch_recipes.py``) is written from it.
 
 
@@ -122,9 +121,6 @@ def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Seq
         return [], None
     results, recipe = one(leaves), one.recipe()
     return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class PreparedFold:

@@ -111,7 +111,6 @@ def _one(device: torch.device) -> Allocator:
 _SCALED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The shift of an exponent along the folded axis, made before the launch: (number + logarithm of a total) × log2(e).
 #
 # torch takes four operations for it, each a launch of its own.

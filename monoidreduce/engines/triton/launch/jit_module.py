@@ -219,7 +219,6 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Compile the kernels of a call in parallel, before its first launch.
 #
 # A kernel takes a second to compile, and a vocabulary head needs ten. Most of that second is spent in LLVM and ptxas,

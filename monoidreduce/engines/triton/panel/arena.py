@@ -3,7 +3,7 @@
 A panel lies in buffers of its own, or in bytes of a *host*: the column gradient, which is written a few columns at a
 time, or one allocation for all blocks of rows. Row gradients are added up in float32 and rounded to 16 bits at the very
 end: until then their own memory, and that of later rows, holds float32 totals of half as many rows
-(:class:`BorrowedTotals`). What is placed where is planned in ``plan/panel_layout.py`` and ``memory_plan.py``.
+(:class:`BorrowedTotals`). What is placed where is planned in ``plan/panel_layout.py`` and by :class:`MemoryPlan`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,6 @@ class BorrowedTotals:
             at = end
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What a loop over panels on a GPU needs in memory, and which panel layout fits in a budget.
 #
 # Only sizes and types are looked at: ``arena.py`` allocates what is planned here, ``kernel_step.py`` runs it.

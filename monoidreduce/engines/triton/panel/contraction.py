@@ -119,12 +119,11 @@ class Ready:
 _READY: dict[tuple, Ready | None] = {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # GEMMs of a panel's weights that skip small tiles (``engines/common/skip_small_tiles.py``).
 #
 # One kernel finds the largest weight of every tile, one lists the tiles that are not small beside the largest of all,
-# along each axis, and the GEMM iterates over a list. There is no host sync: lists and counts stay on the device, and the
-# order of a sum is that of its tiles.
+# along each axis, and the GEMM iterates over a list. There is no host sync: lists and counts stay on the device, and
+# the order of a sum is that of its tiles.
 
 _TEXT = '''"""Products of a matrix of weights without its small tiles."""
 

@@ -43,7 +43,6 @@ from .row_factor import (
 )
 from .row_kernel import RowValues, list_arguments
 
-# ---------------------------------------------------------------------------------------------------------------------
 # GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
 #
 # The kernels of ``epilogue_kernels.py`` with the same arguments and the same arithmetic of pairs; ``tl`` is Gluon's
@@ -118,8 +117,6 @@ _WRITERS: dict[str, Callable[[ExpressionWriter, Epilogue, int], tuple[list[str],
     "sum_guessed": functools.partial(_write_guessed, store=""),
 }
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 # A guess reads 64 columns. GEMMs of few features end often: with two smaller tiles on an SM, one multiplies while the
 # other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)

@@ -39,12 +39,11 @@ from .epilogue import EpilogueGemm
 from .fuse_stages import OFFSETS, fuse_stages, shift_reduction
 from .stored_weights import StoredWeights
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Walks over panels, replayed (``launch/replay.py``).
 #
 # A walk is found by its program, its sizes, the kinds of its tensors, its numbers and the settings. The first of a kind
-# runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory is
-# free: they are chosen each time, and the recording is used only where they are the same.
+# runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory
+# is free: they are chosen each time, and the recording is used only where they are the same.
 
 _FEW = 4  # recordings of one kind, with different panels
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -137,8 +136,6 @@ def _plans() -> tuple:
     """The tiles of all kernels on panels."""
     return (*epilogue.PLANS.values(), *epilogue.SHALLOW.values(), *row_kernel.PLANS.values())
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 _BOTH = frozenset({"rows", "cols"})
 

@@ -275,7 +275,6 @@ def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
     return replace(plan, block_kept=plan.block_kept // 2) if plan.block_kept > 16 else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What warp-specialised kernels need of a device and of Triton: they are written in Gluon, for Hopper's ``wgmma``.
 
 

@@ -1,7 +1,7 @@
 """GEMMs of many features with a fold as their epilogue, by two ping-pong consumers.
 
 The epilogue of a GEMM leaves the matrix units idle unless another warp group has something to multiply. Two consumer
-warp groups have neighbouring kept tiles: while one folds, the other multiplies (``gemm_template.py``).
+warp groups have neighbouring kept tiles: while one folds, the other multiplies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from .. import gluon_parts, kernel_plan
 from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
 from ..kernel_plan import KernelPlan
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 #
-# ``gemm_fold.py`` fills it with folds, ``engines/triton/panel/epilogue.py`` with weights that are written. Two
-# consumer warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of
-# its own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
+# ``gemm_fold.py`` fills it with folds, ``engines/triton/panel/epilogue.py`` with weights that are written. Two consumer
+# warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of its
+# own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
 # buffer. A consumer may look at the ring only when the other has seen all of its own blocks (the ``order`` barriers):
 # before that, it could take the last round's blocks for this one's.
 #
@@ -394,8 +393,6 @@ def _rename(lines: Sequence[str], names: Mapping[str, str]) -> list[str]:
     words = re.compile(rf"\b(?:{'|'.join(names)})\b")
     return [words.sub(lambda found: names[found[0]], line) for line in lines]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 KEPT = 2 * TILE  # kept indices of an instance; a fold with fewer would leave a consumer without work
 # Features above which wide tiles are faster, since they read less. (H200, a forward of 65536 x 65536 pairs of 768

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import candidates, device_rates, plan_records, settings, tiles
-from ...plan.op_counts import Case, round_length
-from ...plan.schedule import Choice
-from ...program.expression import Expr, index, size
-from ...program.lower import Fold, Lowered, digest_fold
-from .. import eager, panel, triton
-from ..common import matmul
-from ..common.evaluate import Sizes
-from ..eager import tile_code, tile_walk
-from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
-from ..triton.kernels import topk
+from ..plan import candidates, device_rates, plan_records, settings, tiles
+from ..plan.op_counts import Case, round_length
+from ..plan.schedule import Choice
+from ..program.expression import Expr, index, size
+from ..program.lower import Fold, Lowered, digest_fold
+from . import eager, panel, triton
+from .common import matmul
+from .common.evaluate import Sizes
+from .eager import tile_code, tile_walk
+from .panel.panel_program import as_program, split_into_loops, split_softmax_means
+from .triton.kernels import topk
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
 #
 # Gathers what a choice depends on (a :class:`~monoidreduce.plan.op_counts.Case`, and the key of a tuned plan), asks

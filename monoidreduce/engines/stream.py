@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import StreamError
-from ...program.expression import Expr, size, topological
-from ...program.lower import Fold, Lowered, Pass
-from ...program.normal_form import is_pass
-from ..common import combine, subproblem
-from ..common.combine import State
-from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ..common.gradient_program import (
+from ..errors import StreamError
+from ..program.expression import Expr, size, topological
+from ..program.lower import Fold, Lowered, Pass
+from ..program.normal_form import is_pass
+from .common import combine, subproblem
+from .common.combine import State
+from .common.evaluate import Evaluator, Sizes, from_layout, to_layout
+from .common.gradient_program import (
     GradientProgram,
     as_gradient,
     build_gradient_program,
@@ -25,16 +25,15 @@ from ..common.gradient_program import (
     load_saved,
     zero_gradient,
 )
-from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
-from ..common.shard import Axis, Shard
-from ..common.subproblem import Engine, Subproblem
+from .common.others import Blocks, add_gradients, each_reduction, split_cotangents
+from .common.shard import Axis, Shard
+from .common.subproblem import Engine, Subproblem
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Checksums of tensors, and the check that a source of chunks gives the same columns every time it is read.
 #
 # A gradient, and a program of several passes, read a source again. A source that is then shorter, longer, in another
 # order or simply different would give wrong numbers without a sign, so every later reading is compared with the first.
-# Used by ``chunked_passes.py`` and by ``stream.py``, which also stores the checksums of the rows in a saved state.
+# The stream of a user (``stream.py`` of the package) also stores the checksums of the rows in a saved state.
 
 Chunk = tuple[int, int, dict[str, Any]]  # first column, how many, and the column arguments by name
 
@@ -194,11 +193,10 @@ class Readings:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Passes over columns that arrive in chunks: each chunk is a subproblem, and its state is merged with the others.
 #
-# The backward of a pass is again a fold: its row results are summed over the chunks, and its column results are those of
-# the current chunk. So a gradient reads the source once more.
+# The backward of a pass is again a fold: its row results are summed over the chunks, and its column results are those
+# of the current chunk. So a gradient reads the source once more.
 
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]

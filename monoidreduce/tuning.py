@@ -15,25 +15,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..engines import auto, triton
-from ..engines.common import batching, combine, matmul, oom_retry
-from ..engines.common.evaluate import Sizes
-from ..engines.triton.launch import jit_module
-from ..errors import EngineError
-from ..plan import budget, candidates, cost, plan_records, settings
-from ..plan.op_counts import Case, folded_axes
-from ..plan.schedule import Choice, follow
-from ..program.expression import Expr
-from ..program.lower import Fold, Lowered, is_digest_portable
-from ..reductions import kind_of
+from .engines import auto, triton
+from .engines.common import batching, combine, matmul, oom_retry
+from .engines.common.evaluate import Sizes
+from .engines.triton.launch import jit_module
+from .errors import EngineError
+from .plan import budget, candidates, cost, plan_records, settings
+from .plan.op_counts import Case, folded_axes
+from .plan.schedule import Choice, follow
+from .program.expression import Expr
+from .program.lower import Fold, Lowered, is_digest_portable
+from .reductions import kind_of
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Trials: is a candidate plan's result right, and how long does it take?
 #
 # A result is right if it equals the safe plan's up to rounding, on the call itself and, with the same kernels, on a cut
 # of it so short that every tile matters (in a long sum a missing tile would hide in the rounding). All memory that the
-# candidate allocates is filled with NaN, or with absurd integers, first: so numbers it forgets to write, or reads before
-# it writes, are seen, and are not the right ones that an earlier run left there.
+# candidate allocates is filled with NaN, or with absurd integers, first: so numbers it forgets to write, or reads
+# before it writes, are seen, and are not the right ones that an earlier run left there.
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
 FAR = 1.5  # a candidate whose first run takes more than so many times the best so far is timed only twice more
@@ -220,12 +219,11 @@ class _GpuClock:
             self.ahead = min(_LONGEST, 2 * enqueued)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The tuner: measures the plans that the cost model leaves close, on the user's own tensors, and keeps the fastest.
 #
-# A :class:`Session` tries the candidates of one fold, one at a time: ahead of time, all in a row (``op.tune``), or in the
-# background, one per call (``mr.use(tune=True)``), which meanwhile returns the safe plan's result. The tuned plan is
-# stored (``plan/plan_records.py``) for all lengths of its bucket, and for later processes.
+# A :class:`Session` tries the candidates of one fold, one at a time: ahead of time, all in a row (``op.tune``), or in
+# the background, one per call (``mr.use(tune=True)``), which meanwhile returns the safe plan's result. The tuned plan
+# is stored (``plan/plan_records.py``) for all lengths of its bucket, and for later processes.
 
 CLOSE = 4.0  # candidates predicted to take more than so many times the best one's time are not tried
 MOST = 16  # candidates tried per folded axis
