@@ -103,6 +103,8 @@ def pooling(x: Row["d"], y: Col["d"]):
 def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     """Several kernels one after the other, each cut into parts; gathers before them."""
     collected = lambda launch, *given: (launch(*given), gc.collect())[0]  # the interpreter holds on to tensors
+    gc.collect()
+    gc.freeze()  # so that each of those collections looks at this test's objects alone
     internals.replace_launch(monkeypatch, collected)
     internals.replace_fixed_kernel_launch(monkeypatch, collected)
     torch.manual_seed(0)
