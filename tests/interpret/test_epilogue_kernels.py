@@ -267,7 +267,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatch):
     """What outweighs the rest is rounded once however many blocks there are, and the rest once a block."""

@@ -53,7 +53,7 @@ def test_a_right_kernel_passes():
 WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.float16) for change in GUESSED)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "dtype"), WRONG, ids=str)
 def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
     internals.guess_maximum_for(monkeypatch, torch.float16)  # the interpreter multiplies no bfloat16

@@ -121,7 +121,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_and_their_gradients_are_the_references(name, ran):
     layer, make = CASES[name]

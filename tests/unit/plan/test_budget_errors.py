@@ -36,7 +36,7 @@ def make_ops():
     return {op.function.__name__: op for op in (attention, two_passes, both_ways, best)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(make_ops()))
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("engine", ["eager", "panel"])

@@ -76,7 +76,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
@@ -144,7 +144,7 @@ def farthest_from_all(x: mr.Row["d"], y: mr.Col["d"]):
     return mr.min(square), mr.min(square, over="rows")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", [neighbours, farthest_from_all], ids=["lists", "least"])
 def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     """How many points a block meets at once is theirs to say: up to a tile of them. C++ holds less."""
@@ -154,7 +154,7 @@ def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
