@@ -12,8 +12,8 @@ from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import row_factor
-from monoidreduce.engines.triton.panel.fuse_stages import fuse_stages, group_stages
 from monoidreduce.engines.triton.panel.row_factor import RowCorrections
+from monoidreduce.engines.triton.panel.row_kernel import fuse_stages, group_stages
 from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological

@@ -20,8 +20,8 @@ from ...panel import Panel
 from ...panel.panel_program import list_feeds
 from .arena import Arena, BorrowedTotals, MemoryPlan, count_lendable
 from .contraction import PanelContraction
-from .fuse_stages import VectorSum
 from .row_factor import RowCorrections
+from .row_kernel import VectorSum
 
 Key = tuple[int, int]  # of a sum: its stage, and its place among the stage's reductions
 

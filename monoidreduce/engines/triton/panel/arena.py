@@ -27,7 +27,7 @@ from ..codegen.kernel_spec import WIDEST
 from ..schedules import spec_from_tensors
 from . import epilogue
 from .epilogue import EpilogueGemm
-from .fuse_stages import group_stages, split_stage
+from .row_kernel import group_stages, split_stage
 
 _ALIGNED_COLS = 16  # columns of a panel that has fewer than ``ALIGN``: descriptors need 16 bytes
 _ALIGNED_BYTES = 16  # where totals may begin

@@ -32,7 +32,6 @@ from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
 from . import epilogue_kernels, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
-from .fuse_stages import fuse_stages, shift_indices, split_stage
 from .row_factor import (
     LabelTerm,
     LateFactor,
@@ -41,7 +40,7 @@ from .row_factor import (
     split_label_column,
     split_row_factor,
 )
-from .row_kernel import RowValues, list_arguments
+from .row_kernel import RowValues, fuse_stages, list_arguments, shift_indices, split_stage
 
 # GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
 #

@@ -36,7 +36,7 @@ from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights
 from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
-from .fuse_stages import OFFSETS, fuse_stages, shift_reduction
+from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 from .stored_weights import StoredWeights
 
 # Walks over panels, replayed (``launch/replay.py``).

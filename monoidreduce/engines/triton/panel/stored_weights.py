@@ -27,8 +27,8 @@ from ..launch import jit_module
 from .accumulators import Accumulators, PanelWeights
 from .arena import pad_rows
 from .epilogue import EpilogueGemm
-from .fuse_stages import FIRST, fuse_stages
 from .row_factor import RowCorrections
+from .row_kernel import FIRST, fuse_stages
 
 Feed = Callable[[EpilogueGemm, Panel], dict[Expr, Any]]
 
