@@ -33,11 +33,10 @@ from ..kernels import elementwise, topk
 from ..launch import jit_module, launch_cache
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
-from .accumulators import Accumulators, PanelWeights
+from .accumulators import Accumulators, PanelWeights, StoredWeights
 from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
 from .row_kernel import OFFSETS, fuse_stages, shift_reduction
-from .stored_weights import StoredWeights
 
 # Walks over panels, replayed (``launch/replay.py``).
 #
