@@ -33,7 +33,7 @@ from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
 from monoidreduce.engines.triton.schedules import float32_split, kernel_plan, spec_from_tensors
-from monoidreduce.plan import device_rates, tiles
+from monoidreduce.plan import op_counts, tiles
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -54,7 +54,7 @@ def h200(again: bool = False) -> Iterator[None]:
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(are_supported=yes, make_shift_descriptor=on_cpu)),
-        (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
+        (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),

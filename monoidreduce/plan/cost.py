@@ -24,8 +24,7 @@ from ..reductions import kind_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
-from .device_rates import DeviceRates
-from .op_counts import Case, Work, count_work, folded_axes, only_gathers
+from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
 OVERLAP = 0.6  # share of a kernel's arithmetic that MMAs do not hide (attention and MLPs on an H200)

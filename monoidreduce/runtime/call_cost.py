@@ -27,7 +27,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
-from ..plan import budget, candidates, communication, cost, device_rates, plan_records, schedule
+from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.op_counts import Case, add_work, count_work
 from ..plan.schedule import Choice
@@ -62,7 +62,7 @@ def estimate_program(
     which takes longer than choosing a schedule does.
     """
     inputs = require_gradients(inputs) if backward else inputs
-    rates = device_rates.get_rates(sizes.device)
+    rates = op_counts.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
     cases = [auto.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
     schedules, own = _list_schedules(cases)
@@ -93,9 +93,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
 
-    return dry_run(
-        call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
-    )
+    return dry_run(call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward)
 
 
 def _find_largest_k(program: Lowered) -> int:
@@ -119,7 +117,7 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
 
     try:
         found = dry_run(
-            call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
+            call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward
         )
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
@@ -147,7 +145,7 @@ def _estimate_schedule(
     choices: list[Choice],
     passes: DryRun,
     cases: list[Case],
-    rates: device_rates.DeviceRates,
+    rates: op_counts.DeviceRates,
     closely: bool,
 ) -> Scheduled:
     """The cost of the call with every fold run by its choice."""
@@ -177,9 +175,7 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 # Over ranks
 
 
-def _estimate_over_ranks(
-    base: Scheduled, passes: DryRun, ranks: int, rates: device_rates.DeviceRates
-) -> list[Scheduled]:
+def _estimate_over_ranks(base: Scheduled, passes: DryRun, ranks: int, rates: op_counts.DeviceRates) -> list[Scheduled]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
     seconds = seconds of one device / ranks + bytes sent / link rate + one launch per fold and rank"""

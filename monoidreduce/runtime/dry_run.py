@@ -32,8 +32,7 @@ from ..engines import triton
 from ..engines.common import batching, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
-from ..plan.device_rates import DeviceRates
-from ..plan.op_counts import SPECIAL
+from ..plan.op_counts import SPECIAL, DeviceRates
 from ..program.expression import Expr
 from ..program.lower import Fold
 from ..program.several import letters
