@@ -26,7 +26,7 @@ from ...plan.schedule import Choice
 from ...program.expression import topological
 from ...program.lower import Pass
 from ...stream import Stream
-from .states import States
+from .schedule import States
 
 Results = Mapping[int, list[Tensor]]  # of the passes so far, by their position
 

@@ -26,10 +26,8 @@ from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
 from ...plan import settings
 from ...plan.schedule import Choice
 from . import folds
-from .grid import Node, make_grid
 from .package import ray
-from .schedule import Schedule, Task
-from .states import save_array, write_whole
+from .schedule import Node, Schedule, Task, make_grid, save_array, write_whole
 from .tables import are_files, make_table
 from .worker import Job, Worker, name_outputs
 

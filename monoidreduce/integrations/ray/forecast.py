@@ -14,7 +14,7 @@ from ...plan import communication
 from ...plan.communication import ClusterCost
 from ...plan.cost import Scheduled
 from . import folds
-from .grid import make_grid
+from .schedule import make_grid
 
 Shapes = Sequence[int] | Mapping[str, Sequence[int]]
 

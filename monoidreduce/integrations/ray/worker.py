@@ -22,9 +22,8 @@ from ...plan import settings
 from ...plan.schedule import Choice
 from .block import RowBlock
 from .folds import Portable
-from .grid import Grid, Node
 from .package import ray
-from .states import DamagedState, load_states, save_array, save_states
+from .schedule import DamagedState, Grid, Node, load_states, save_array, save_states
 from .tables import Table
 
 
