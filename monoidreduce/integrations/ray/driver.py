@@ -26,9 +26,8 @@ from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
 from ...plan import settings
 from ...plan.schedule import Choice
 from . import folds
-from .package import ray
 from .schedule import Node, Schedule, Task, make_grid, save_array, write_whole
-from .tables import are_files, make_table
+from .tables import are_files, make_table, ray
 from .worker import Job, Worker, name_outputs
 
 PATIENCE = 300.0  # seconds to wait for the first worker

@@ -22,9 +22,8 @@ from ...plan import settings
 from ...plan.schedule import Choice
 from .block import RowBlock
 from .folds import Portable
-from .package import ray
 from .schedule import DamagedState, Grid, Node, load_states, save_array, save_states
-from .tables import Table
+from .tables import Table, ray
 
 
 @dataclass(frozen=True)
