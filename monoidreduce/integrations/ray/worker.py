@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ...plan import settings
 from ...plan.schedule import Choice
-from .block import RowBlock
-from .folds import Portable
+from .folds import Portable, RowBlock
 from .schedule import DamagedState, Grid, Node, load_states, save_array, save_states
 from .tables import Table, ray
 
