@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..engines import triton
-from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
+from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import (
@@ -33,9 +33,8 @@ from ..engines.common.gradient_program import (
     load_saved,
     zero_gradient,
 )
-from ..engines.common.one_sided import Side
 from ..engines.common.others import other_gradients, split_cotangents
-from ..engines.common.torch_code import script
+from ..engines.common.torch_code import Side, script
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
@@ -591,7 +590,7 @@ class Arithmetic:
         """What computes the gradients that are wanted from the cotangents that are given."""
         found = self.gradients.get((wanted, given))
         if found is None:
-            cotangents, outputs = one_sided.differentiate_side(self.side, wanted, given)
+            cotangents, outputs = torch_code.differentiate_side(self.side, wanted, given)
             names = [e.attrs[0] for e in cotangents]
             made = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = GradientRunner(made, self.engine, True)

@@ -29,8 +29,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.one_sided import Side
-from ..engines.common.torch_code import Script, script
+from ..engines.common.torch_code import Script, Side, script
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological

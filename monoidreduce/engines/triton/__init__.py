@@ -21,7 +21,7 @@ from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
 from ..common.evaluate import Sizes
-from ..common.one_sided import Side
+from ..common.torch_code import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, panel_topk, topk

@@ -18,7 +18,7 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import batching
 from ...common.evaluate import Allocator, Form, Sizes
-from ...common.one_sided import Side
+from ...common.torch_code import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded

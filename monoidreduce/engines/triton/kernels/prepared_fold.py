@@ -25,8 +25,7 @@ from ....reductions import kind_of, outputs_of
 from ...common import batching, bounded_cache
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
-from ...common.one_sided import Side
-from ...common.torch_code import Step, batch_index
+from ...common.torch_code import Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
 from ..launch.availability import available

@@ -25,7 +25,7 @@ from ....reductions import outputs_of
 from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ...common.one_sided import FoundSide, find_sides
+from ...common.torch_code import FoundSide, find_sides
 from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
