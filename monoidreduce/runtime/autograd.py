@@ -24,7 +24,6 @@ from torch.autograd import forward_ad
 from ..engines import triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
@@ -34,7 +33,7 @@ from ..engines.common.gradient_program import (
     zero_gradient,
 )
 from ..engines.common.others import other_gradients, split_cotangents
-from ..engines.common.torch_code import Side, script
+from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients

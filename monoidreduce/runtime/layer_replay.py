@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..arrays import call_with_tensors, has_arrays
 from ..domains import Blocks, Edges, Jagged, Pages
 from ..engines.common.bounded_cache import BoundedCache
-from ..engines.common.generated_code import FunctionWriter, define, tuple_text
+from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.ranks import agreement
 from ..plan import settings
 from . import call_context

@@ -27,9 +27,8 @@ from ..engines import auto, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.torch_code import Script, Side, script
+from ..engines.common.torch_code import Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological

@@ -25,7 +25,7 @@ import torch
 
 from ....plan import disk
 from ....plan.cache import KERNELS
-from ...common.generated_code import run_text
+from ...common.torch_code import run_text
 from . import encoded_descriptors
 
 

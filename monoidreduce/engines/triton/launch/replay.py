@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.evaluate import Allocator
-from ...common.generated_code import FunctionWriter, function_text, run_text, tuple_text
+from ...common.torch_code import FunctionWriter, function_text, run_text, tuple_text
 from . import descriptors, encoded_descriptors, jit_module, launch_cache
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time
