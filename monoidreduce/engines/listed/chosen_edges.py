@@ -20,8 +20,7 @@ from ...program.constructors import ONE
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ..common import bounded_cache
-from ..common.evaluate import Evaluator, Sizes, to_compute_dtype
-from ..common.listed_pairs import restore_domain
+from ..common.evaluate import Evaluator, Sizes, restore_domain, to_compute_dtype
 from .edge_numbers import take_element
 
 _CHUNK = 2**20  # numbers of products at a time

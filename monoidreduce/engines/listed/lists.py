@@ -17,7 +17,7 @@ from torch import Tensor
 from ...domains import ColumnLists, Pages
 from ...errors import ArgumentError
 from ..common import bounded_cache
-from ..common.listed_pairs import restore_domain
+from ..common.evaluate import restore_domain
 from .pieces import Pieces, cut
 
 

@@ -26,8 +26,7 @@ from ....reductions import kind_of
 from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
 from ...common.combine import split
-from ...common.evaluate import Form, Sizes, result_form
-from ...common.listed_pairs import restore_domain
+from ...common.evaluate import Form, Sizes, restore_domain, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
