@@ -27,7 +27,6 @@ from .measure import Outcome, Runner
 from .report import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
 from .workload import Workload, describe_error
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The libraries that ``bench`` compares a layer with, one row of PEERS each.
 #
 # A peer gives a function of the layer's own arguments: q [M, D], k and v [N, D] for attention; x [M, D], w [N, D] and a
@@ -125,8 +124,6 @@ PEERS = (
     Peer("keops", "KeOps", ("attention", "kernel-sum"), _make_keops, "pykeops"),
 )  # fmt: skip
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 DEFAULT_LAYERS = ("attention", "cross-entropy", "mlp", "kernel-sum")
 DIVISORS = (4, 2, 1)  # a ready-made layer is measured at its full size divided by these,

@@ -333,7 +333,6 @@ class _Inverse(torch.autograd.Function):
         return solve_with_gradient(system, cotangent), None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Nyström's preconditioner: the largest eigenvalues of a matrix, found with one product, and their inverse.
 
 

@@ -473,7 +473,6 @@ def cross_entropy_given(
     return linear_cross_entropy(x, weight, probs, bias=bias, reduction=reduction)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Vocabulary-parallel cross-entropy of tokens, from this rank's logits or from its shard of a head's weights.
 #
 # What ``integrations/megatron.py`` offers under Megatron's names: Megatron's label smoothing, padded vocabularies, and

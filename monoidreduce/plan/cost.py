@@ -9,7 +9,7 @@ and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
     traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
 
 Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
-(``op_counts.py``) by rates (``device_rates.py``):
+by rates (both in ``op_counts.py``):
 
     seconds per pair = flops / GEMM rate + exponentials / special rate + other operations / plain rate
 

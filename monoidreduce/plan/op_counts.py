@@ -29,15 +29,14 @@ from ..program.several import DOTS, is_product, letters
 from ..reductions import kind_of, outputs_of
 from .tiles import family_name
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Device rates: what the cost model divides by.
 #
 #     seconds = max(bytes / bandwidth, flops / (GEMM rate × efficiency), operations / plain or special rate) + launch
 #
-# GPUs are in a table, by family. Hopper's GEMM rates, bandwidth and launch time were measured on an H200; its arithmetic
-# rates, caches and links are the vendor's figures. Other families were not measured: they have the vendor's peaks at the
-# shares that an H200 reached. CPUs differ too much for a table: :func:`measure_cpu` measures this one, in 20 to 30 ms,
-# once per process.
+# GPUs are in a table, by family. Hopper's GEMM rates, bandwidth and launch time were measured on an H200; its
+# arithmetic rates, caches and links are the vendor's figures. Other families were not measured: they have the vendor's
+# peaks at the shares that an H200 reached. CPUs differ too much for a table: :func:`measure_cpu` measures this one, in
+# 20 to 30 ms, once per process.
 
 
 @dataclass(frozen=True)
@@ -249,8 +248,6 @@ def device_name(device: torch.device) -> str:
         return _gpu_name(device)
     return f"{_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
 FAST = SPECIAL | {name: p.fast for name, p in PRIMITIVES.items() if p.fast}  # in kernels of 16-bit programs

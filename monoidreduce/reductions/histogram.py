@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..program import intervals as iv
 from ..program.constructors import look_up
-from ..program.contract import is_along_diagonals
+from ..program.diagonals import is_along_diagonals
 from ..program.expression import Expr
 from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
 

@@ -562,7 +562,7 @@ SideRun = Callable[[Sequence[Any]], list[Tensor]]
 
 
 class Arithmetic:
-    """The arithmetic of one side (``one_sided.py``) on leaves of one kind, as one differentiable step: a kernel, or
+    """The arithmetic of one side (:class:`Side`) on leaves of one kind, as one differentiable step: a kernel, or
     torch where there is none."""
 
     def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):

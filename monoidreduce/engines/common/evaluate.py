@@ -27,7 +27,6 @@ from ...reductions.base import folded_dim, stretch
 from .shard import Shard
 from .unpack import unpack
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The nodes of listed pairs (``program/domain.py``) evaluated densely, for the reference engine.
 #
 # A pair that is listed twice is folded twice. A mask cannot say that, so a reduction whose lists repeat a pair is given
@@ -135,8 +134,6 @@ def _to_position(place: Tensor, position: Tensor) -> Tensor:
     position = position.expand(*rows.shape[:-1], position.shape[-1])
     return torch.where(rows < 0, rows, position.gather(-1, rows.clamp(min=0))).view_as(place)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 Value = Any  # a Tensor in the layout above, or a Python number
 _KINDS = {"bool": torch.bool, "int": torch.int64}

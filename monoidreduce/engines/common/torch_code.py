@@ -28,7 +28,6 @@ from ...program.reverse_mode import pull
 from ...reductions import KINDS
 from .evaluate import Sizes, cast, einsum, from_layout, look_up, part, to_layout
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Python functions that are written as text: the one place that compiles and runs such text.
 #
 # A call that is known to be the same sequence of operations every time is written out as one straight-line function:
@@ -83,9 +82,6 @@ class FunctionWriter:
         return name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Elementwise arithmetic of rows alone or columns alone, between passes, grouped into one kernel.
 #
 # Examples are a row's ⟨g, P⟩, or a loss from its sums. ``torch_code.py`` runs such arithmetic node by node, one torch
@@ -174,8 +170,6 @@ def differentiate_side(
     return cotangents, tuple(pulled.get(e) for e in side.leaves)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
 
@@ -236,7 +230,7 @@ def script(
     """Write a program as Python; ``numbers`` are the inputs that are Python numbers. ``row_dot(x, y, dtype)``
     computes the product of two vectors of one side, summed over their features.
 
-    ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by
+    ``gathered``: the arithmetic of one side between two passes is one step, run by
     ``folder.side``."""
     writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
     for p in program.passes:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...program.constructors import ONE, substitute
-from ...program.contract import Contraction, interval, is_along_diagonals
+from ...program.contract import Contraction, interval
+from ...program.diagonals import is_along_diagonals
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...program.normal_form import split_index_match

@@ -26,7 +26,8 @@ from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, panel_topk, topk
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
+from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
+from .kernels.record_launches import record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import compile_only, skip_launches

@@ -175,7 +175,6 @@ class Portable:
 _ops: dict[Any, Op] = {}  # of this process, so that each is traced once
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The fold of one row block, pass by pass, on the streams' own states. Knows nothing of Ray.
 #
 # states   = block.fold(stage, chunks)       # of a stretch of columns

@@ -22,12 +22,11 @@ from torch import Tensor
 from ...engines.stream import checksum
 from ...errors import ArgumentError, StreamError
 
-# ---------------------------------------------------------------------------------------------------------------------
 # How a fold is cut into units of work: row blocks × stretches of columns, and the tree in which their states merge.
 #
 # The cut depends on the sizes alone, never on the number of workers or on which of them is faster. A stretch is folded
-# chunk by chunk in order, and the states of a row block's stretches merge in one fixed binary tree. So the result has the
-# same bits on one worker and on a hundred, and after any number of them were lost.
+# chunk by chunk in order, and the states of a row block's stretches merge in one fixed binary tree. So the result has
+# the same bits on one worker and on a hundred, and after any number of them were lost.
 
 ROWS = 2**17  # rows of a block: each reads all columns once, so fewer blocks read less
 LEAST_ROWS = 2**10
@@ -143,9 +142,6 @@ def make_grid(rows: int, cols: int, block: int | None = None, chunk: int | None 
 def _fit(length: int, parts: int, least: int, most: int) -> int:
     """A part's length: a multiple of ``least`` that makes about ``parts`` parts, at most ``most``."""
     return min(most, max(1, -(-length // (parts * least))) * least)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -319,12 +315,11 @@ class Schedule:
         return whole * (block.stage + 1) - left
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Files of partial states and of results: written under another name first, checked when they are read.
 #
-# A state is what a stream keeps of the columns folded so far: tensors by reduction. Its file names the job it belongs to
-# and holds a checksum of every tensor. A file that cannot be read, or is another job's, raises ``DamagedState``: whoever
-# asked folds those columns again.
+# A state is what a stream keeps of the columns folded so far: tensors by reduction. Its file names the job it belongs
+# to and holds a checksum of every tensor. A file that cannot be read, or is another job's, raises ``DamagedState``:
+# whoever asked folds those columns again.
 
 States = list[list[Tensor]]
 

@@ -25,7 +25,6 @@ from ...engines.stream import checksum
 from ...errors import ArgumentError, DTypeError, ShapeError, StreamError, shown
 from ...sources import chunks
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ``ray`` package, imported when it is first used; its absence is one error that names the extra.
 
 
@@ -41,9 +40,6 @@ class _Ray:
 
 
 ray: Any = _Ray()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,6 @@ def _attributes(e: Expr, single: bool) -> dict[str, str]:
     return {k: str(v) for k, v in found.items()} | written
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Inverse, gamma and error functions of float, and bits of whole numbers, in C++: more of ``support.py``.
 #
 # They are part of a generated file where it calls one of them. As there they are branch-free; they compute in double,

@@ -14,12 +14,11 @@ from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 from .stored_sums import StoredSum, is_stored
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Vectors per pair in registers: blocks ``[KEPT, FOLDED, features]``, and functions of numbers and vectors.
 #
-# Sums and softmaxes never hold a vector per pair: they are matrix products. A monoid of one's own may combine vectors in
-# any way, so a tile's are made whole, and the monoid's ``combine`` is a device function of blocks: numbers ``[..., n]``
-# and vectors ``[..., n, features]``, which folds a tile as a tree of halves.
+# Sums and softmaxes never hold a vector per pair: they are matrix products. A monoid of one's own may combine vectors
+# in any way, so a tile's are made whole, and the monoid's ``combine`` is a device function of blocks: numbers ``[...,
+# n]`` and vectors ``[..., n, features]``, which folds a tile as a tree of halves.
 
 MOST = 64  # features of all vectors of a pair, with their padding: a tile of 16 × 16 pairs with 128 spills registers
 
@@ -96,8 +95,6 @@ def _load_vectors(v: ExpressionWriter, e: Expr) -> str:
     text = text if v.spec.type_of[e] == v.spec.compute else f"{text}.to({v.float})"
     return v.bind((e, "whole vectors"), text, folded, f"{e.attrs[0]}_whole")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 # A number per pair at one folded index per kept index (a label): computed there alone, not for whole tiles.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....program.constructors import apply, look_up, substitute
-from ....program.contract import is_along_diagonals
+from ....program.diagonals import is_along_diagonals
 from ....program.expression import Expr, index, node, size, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at

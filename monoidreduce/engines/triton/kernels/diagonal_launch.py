@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ....plan import budget
 from ....program.constructors import apply
-from ....program.contract import contractions, is_along_diagonals
+from ....program.contract import contractions
+from ....program.diagonals import is_along_diagonals
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Sizes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....program.contract import is_along_diagonals
+from ....program.diagonals import is_along_diagonals
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common.evaluate import Allocator, Sizes

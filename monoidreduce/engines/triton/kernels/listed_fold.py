@@ -41,7 +41,8 @@ from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm, Lists, make_lists
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
-from .prepared_fold import Made, list_kernels, merge_batches_and_strides
+from .prepared_fold import list_kernels, merge_batches_and_strides
+from .record_launches import Made
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,104 +22,19 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, bounded_cache
+from ...common import batching
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
-from ...common.torch_code import Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
-from ..launch import jit_module
 from ..launch.availability import available
-from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
-from . import elementwise, fold_kernel, pick
+from . import pick
 from .diagonal_bands import Bands, rewrite_fold
 from .diagonal_launch import DiagonalLaunch
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import HistogramLaunch, list_histograms
-from .split_combine import Joined
-
-# Steps run once by the engine, for what their launches are: a tape (``launch_recipes.py``) is written from it.
-
-
-class Made(NamedTuple):
-    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others."""
-
-    recipe: Recipe
-    results: Sequence[int]
-    joined: Sequence[Joined] = ()
-    shifted: Sequence[Recipe] = ()
-
-    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
-        """These launches in a program, where the step's leaves and results are called so."""
-        whole = tuple(names[k] for k in self.results)
-        parts = tuple(f"{name}_parts" for name in whole)
-        made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
-        for name, recipe in zip(made, self.shifted, strict=True):
-            yield ProgramLaunch(recipe, feeds, (name,))
-        yield ProgramLaunch(self.recipe, (*feeds, *made), parts if self.joined else whole)
-        for one in self.joined:
-            yield ProgramLaunch(one.recipe, parts, tuple(whole[k] for k in one.written))
-
-
-# The results of a fold, and its launches; None: something else is done
-Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[Made] | None]]
-
-
-def record(
-    steps: Sequence[Step],
-    values: dict[str, Any],
-    folder: Folder,
-    sizes: Sizes,
-    numbers: NumberArithmetic | None = None,
-    total: bool = False,
-) -> RecordedLaunches | None:
-    """The launches of steps on these inputs, which are run on the way; None where there is more to them.
-
-    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
-    if numbers is not None:
-        values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
-    if not jit_module.can_relaunch(sizes.device) or any(
-        isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
-    ):
-        return None  # (other integers of the same kind may be larger than kernels take)
-    found: list[ProgramLaunch] = []
-    given = set(values)
-    constants: dict[str, Tensor] = {}
-    called: tuple[str, ...] = ()
-    for n, step in enumerate(steps):
-        if isinstance(step.what, Expr):
-            if step.what.op == "batch_index":
-                if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    return None  # what is constants must not lie in a graph's memory
-                parts = ("batch_index", sizes.batch, sizes.device)
-                same = bounded_cache.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
-                constants[str(step.results[0])] = values[str(step.results[0])] = same
-            continue
-        leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
-        names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
-        if isinstance(step.what, Fold):
-            called = names
-            results, launches = folder(step.what, leaves)
-        else:
-            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
-        if not launches:
-            return None
-        for one in launches:
-            found += one.launched(step.feeds, names)
-        values.update(zip(names, results, strict=True))
-    recorded = RecordedLaunches(found, called, numbers, constants)
-    return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
-
-
-def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
-    try:
-        one = elementwise.ElementwiseLaunch(side, leaves, sizes, total)
-    except Unsupported:
-        return [], None
-    results, recipe = one(leaves), one.recipe()
-    return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]
+from .record_launches import Made
 
 
 class PreparedFold:

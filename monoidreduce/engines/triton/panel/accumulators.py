@@ -259,14 +259,13 @@ class Accumulators:
         return [results.get(place) for place in range(len(self.plan.loop.stages[at].fold.reductions))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Weights stored in the memory of the column gradient until all of their rows are known.
 #
-# Where a gradient is taken in the forward and whole rows do not fit, rows are folded some columns at a time by GEMMs that
-# measure weights from a guessed maximum (``epilogue.py``). The weights of the first columns are stored where the column
-# gradient will be written (:func:`monoidreduce.plan.panel_layout.plan_in_place`), of the others only their sums. When
-# rows are known, stored weights are summed; the others are computed again. So there are between three and four GEMMs,
-# however little memory there is.
+# Where a gradient is taken in the forward and whole rows do not fit, rows are folded some columns at a time by GEMMs
+# that measure weights from a guessed maximum (``epilogue.py``). The weights of the first columns are stored where the
+# column gradient will be written (:func:`monoidreduce.plan.panel_layout.plan_in_place`), of the others only their sums.
+# When rows are known, stored weights are summed; the others are computed again. So there are between three and four
+# GEMMs, however little memory there is.
 
 Feed = Callable[[EpilogueGemm, Panel], dict[Expr, Any]]
 

@@ -332,7 +332,7 @@ class MemoryPlan:
 
     def epilogue_with_storage(self) -> EpilogueGemm | None:
         """The whole loop as GEMMs of some columns at a time, whose weights are stored until rows are known
-        (``stored_weights.py``)."""
+        (``accumulators.py``)."""
         gemm = self.epilogue(False)
         if gemm is None or gemm.epilogue.late is None or not self.lends_gradients():
             return None

@@ -38,7 +38,6 @@ from ..launch import descriptors
 from ..launch.launch_cache import Again, LaunchCache
 from ..schedules.kernel_plan import KernelPlan
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Stages fused into one kernel, from the first fold of scalars to the weights of the last sum of vectors.
 #
 # Between two stages of a loop stands a little arithmetic on rows (a logsumexp, its reciprocal). Done by torch it would
@@ -240,8 +239,6 @@ def shift_reduction(r: Expr, here: dict[Expr, Expr] | None = None) -> Expr:
     target = apply("sub", found.args[0], FIRST[params[0]])  # compared with the panel's own index
     return reduce_node(kind, over, params, (target, *found.args[1:]))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 # By the axis folded over: a row at a time, in tiles as long as registers allow; columns 128 at a time.
 PLANS = {"cols": KernelPlan(1, 2048, 8, 2), "rows": KernelPlan(128, 32, 4, 2)}
