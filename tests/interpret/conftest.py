@@ -60,7 +60,7 @@ def exact_products(monkeypatch):
         epilogue_kernels.write_kernel,
         epilogue.fuse_epilogue,
         gemm_fold.write_kernel,
-        epilogue.pingpong_epilogue.write_kernel,
+        epilogue.write_pingpong_kernel,
     )
     for one in written:
         one.cache_clear()
