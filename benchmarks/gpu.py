@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 
-from . import gpu_works, host
+from . import gpu_works, host, measure
 from .cpu import commit, environment
 from .gpu_right import attention64, attention128, causal64, causal128, correctness, dense_mlp, mlp
 
@@ -174,11 +174,20 @@ def _row(
     contenders = {"ours": (ours, how)} | {k: (fn, {"strict": False}) for k, fn in others.items()}
     times = in_turns(contenders, args, backward)
     with mr.use(**how):
-        memory = _guarded(extra, ours, args)
+        memory = _guarded(extra if backward else extra_forward, ours, args)
     row = {"work": name, "ours": times.pop("ours"), "MB": memory, **times}
     _show(row)
     rows.append(row)
     save("speed", rows)
+
+
+def extra_forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Peak memory, in MB, of a forward without gradients beyond inputs and result."""
+    with torch.no_grad():
+        result = fn(*args)
+        own = result.numel() * result.element_size() / 1e6
+        del result
+        return (measure.peak_on_gpu(lambda: fn(*args)) - own,)
 
 
 def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:

@@ -202,10 +202,10 @@ def scaled(
     feature 2 i + 1 the upper half, each stored with an offset of 8: the numbers are ``(byte & 15) - 8`` and
     ``(byte >> 4) - 8``, from -8 to 7.
 
-    ``master`` [..., N, f]: the vectors before they were rounded, where these are trained. It is never read: it is given
-    the gradient of the vectors that the layer computed with (straight-through estimator), in its own type. A call that
-    is differentiated by it makes these vectors whole, in the type of the layer's other arguments: as much memory as the
-    master takes in that type. Calls without gradients read what is stored.
+    ``master`` [..., N, f]: the vectors before they were rounded, where these are trained. Its values do not count: it
+    is given the gradient of the vectors that the layer computed with (straight-through estimator), in its own type. A
+    call that is differentiated by it makes these vectors whole, in the type of the layer's other arguments: as much
+    memory as the master takes in that type. Calls without gradients read what is stored.
 
     On GPUs with matrix units for 8 bits (NVIDIA's, from Ada on), products of vectors that are stored in 8 bits on both
     sides, without blocks of features, are taken as they are stored: of int8 exactly, of FP8 with sums of 14 bits or
