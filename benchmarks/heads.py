@@ -217,7 +217,7 @@ def measure(work: Work, s: Sizes, given: list[Tensor], cuda: bool, show: Callabl
                 row["forward MB"], row["MB"] = (round(extra_memory(step), 1) for step in (forward, both))
             steps[who] = forward, both
         except Exception as error:
-            row["problem"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            row["problem"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     del truth
     gc.collect()
     for k, what in enumerate(("forward ms", "ms")):
