@@ -21,6 +21,7 @@ import datetime
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import re
 import shlex
@@ -131,28 +132,32 @@ def contenders(work: Work, cuda: bool) -> Iterator[tuple[str, Head]]:
     yield "torch in chunks", bind(chunked)
     if not cuda:
         return
-    with contextlib.suppress(ImportError):
-        one = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-        apply = one.LigerFusedLinearCrossEntropyFunction.apply
-        each = lambda x, weight, target: -apply(x, weight, target, None, None, -100, 0.0, 0.0, "none")[0]
-        scaled = importlib.import_module(
-            "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-        ).LigerFusedLinearScaledCrossEntropyFunction.apply
-        if work.lora and work.asked == ("chosen",):
-            yield "Liger, merged", lambda x, w, down, up, target, ids: (each(x, w + (up @ down) * SCALING, target),)
-        elif work.asked == ("chosen",):
-            yield "Liger", lambda x, w, down, up, target, ids: (each(x, w, target),)
-        if work.asked == ("chosen",) and not work.lora:
-            yield "Liger, scaled", lambda x, w, down, up, target, ids: (-scaled(x, w, target, work.temperature),)
-        if work.asked == ("chosen", "entropy") and not work.lora:
-
-            def both(x: Tensor, w: Tensor, down: Tensor, up: Tensor, target: Tensor, ids: Tensor) -> Results:
-                nll, entropy = scaled(x, w, target, work.temperature, return_entropy=True)
-                return -nll, entropy
-
-            yield "Liger, scaled", both
+    if importlib.util.find_spec("liger_kernel") is not None:
+        yield from _liger(work)
     if work in WORKS[:3]:
         yield "torch.compile", torch.compile(bind(plain), dynamic=False)
+
+
+def _liger(work: Work) -> Iterator[tuple[str, Head]]:
+    """Liger's heads that can do the work."""
+
+    def each(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        apply = module.LigerFusedLinearCrossEntropyFunction.apply
+        return -apply(x, weight, target, None, None, -100, 0.0, 0.0, "none")[0]
+
+    def scaled(x: Tensor, w: Tensor, down: Tensor, up: Tensor, target: Tensor, ids: Tensor) -> Results:
+        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+        apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+        found = apply(x, w, target, work.temperature, return_entropy="entropy" in work.asked)
+        return (-found,) if isinstance(found, Tensor) else (-found[0], found[1])
+
+    if work.asked == ("chosen",) and work.lora:
+        yield "Liger, merged", lambda x, w, down, up, target, ids: (each(x, w + (up @ down) * SCALING, target),)
+    elif work.asked == ("chosen",):
+        yield "Liger", lambda x, w, down, up, target, ids: (each(x, w, target),)
+    if work.asked in (("chosen",), ("chosen", "entropy")) and not work.lora:
+        yield "Liger, scaled", scaled
 
 
 def draw(s: Sizes, cuda: bool) -> list[Tensor]:
