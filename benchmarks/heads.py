@@ -179,7 +179,7 @@ def cotangents(work: Work, s: Sizes, device: torch.device) -> list[Tensor]:
 def pull(head: Head, work: Work, given: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_(k in work.trained) for k, t in enumerate(given)]
     found = head(*leaves)
-    total = sum((a * w.to(a.dtype)).sum() for a, w in zip(found, weights, strict=True))
+    total = torch.stack([(a * w.to(a.dtype)).sum().double() for a, w in zip(found, weights, strict=True)]).sum()
     return (*(a.detach() for a in found), *torch.autograd.grad(total, [leaves[k] for k in work.trained]))
 
 
