@@ -34,7 +34,8 @@ class Sizes:
     """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in.
 
     With sharded rows or columns, ``rows`` and ``cols`` are the local sizes and ``of`` returns the global ones, which is
-    what ``num_rows`` and ``num_cols`` of a program mean."""
+    what ``num_rows`` and ``num_cols`` of a program mean. ``repeats``: about how many folds like this one a call runs,
+    for which what is compiled once serves all."""
 
     rows: int
     cols: int
@@ -43,6 +44,7 @@ class Sizes:
     device: torch.device
     compute: torch.dtype
     shard: Shard | None = None
+    repeats: int = 1
 
     def of(self, axis: str) -> int:
         if axis in ("rows", "cols"):

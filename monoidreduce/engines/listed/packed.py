@@ -39,6 +39,10 @@ class Stretch:
     cols: slice
     single: bool
 
+    @property
+    def pairs(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
+
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor] | None:
     """Run a fold sequence by sequence; None where it does not fold packed sequences, or their numbers are not known."""
@@ -58,8 +62,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         else:
             outputs.append(allocate_result(fold, r, k, leaves, sizes))
     _fill_rest(fold, outputs, stretches, sizes)
+    pairs = sum(s.pairs for s in stretches)
     for s in stretches:
-        _run_stretch(_without_condition(fold, same) if s.single else fold, leaves, sizes, s, engine, outputs)
+        own = _without_condition(fold, same) if s.single else fold
+        _run_stretch(own, leaves, replace(sizes, repeats=max(1, pairs // s.pairs)), s, engine, outputs)
     return outputs
 
 

@@ -133,7 +133,7 @@ NUMBER_TYPES = {"float": "float", "int": "I", "bool": "uint8_t"}
 def count_work(fold: Fold, sizes: Sizes) -> int:
     """Pairs times a rough number of operations of each."""
     per_pair = 16 + sum(sizes.of(letter) for letter in fold.letters)
-    return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair
+    return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair * sizes.repeats
 
 
 def _is_readable(e: Expr, v: Tensor, table: bool) -> bool:
