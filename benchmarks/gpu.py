@@ -28,9 +28,10 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 
-from . import gpu_works, host
+from . import gpu_works, host, language_works
 from .cpu import commit, environment
 from .gpu_right import attention64, attention128, causal64, causal128, correctness, dense_mlp, mlp
+from .measure import peak_on_gpu
 
 # Speed ----------------------------------------------------------------------------------------------------------------
 
@@ -147,10 +148,8 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
 
 
 def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict], only: str) -> None:
-    works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds(), *gpu_works.indexers()]
-    works += gpu_works.long_lists()
-    works += [*gpu_works.own_monoids(), *gpu_works.stored_operands()]
-    works += [*gpu_works.attention_statistics(), *gpu_works.packed_codes()]
+    works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds()]
+    works += [*gpu_works.stored_operands(), *language_works.works()]
     for work in works:
         if not any(word in work.name for word in only.split("|")):
             continue
@@ -174,7 +173,7 @@ def _row(
     contenders = {"ours": (ours, how)} | {k: (fn, {"strict": False}) for k, fn in others.items()}
     times = in_turns(contenders, args, backward)
     with mr.use(**how):
-        memory = _guarded(extra, ours, args)
+        memory = _guarded(extra if backward else extra_forward, ours, args)
     row = {"work": name, "ours": times.pop("ours"), "MB": memory, **times}
     _show(row)
     rows.append(row)
@@ -196,6 +195,13 @@ def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[fl
     torch.cuda.synchronize()
     own = sum(t.numel() * t.element_size() for t in kept)
     return ((torch.cuda.max_memory_allocated() - before - own) / 1e6,)
+
+
+def extra_forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Peak memory, in MB, of a forward beyond inputs and result."""
+    held: list[torch.Tensor] = []
+    peak = peak_on_gpu(lambda: held.append(fn(*args)))
+    return (peak - held[0].numel() * held[0].element_size() / 1e6,)
 
 
 def time_hosts(save: Callable[[str, Any], None]) -> None:
