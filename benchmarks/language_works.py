@@ -306,7 +306,7 @@ def winners() -> Iterator[Work]:
         ours = lambda q, k, v, best=best: best_mean(q, k, v, best)
         peers = {"chunked torch": lambda q, k, v, best=best: _chunked_best_mean(q, k, v, best)}
         yield Work(f"mean of the best {best} of 4096×65536 D64", ours, peers, made(*sizes))
-    label = torch.randn(65536, device="cuda")
+    label = torch.randn(65536, device="cuda", dtype=torch.bfloat16)
     gathered = lambda x, y: torch.cat([label[(part @ y.mT).topk(32).indices] for part in x.split(LIST_ROWS)])
     ours = lambda x, y: best_labels(x, y, label, 32)
     name = "labels of the best 32 of 4096×65536 D64"
@@ -332,7 +332,7 @@ def truncated_sampling() -> Iterator[Work]:
         ours = lambda x, w, p=top_p, m=min_p: ops.linear_sample(x, w, 7, top_p=p, min_p=m).index
         dense = torch.compile(lambda x, w, p=top_p, m=min_p: _dense_sample(x, w, p, m), dynamic=False)
         named = ", ".join(f"{n} {v}" for n, v in (("top-p", top_p), ("min-p", min_p)) if v)
-        yield Work(f"sample, {named} 256×128256 D2048", ours, {"torch.compile": dense}, vectors, forward_only=True)
+        yield Work(f"sample, {named} 256×128256 D2048", ours, {"torch.compile": dense}, vectors, {"engine": "auto"}, forward_only=True)
 
 
 def works() -> Iterator[Work]:

@@ -1,8 +1,9 @@
 """Lookups in a kernel's text: an entry of a table for every pair.
 
 They are loads through the L1 cache: the entries of neighbours are neighbours, or the same. Hand-scheduled kernels look
-up bands alone, which have an entry for every diagonal in order (``kernels/diagonal_bands.py``): all places that a
-thread reads are constants away from one another, and no tile reaches beyond the band.
+up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/diagonal_bands.py``): all places that
+a thread reads are constants away from one another, and no tile reaches beyond the band. Others are read at a number of
+the row plus one of the column (``kernels/summed_places.py``), which are never outside of the table.
 """
 
 from __future__ import annotations
@@ -26,15 +27,27 @@ def is_band(table: Expr) -> bool:
     return table.op == "leaf" and str(table.feature).startswith("band")
 
 
-def reads_bands_alone(tables: frozenset[Expr]) -> bool:
+def name_sum(place: int) -> str:
+    """The feature of a table that is the leaf at a place of a fold, and is read at sums of two numbers."""
+    return f"sum{place}"
+
+
+def is_summed(table: Expr) -> bool:
+    """True for a leaf that is read at a number of the row plus one of the column, never outside of it."""
+    return table.op == "leaf" and str(table.feature).startswith("sum")
+
+
+def are_prepared(tables: frozenset[Expr]) -> bool:
     """True when hand-scheduled kernels have all of these tables."""
-    return all(is_band(e) for e in tables)
+    return all(is_band(e) or is_summed(e) for e in tables)
 
 
 def write_lookup(v: Any, table: Expr, index: Expr) -> str:
     """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the kernel's writer."""
     if hasattr(v, "pair_layout") and is_band(table):
         return _look_up_band(v, table)
+    if is_summed(table):
+        return v._loaded(f"tl.load({v.base(table)} + {v.number(index)})", table, v.spec.type_of[table])
     if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)
@@ -53,11 +66,13 @@ def _look_up_band(v: Any, table: Expr) -> str:
 
 
 def write_look_up_band(spec: Any, folded: int) -> str:
-    """The device function, for tiles of 64 kept and so many folded indices as an MMA leaves them.
+    """The device function where there are bands, for tiles of 64 kept and so many folded indices as an MMA leaves them.
 
     A thread has rows ``r`` and ``r + 8`` and columns ``2c + e + 8m``, in registers ``4m + 2h + e``: its places are a
     constant away from the first, those of its second row are those of its first and one more, and the two of an ``e``
     are one load of 8 bytes, from whichever copy of the band (the second begins one entry later) has them aligned."""
+    if not any(map(is_band, spec.fold.tables)):
+        return ""
     rises = spec.over == "rows"
     sign = 1 if rises else -1
     down = sign if spec.diagonals is not None else -sign  # places from row r to row r + 8; kept indices may be reversed

@@ -27,7 +27,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
-from ..codegen.lookups import reads_bands_alone
+from ..codegen.lookups import are_prepared
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
@@ -225,7 +225,7 @@ class FoldLaunch:
         many = self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
         many &= not spec_from_tensors.has_short_loops(self.spec)
-        by_turns = many and reads_bands_alone(self.fold.tables)
+        by_turns = many and are_prepared(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
@@ -245,7 +245,7 @@ class FoldLaunch:
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
         takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = reads_bands_alone(self.fold.tables)
+        by_turns = are_prepared(self.fold.tables)
         by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
