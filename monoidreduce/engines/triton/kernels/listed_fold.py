@@ -523,7 +523,6 @@ class ListedFold:
     """A fold over lists, prepared for leaves like some, in the form of a ``PreparedFold``: for replay."""
 
     picks: Sequence[Expr] = ()
-    sums: Any = None
     launches: Sequence[ListedLaunch] = ()  # none that is launched without lists
 
     def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):

@@ -70,7 +70,7 @@ class PreparedFold:
         self.launches = [one for launches in made for one in launches]
         for one in list_histograms(fold):
             if not self._join_histogram(one, values, layouts):
-                self.launches.append(HistogramLaunch(one, values, self.batch, sizes))
+                self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -86,8 +86,7 @@ class PreparedFold:
         return False
 
     def extend(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """The leaves of ``inner``, the fold that is launched; None where other numbers make it read what is not there.
-        """
+        """The leaves of ``inner``, the fold that is launched; None where other numbers read what is not there."""
         leaves = leaves if self.bands is None else self.bands(leaves)
         return leaves if self.sums is None else self.sums(leaves)
 
@@ -137,7 +136,13 @@ class PartlyShownFold:
 
     def _alone(self) -> FoldLaunch | None:
         """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
-        if len(self.ready.launches) != 1 or self.ready.picks or self.ready.bands or self.ready.sums or len(self.rest) < 2:
+        if (
+            len(self.ready.launches) != 1
+            or self.ready.picks
+            or self.ready.bands
+            or self.ready.sums
+            or len(self.rest) < 2
+        ):
             return None
         one = self.ready.launches[0]
         if one.combines:

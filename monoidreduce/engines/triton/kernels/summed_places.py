@@ -66,7 +66,7 @@ def find_places(one: _Sum, values: Mapping[Expr, Any], sizes: Sizes) -> tuple[Te
         return None
     given = {str(e.attrs[0]): values[e] for e in _read(one.parts)}
     rows, cols = (
-        _evaluate(e, axis, length, given, sizes)
+        evaluate_places(e, axis, length, given, sizes)
         for e, axis, length in zip(one.parts, ("row", "col"), (sizes.rows, sizes.cols), strict=True)
     )
     least = cols.min()
@@ -77,7 +77,8 @@ def find_places(one: _Sum, values: Mapping[Expr, Any], sizes: Sizes) -> tuple[Te
     return tuple(t.to(sizes.device, torch.int32).view(*shape, -1) for t in (rows, cols))  # type: ignore[return-value]
 
 
-def _evaluate(e: Expr, axis: str, length: int, leaves: Mapping[str, Any], sizes: Sizes) -> Tensor:
+def evaluate_places(e: Expr, axis: str, length: int, leaves: Mapping[str, Any], sizes: Sizes) -> Tensor:
+    """A number of the row, or of the column, for indices from 0 up to ``length``; on a CPU."""
     at = torch.arange(length).view(*(1,) * (len(sizes.batch) + 1), -1)
     found = Evaluator(replace(sizes, device=_CPU), dict(leaves), {index(axis): at})(e)
     return torch.as_tensor(found).expand(at.shape).reshape(-1)
