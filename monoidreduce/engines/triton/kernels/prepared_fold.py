@@ -50,7 +50,7 @@ class PreparedFold:
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
         if fold.domain is not None:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
-        if any(e.is_pair for e in fold.leaves):
+        if any(e.is_pair and e.dtype == "float" for e in fold.leaves):  # it may have a gradient, which tiles write
             raise Unsupported("an argument is given per pair")
         self.fold, self.given = fold, sizes  # it is held, so that its id stays its own
         self.bands, self.sums, self.plain = None, None, None
