@@ -3,6 +3,7 @@ long lists of the best, packed codes and monoids of one's own, each beside what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, no_type_check
 
@@ -60,17 +61,19 @@ def _with_table(entries: int, shape: tuple[int, ...], *batch: int) -> Callable[[
     return lambda: [*qkv(*shape), torch.randn(*heads, entries, device="cuda")]
 
 
-def _relative_flex() -> Callable:
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    """Compiled when it is first called: to import the compiler takes seconds."""
+    return torch.compile(function, dynamic=False)
+
+
+def _relative_flex(q, k, v, bias):
     """The same by FlexAttention, whose gradient of the table is by atomics. Its own tiles are too large."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
     tiles: Any = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
-
-    def run(q, k, v, bias):
-        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S - 1], kernel_options=tiles)
-
-    return run
+    score = lambda s, b, h, i, j: s + bias[h, i - j + S - 1]
+    return _compiled(flex_attention)(q, k, v, score_mod=score, kernel_options=tiles)
 
 
 def _gathered(index: torch.Tensor) -> Callable:
@@ -85,7 +88,7 @@ def tables() -> Iterator[Work]:
     plain: dict[str, Callable] = {"our plain attention": lambda q, k, v, bias: ops.attention(q, k, v)}
     causal: dict[str, Callable] = {"our causal attention": lambda q, k, v, bias: ops.attention(q, k, v, causal=True)}
     relative = lambda q, k, v, bias: relative_attention(q, k, v, bias, q.shape[-1] ** -0.5)
-    flex = {"Flex": _relative_flex()}
+    flex: dict[str, Callable] = {"Flex": _relative_flex}
     yield Work("attention, relative positions", relative, plain | flex, _with_table(2 * S - 1, full))
     yield Work("attention, relative positions D64", relative, plain, _with_table(2 * S - 1, narrow))
     own = _with_table(2 * S - 1, full, 4, H)
@@ -330,9 +333,16 @@ def truncated_sampling() -> Iterator[Work]:
     vectors = lambda: [torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) * 0.05 for n in (256, 128256)]
     for top_p, min_p in ((0.9, None), (None, 0.05), (0.5, 0.05)):
         ours = lambda x, w, p=top_p, m=min_p: ops.linear_sample(x, w, 7, top_p=p, min_p=m).index
-        dense = torch.compile(lambda x, w, p=top_p, m=min_p: _dense_sample(x, w, p, m), dynamic=False)
+        dense = lambda x, w, p=top_p, m=min_p: _compiled(_dense_sample)(x, w, p, m)
         named = ", ".join(f"{n} {v}" for n, v in (("top-p", top_p), ("min-p", min_p)) if v)
-        yield Work(f"sample, {named} 256×128256 D2048", ours, {"torch.compile": dense}, vectors, {"engine": "auto"}, forward_only=True)
+        yield Work(
+            f"sample, {named} 256×128256 D2048",
+            ours,
+            {"torch.compile": dense},
+            vectors,
+            {"engine": "auto"},
+            forward_only=True,
+        )
 
 
 def works() -> Iterator[Work]:
