@@ -27,6 +27,11 @@ def is_band(table: Expr) -> bool:
     return table.op == "leaf" and str(table.feature).startswith("band")
 
 
+def has_bands(tables: frozenset[Expr]) -> bool:
+    """True when some of these tables are bands."""
+    return any(map(is_band, tables))
+
+
 def name_sum(place: int) -> str:
     """The feature of a table that is the leaf at a place of a fold, and is read at sums of two numbers."""
     return f"sum{place}"
@@ -66,13 +71,11 @@ def _look_up_band(v: Any, table: Expr) -> str:
 
 
 def write_look_up_band(spec: Any, folded: int) -> str:
-    """The device function where there are bands, for tiles of 64 kept and so many folded indices as an MMA leaves them.
+    """The device function, for tiles of 64 kept and so many folded indices as an MMA leaves them.
 
     A thread has rows ``r`` and ``r + 8`` and columns ``2c + e + 8m``, in registers ``4m + 2h + e``: its places are a
     constant away from the first, those of its second row are those of its first and one more, and the two of an ``e``
     are one load of 8 bytes, from whichever copy of the band (the second begins one entry later) has them aligned."""
-    if not any(map(is_band, spec.fold.tables)):
-        return ""
     rises = spec.over == "rows"
     sign = 1 if rises else -1
     down = sign if spec.diagonals is not None else -sign  # places from row r to row r + 8; kept indices may be reversed

@@ -32,7 +32,7 @@ from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
-from ...codegen.lookups import write_look_up_band
+from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import (
@@ -351,7 +351,7 @@ class _Text:
             "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
-        bands = [write_look_up_band(self.spec, self.schedule.folded)] if self.spec.fold.tables else []
+        bands = [write_look_up_band(self.spec, self.schedule.folded)] if has_bands(self.spec.fold.tables) else []
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
