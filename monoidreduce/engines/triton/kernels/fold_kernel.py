@@ -93,11 +93,12 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
 
     A softmax over narrow vectors in small tiles runs four program instances per multiprocessor as long as a thread has
     at most 128 registers; by default the compiler takes a few more (causal attention of 64 features on an H200: 20 %
-    slower).
+    slower). What is given per pair needs more of them.
     """
     if kernel.staged:
         return hopper.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
+    small = small and not any(e.is_pair for e in kernel.leaves)
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
 
