@@ -311,9 +311,9 @@ def winners() -> Iterator[Work]:
         yield Work(f"mean of the best {best} of 4096×65536 D64", ours, peers, made(*sizes))
     label = torch.randn(65536, device="cuda", dtype=torch.bfloat16)
     gathered = lambda x, y: torch.cat([label[(part @ y.mT).topk(32).indices] for part in x.split(LIST_ROWS)])
-    ours = lambda x, y: best_labels(x, y, label, 32)
+    labelled = lambda x, y: best_labels(x, y, label, 32)
     name = "labels of the best 32 of 4096×65536 D64"
-    yield Work(name, ours, {"chunked torch": gathered}, made(*sizes[:2]), forward_only=True)
+    yield Work(name, labelled, {"chunked torch": gathered}, made(*sizes[:2]), forward_only=True)
 
 
 def _dense_sample(x, w, top_p, min_p):

@@ -52,7 +52,8 @@ def write_lookup(v: Any, table: Expr, index: Expr) -> str:
     if hasattr(v, "pair_layout") and is_band(table):
         return _look_up_band(v, table)
     if is_summed(table):
-        return v._loaded(f"tl.load({v.base(table)} + {v.number(index)})", table, v.spec.type_of[table])
+        row, col = map(v.number, index.args)  # both of 32 bits, as their sum is
+        return v._loaded(f"tl.load({v.base(table)} + ({row} + {col}))", table, v.spec.type_of[table])
     if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)

@@ -53,7 +53,9 @@ class PreparedFold:
         if any(e.is_pair and e.dtype == "float" for e in fold.leaves):  # it may have a gradient, which tiles write
             raise Unsupported("an argument is given per pair")
         self.fold, self.given = fold, sizes  # it is held, so that its id stays its own
-        self.bands, self.sums, self.plain = None, None, None
+        self.bands: Bands | None = None
+        self.sums: summed_places.SummedPlaces | None = None
+        self.plain: PreparedFold | None = None  # without places, for numbers that make some of them lie outside
         if prepares and fold.tables and _gains_by_bands(sizes):
             inner, bands = rewrite_fold(fold)
             if bands:
@@ -91,10 +93,11 @@ class PreparedFold:
         return leaves if self.sums is None else self.sums(leaves)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        given, leaves = leaves, self.extend(leaves)
-        if leaves is None:
-            self.plain = self.plain or PreparedFold(self.fold, [*given], self.given, prepares=False)
-            return self.plain(given)
+        extended = self.extend(leaves)
+        if extended is None:
+            self.plain = self.plain or PreparedFold(self.fold, [*leaves], self.given, prepares=False)
+            return self.plain(leaves)
+        leaves = extended
         views = _Lazy(lambda: merge_batches(self.inner, leaves, self.sizes)[0])
         found: list[Tensor] = []
         known: dict[tuple[int, ...], pick.Pairs] = {}
