@@ -3,6 +3,9 @@
 Where a layer has several results of one softmax (attention beside its entropy and the expected distance), the cotangent
 of a pair is a sum of terms ``w (g (x - mean))``, and each brings two numbers of its row. Multiplied out, all means are
 one number, which is computed once a row: fewer numbers to load for every tile, and one multiplication a term.
+
+``g x - g mean`` loses digits that ``g (x - mean)`` keeps where x is near its mean, so only gradients of 16-bit vectors
+are written so: their weights are rounded to 16 bits afterwards.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def describe_fold(
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
-        rooms.append(room)
+        rooms.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
     converted = {e for e, _, _ in casts} | split
     spec = Spec(
         fold,
