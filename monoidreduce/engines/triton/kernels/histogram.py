@@ -147,8 +147,8 @@ class HistogramLaunch(FoldLaunch):
             return replace(asked, parts=0, boxes=0)
         if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
-        # four operands are copied anew for every tile, and fill an instance's shared memory: eight warps hide more of it
-        # and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
+        # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of
+        # that and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
         return KernelPlan(64, 64, 8, 2)
 
     def _write_kernel(self, copied: tuple) -> None:
