@@ -20,8 +20,8 @@ MOST_LINES = 700
 # package: the packages it may import, besides itself and the version. Lowest first: imports point up this list only.
 # The lower floor of ``program``: expressions, symbols and what is known of them. Kinds of reduction are written in
 # these; what looks at whole programs (normal form, gradient, lowering, ...) stands above the kinds.
-SYMBOLIC = "advice constructors context contract derivatives expression intervals philox primitives reverse_mode"
-LOWER = ["diagonals", "several", "simplify", "symbol", "vectors"]
+SYMBOLIC = "advice constructors contract derivatives expression intervals philox primitives reverse_mode"
+LOWER = ["diagonals", "several", "simplify", "symbol"]
 SYMBOLIC_MODULES = {f"program.{name}" for name in [*SYMBOLIC.split(), *LOWER]}
 KINDS = {"errors", "plan.settings", "domains", "arrays", "algebra", *SYMBOLIC_MODULES, "reductions"}
 BASE = KINDS | {"program", "plan"}

@@ -76,7 +76,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
@@ -101,7 +101,7 @@ def assert_memory(op, args):
             assert found.peak == pytest.approx(real, rel=0.05), found.schedule
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(61, 1100), (1100, 40)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_of_every_schedule_is_that_of_a_run(name, shape):
@@ -109,7 +109,7 @@ def test_memory_of_every_schedule_is_that_of_a_run(name, shape):
     assert_memory(BY_NAME[name].op, asking(BY_NAME[name], *shape))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["scaled_attention", "cross_entropy", "swiglu"])
 def test_memory_of_every_type_is_that_of_a_run(name, dtype):
@@ -144,7 +144,7 @@ def farthest_from_all(x: mr.Row["d"], y: mr.Col["d"]):
     return mr.min(square), mr.min(square, over="rows")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [neighbours, farthest_from_all], ids=["lists", "least"])
 def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     """How many points a block meets at once is theirs to say: up to a tile of them. C++ holds less."""
@@ -154,7 +154,7 @@ def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
@@ -167,7 +167,7 @@ def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, 
     assert found.peak == pytest.approx(real.peak, rel=0.02)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tile", [(1, 150, 200), (1, 300, 100), (1, 75, 400)])
 def test_memory_follows_the_tile(tile):
     layer = BY_NAME["scaled_attention"]
