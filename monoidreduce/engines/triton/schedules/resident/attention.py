@@ -32,7 +32,7 @@ from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
-from ...codegen.lookups import write_look_up_band
+from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
@@ -115,6 +115,7 @@ CUT_SCHEDULES = (
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
 _LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
+_NARROW_TABLES = 32  # the same of pairs that look up tables, which compete with the MMAs' operands for registers there
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
@@ -195,7 +196,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
-    if max(widths) <= _NARROW:
+    if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
@@ -360,7 +361,7 @@ class _Text:
             "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
-        bands = [write_look_up_band(self.spec, self.schedule.folded)] if self.spec.fold.tables else []
+        bands = [write_look_up_band(self.spec, self.schedule.folded)] if has_bands(self.spec.fold.tables) else []
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
