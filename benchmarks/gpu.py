@@ -180,6 +180,15 @@ def _row(
     save("speed", rows)
 
 
+def extra_forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Peak memory, in MB, of a forward without gradients beyond inputs and result."""
+    with torch.no_grad():
+        result = fn(*args)
+        own = result.numel() * result.element_size() / 1e6
+        del result
+        return (peak_on_gpu(lambda: fn(*args)) - own,)
+
+
 def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
     """Peak memory, in MB, of forward and backward beyond inputs, result and gradients."""
     given = [a.detach().requires_grad_() for a in args]
@@ -195,13 +204,6 @@ def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[fl
     torch.cuda.synchronize()
     own = sum(t.numel() * t.element_size() for t in kept)
     return ((torch.cuda.max_memory_allocated() - before - own) / 1e6,)
-
-
-def extra_forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
-    """Peak memory, in MB, of a forward beyond inputs and result."""
-    held: list[torch.Tensor] = []
-    peak = peak_on_gpu(lambda: held.append(fn(*args)))
-    return (peak - held[0].numel() * held[0].element_size() / 1e6,)
 
 
 def time_hosts(save: Callable[[str, Any], None]) -> None:

@@ -133,7 +133,6 @@ _FP8 = 6.0 / 448  # one scale for normal numbers
 
 def stored_operands() -> Iterator[Work]:
     """Vectors stored in 8 bits, beside the same layers of ours on the vectors that are stored."""
-    layers: Any = ops  # whose signatures name tensors
     ours: Callable[..., Any]
 
     def attention_args() -> list[torch.Tensor]:
@@ -142,19 +141,19 @@ def stored_operands() -> Iterator[Work]:
 
     def fp8(*args: torch.Tensor, **options: Any) -> torch.Tensor:
         stored = (mr.scaled(t.view(torch.float8_e4m3fn), _FP8, wide=torch.bfloat16) for t in args[:3])
-        return layers.attention(*stored, **options)
+        return ops.attention(*stored, **options)
 
     for name, options in (("", {}), (" causal", {"causal": True})):
         ours = lambda *args, options=options: fp8(*args, **options)
-        peers: dict[str, Callable] = {"bfloat16": lambda *args, options=options: layers.attention(*args[3:], **options)}
+        peers: dict[str, Callable] = {"bfloat16": lambda *args, options=options: ops.attention(*args[3:], **options)}
         yield Work(f"FP8 attention S4096 D128{name}", ours, peers, attention_args, forward_only=True)
 
     def points() -> list[torch.Tensor]:
         x, y = (torch.randn(n, 128, device="cuda") for n in (4096, 1_000_000))
         return [*_int8(x), *_int8(y), x, y]
 
-    ours = lambda x, s, y, t, *plain: layers.knn(mr.scaled(x, s), mr.scaled(y, t), 10).values
-    peers = {"float32": lambda *args: layers.knn(*args[4:], 10).values}
+    ours = lambda x, s, y, t, *plain: ops.knn(mr.scaled(x, s), mr.scaled(y, t), 10).values
+    peers = {"float32": lambda *args: ops.knn(*args[4:], 10).values}
     yield Work("INT8 10 nearest 4096×1000000 D128", ours, peers, points, forward_only=True)
 
     def cache() -> list[torch.Tensor]:
@@ -163,8 +162,8 @@ def stored_operands() -> Iterator[Work]:
         return [q, *_int8(k), *_int8(v), k, v]
 
     lengths = lambda q: torch.full((len(q),), 8192, device=q.device)
-    ours = lambda q, k, s, v, t, *plain: layers.attention_decode(q, mr.scaled(k, s), mr.scaled(v, t), lengths(q))
-    peers = {"bfloat16": lambda q, *args: layers.attention_decode(q, *args[4:], lengths(q))}
+    ours = lambda q, k, s, v, t, *plain: ops.attention_decode(q, mr.scaled(k, s), mr.scaled(v, t), lengths(q))
+    peers = {"bfloat16": lambda q, *args: ops.attention_decode(q, *args[4:], lengths(q))}
     yield Work("INT8 cache, decoding 16×32 of 8192 D128", ours, peers, cache, forward_only=True)
 
     def paged() -> list[torch.Tensor]:
@@ -173,16 +172,16 @@ def stored_operands() -> Iterator[Work]:
         return [q, *_int8(k), *_int8(v), k, v, torch.randperm(16 * 128, device="cuda").view(16, 128)]
 
     pages = lambda q, table: mr.pages(table, lengths(q), page=64)
-    ours = lambda q, k, s, v, t, *rest: layers.attention_paged(q, mr.scaled(k, s), mr.scaled(v, t), pages(q, rest[-1]))
-    peers = {"bfloat16": lambda q, *args: layers.attention_paged(q, *args[4:6], pages(q, args[-1]))}
+    ours = lambda q, k, s, v, t, *rest: ops.attention_paged(q, mr.scaled(k, s), mr.scaled(v, t), pages(q, rest[-1]))
+    peers = {"bfloat16": lambda q, *args: ops.attention_paged(q, *args[4:6], pages(q, args[-1]))}
     yield Work("INT8 pages, decoding 16×32 of 8192 D128", ours, peers, paged, forward_only=True)
 
     def head() -> list[torch.Tensor]:
         x, w = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) / 7 for n in (4096, 128256))
         return [x, *_int8(w), w, torch.randint(0, 128256, (4096,), device="cuda")]
 
-    ours = lambda x, w, s, plain, t: layers.linear_cross_entropy(x, mr.scaled(w, s), t)
-    peers = {"bfloat16": lambda x, w, s, plain, t: layers.linear_cross_entropy(x, plain, t)}
+    ours = lambda x, w, s, plain, t: ops.linear_cross_entropy(x, mr.scaled(w, s), t)
+    peers = {"bfloat16": lambda x, w, s, plain, t: ops.linear_cross_entropy(x, plain, t)}
     yield Work("INT8 vocabulary, loss 4096×128256 D2048", ours, peers, head, forward_only=True)
 
     def tokens() -> list[torch.Tensor]:
@@ -190,6 +189,6 @@ def stored_operands() -> Iterator[Work]:
         d = torch.randn(8192, 128, 128, device="cuda", dtype=torch.bfloat16)
         return [*_int8(q), *_int8(d), q, d]
 
-    ours = lambda q, s, d, t, *plain: layers.maxsim(mr.scaled(q, s), mr.scaled(d, t))
-    peers = {"bfloat16": lambda *args: layers.maxsim(*args[4:])}
+    ours = lambda q, s, d, t, *plain: ops.maxsim(mr.scaled(q, s), mr.scaled(d, t))
+    peers = {"bfloat16": lambda *args: ops.maxsim(*args[4:])}
     yield Work("INT8 late interaction, 8192 documents of 128 tokens D128", ours, peers, tokens, forward_only=True)

@@ -231,7 +231,8 @@ class FoldLaunch:
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
-            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors)
+            widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
+            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 

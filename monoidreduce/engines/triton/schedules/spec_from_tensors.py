@@ -83,11 +83,11 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
-        elif e in fold.packed:
-            pass  # widened where it is loaded
         elif kind is not None and sizes.compute is torch.float64 and kind.itemsize < 4:
             # Triton asks float64 products for steps as of the shortest type that they are computed from, and fails
-            kind = torch.float32 if e.dtype == "float" else torch.int32
+            kind = torch.float32 if e.dtype == "float" and kind is not torch.uint8 else torch.int32
+        elif e in fold.packed:
+            pass  # widened where it is loaded
         elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
