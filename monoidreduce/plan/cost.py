@@ -9,7 +9,7 @@ and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
     traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
 
 Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
-(``op_counts.py``) by rates (``device_rates.py``):
+by rates (both in ``op_counts.py``):
 
     seconds per pair = flops / GEMM rate + exponentials / special rate + other operations / plain rate
 
@@ -24,8 +24,7 @@ from ..reductions import kind_of, outputs_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
-from .device_rates import DeviceRates
-from .op_counts import Case, Work, count_work, folded_axes, only_gathers
+from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
 OVERLAP = 0.6  # share of a kernel's arithmetic that MMAs do not hide (attention and MLPs on an H200)

@@ -19,16 +19,7 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import (
-    close_pairs,
-    device_functions,
-    k_loop,
-    lookups,
-    packed_vectors,
-    random_functions,
-    several,
-    special_functions,
-)
+from . import device_functions, k_loop, lookups, packed_vectors, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -70,7 +61,9 @@ class ExpressionWriter:
         self.pair_features = 0  # features of all vectors that are held per pair
         self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
+        self.shifts: list[
+            tuple[Expr, Expr]
+        ] = []  # of exponents, computed before the launch (``kernels/row_kernels.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.late = False  # whether in this loop a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
@@ -164,7 +157,7 @@ class ExpressionWriter:
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
-            return close_pairs.write_distance(self, e)
+            return several.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
@@ -545,7 +538,7 @@ class ExpressionWriter:
                 return square
             name = self.bind((e, "square"), square, True)
             if self.spec.exact:
-                close_pairs.recompute(self, e, name, norms)
+                several.recompute(self, e, name, norms)
             return name
 
         def factors(f: str) -> tuple[str, str]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import default_tiles
-from ....plan.default_tiles import Family
+from ....plan import tiles
+from ....plan.tiles import Family
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -181,7 +181,7 @@ def family(device: torch.device) -> Family | None:
     if not _is_present(device):
         return None
     known = torch.cuda.get_device_properties(device)
-    found = default_tiles.family(known.major, known.minor)
+    found = tiles.family(known.major, known.minor)
     return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 
