@@ -221,6 +221,12 @@ def tensor(
             fix=f"Give a tensor, a numpy array or an array with DLPack, of shape {shape}",
         )
     if value.dim() < least or (most is not None and value.dim() > most):
+        if hasattr(value, "ds_id"):
+            raise ArgumentError(
+                detail=f"{name} is a parameter that DeepSpeed ZeRO-3 has partitioned: nothing of it is here now",
+                fix="ZeRO-3 gathers weights while their own module is called. Make the module that calls this layer a "
+                "leaf (deepspeed.utils.set_z3_leaf_modules(model, [its class])), or shard with FSDP2 or ZeRO-2",
+            )
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )
@@ -289,7 +295,7 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
     one_device({"x": x, name: value})
 
 
-def truths(name: str, value: Any, x: Tensor) -> None:
+def truths(name: str, value: Any, x: Any) -> None:
     """Raise unless ``value`` is one truth value for each row of x."""
     per_row(name, value, x)
     if value.dtype is not torch.bool:
@@ -414,7 +420,7 @@ def flatten_rows(x: Any, *columns: Any) -> Any:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def unflatten_rows(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Any, rows: Tensor) -> Tensor:
     """A result [M] or [M, N] of ``rows = flat(x)`` with the leading dimensions of x again."""
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
