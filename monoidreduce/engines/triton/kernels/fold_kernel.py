@@ -31,7 +31,7 @@ from ..codegen.lookups import are_prepared
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import few_rows, kernel_plan, spec_from_tensors, turned_values
+from ..schedules import distances, few_rows, kernel_plan, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
@@ -159,6 +159,10 @@ class FoldLaunch:
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
         self.before = (*self.before[:3], ())
+        places = {e: k for k, e in enumerate(self.fold.leaves)}
+        self.norm_rows = [
+            (places[one.vector], distances.NormRows.of(values[one.vector], len(self.batch))) for one in self.before[2]
+        ]
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
@@ -394,23 +398,33 @@ class FoldLaunch:
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
         of exponents, and which tiles are visited."""
-        if self.again is None or self.merged or self.kernel.made or self.lists:
+        if self.again is None or self.kernel.made or self.lists or any((*self.before[:2], self.before[3])):
             return None
         arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
             arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
-        count = len(self.fold.leaves)  # shifts come after the leaves
+        count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
         arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
-        """How a replay computes the shifts of exponents, for leaves like these; None where torch computes them."""
+        """How a replay computes norms and the shifts of exponents, for leaves like these; None where torch does."""
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
+        for at, rows in self.norm_rows:
+            if rows.strides is None or not rows.count:
+                return None
+            out = torch.empty(rows.shape, dtype=torch.float32, device=self.sizes.device)
+            flat = leaves[at].as_strided((rows.count, rows.width), rows.strides)
+            again = rows.launch(out, flat)
+            if again is None:
+                return None
+            given = (Leaf(at, True), rows.count, *flat.stride())
+            found.append(Recipe(again, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
             again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
             if again is None:
