@@ -370,8 +370,16 @@ class FoldLaunch:
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
-        """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
-        and descriptors. False: the plan did not fit the device and a smaller one was prepared; call again."""
+        """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the device
+        and a smaller one was prepared; call again."""
+        arguments = self._arguments(leaves, merged)
+        if self.again is None:
+            return self._first([*outputs, *arguments], merged)
+        self.again(*outputs, *arguments)
+        return True
+
+    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Any]:
+        """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in."""
         given = self._converted(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
@@ -384,10 +392,7 @@ class FoldLaunch:
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.made
         ]
-        if again is None:
-            return self._first([*outputs, *arguments], merged)
-        again(*outputs, *arguments)
-        return True
+        return arguments
 
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
@@ -416,6 +421,11 @@ class FoldLaunch:
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
             found.append(Recipe(again, ((shape, torch.float32),), arguments))
         return found
+
+    def begun(self) -> Recipe | None:
+        """How a replay makes memory in which the launch adds up one more result, its last leaf; None where it does
+        not."""
+        return None
 
     def united(self) -> list[split_combine.Joined] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
