@@ -370,8 +370,8 @@ class FoldLaunch:
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
-        """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the device
-        and a smaller one was prepared; call again."""
+        """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
+        device and a smaller one was prepared; call again."""
         arguments = self._arguments(leaves, merged)
         if self.again is None:
             return self._first([*outputs, *arguments], merged)

@@ -79,8 +79,9 @@ _kernels = Kernels(_TEXT)
 
 
 class JointLaunch(FoldLaunch):
-    """The launch of a fold over rows that makes ``other``'s sum over columns too. Raises Unsupported where there is none,
-    or where two kernels are faster."""
+    """The launch of a fold over rows (``own``) that makes the sum over columns of ``other`` too.
+
+    Raises Unsupported where there is none."""
 
     combines = True
 
@@ -202,8 +203,9 @@ class JointLaunch(FoldLaunch):
         self._round(out, buffer, leaves)
         return [*outputs, out]
 
-    def _joint(self, buffer: Any) -> list[Any]:
-        return [buffer, self.first, *self.joint_numbers, descriptors.replace_base(self.joint_box, buffer)]
+    def _joint(self, buffer: Tensor) -> list[Any]:
+        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
+        return [buffer, self.first, *self.joint_numbers, box]
 
     def recipe(self) -> Recipe | None:
         found = super().recipe()
