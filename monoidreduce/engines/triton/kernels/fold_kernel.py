@@ -126,6 +126,7 @@ class FoldLaunch:
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
+    least_masked = _LEAST_MASKED
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class FoldLaunch:
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
-            least = _LEAST_MASKED if masked else LEAST_INSTANCES
+            least = self.least_masked if masked else LEAST_INSTANCES
             least *= spec_from_tensors.processors(self.sizes.device)
             if group is not None and self.parts == 1 and self.grid >= least:
                 break
@@ -297,6 +298,16 @@ class FoldLaunch:
     def made(self) -> tuple[tuple[Expr, int], ...]:
         """The results, in the order in which a call returns them."""
         return self.fold.outputs
+
+    @property
+    def plans(self) -> dict[str, KernelPlan]:
+        """The plans among which there is a choice, by direction."""
+        return {} if self.spec.deep or self.combines else {self.over: self.plan}
+
+    @property
+    def held(self) -> list[Form]:
+        """What is alive beside the outputs while it runs."""
+        return []
 
     @property
     def blocks(self) -> tuple[int, int]:

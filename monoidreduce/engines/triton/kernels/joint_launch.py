@@ -20,7 +20,7 @@ from ....plan.default_tiles import Tile
 from ....program.constructors import ONE
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
-from ...common.evaluate import Allocator
+from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
@@ -28,10 +28,10 @@ from ..launch import descriptors
 from ..launch.launch_cache import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
-from ..schedules.kernel_plan import overriding_plans
+from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import FOLDED, KEPT
-from .fold_kernel import FoldLaunch, Layouts, Leaves
+from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
 from .split_combine import Joined
 
 _RANK = 4  # batch dimensions of a result, after merging
@@ -84,9 +84,10 @@ class JointLaunch(FoldLaunch):
     Raises Unsupported where there is none."""
 
     combines = True
+    least_masked = LEAST_INSTANCES
 
     def __init__(self, own: FoldLaunch, other: FoldLaunch, values: Leaves, layouts: Layouts):
-        self.other = other
+        self.own, self.other = own, other
         if not _may_join(own, other):
             raise Unsupported("the sums of rows and columns have kernels of their own")
         ((result, scale),) = other.fold.scaled
@@ -108,10 +109,20 @@ class JointLaunch(FoldLaunch):
             if v.numel() != math.prod(own.batch) * own.sizes.rows:
                 raise Unsupported("a scale of rows is broadcast")
         super().__init__(own.fold, "rows", values, own.batch, own.sizes, layouts)
+        if self.spec.group != own.spec.group:
+            raise Unsupported("the kernel of columns alone sums over the batch too")
 
     @property
     def made(self) -> tuple[tuple[Expr, int], ...]:
         return *self.fold.outputs, *self.other.fold.outputs
+
+    @property
+    def plans(self) -> dict[str, KernelPlan]:
+        return {"cols": self.other.plan, "rows": self.own.plan}  # of the two kernels that any other plan takes
+
+    @property
+    def held(self) -> list[Form]:
+        return [self.room.form, *self.other.outputs]
 
     def _row_numbers(self) -> list[Expr]:
         """The leaves that rounding reads."""
