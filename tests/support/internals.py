@@ -108,9 +108,8 @@ def pretend_device(
 
 def keep_directions_apart(patch: Patch) -> None:
     """Sums over rows and over columns have a kernel each, also where one would make both."""
-    patch.setattr(
-        "monoidreduce.engines.triton.kernels.prepared_fold.PreparedFold._join_directions", lambda *given: None
-    )
+    target = "monoidreduce.engines.triton.kernels.prepared_fold.PreparedFold._join_directions"
+    patch.setattr(target, lambda *given: None)
 
 
 def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
