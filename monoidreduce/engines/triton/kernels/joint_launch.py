@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....plan import budget
-from ....plan.default_tiles import Tile
+from ....plan.tiles import Tile
 from ....program.constructors import ONE
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
@@ -27,7 +27,7 @@ from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.launch_cache import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import FOLDED, KEPT
@@ -270,7 +270,7 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
     """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
     layouts = [other._layout(o) for o in other.fold.outputs]
     return (
-        hopper.runs_warp_specialized(own.sizes.device)
+        kernel_plan.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1
