@@ -37,14 +37,15 @@ class Watch(TorchDispatchMode):
 
 
 def main() -> None:
-    for model in (Model(4, 16, 8, 4096, 16), Model(2, 16, 8, 4096, 128)):
+    wide = Model(2, 16, 8, 4096, 128)
+    for model, engine in ((Model(4, 16, 8, 4096, 16), "triton"), (wide, "triton"), (wide, "auto")):
         shapes = [(model.batch, model.length, n * model.width) for n in (*model.counts, model.heads)]
         *given, y = (torch.zeros(s, dtype=torch.bfloat16).requires_grad_() for s in shapes)
         prepared_folds().clear()
         with h200():
             for _ in range(3):
                 with Watch() as forward:
-                    layer = attend("triton", causal=True)(*model.split(given))
+                    layer = attend(engine, causal=True)(*model.split(given))
                     flat = layer.transpose(1, 2).reshape(y.shape)
                 with Watch() as backward:
                     found = torch.autograd.grad(flat, given, y.detach())

@@ -55,9 +55,16 @@ class JointSchedule:
     features: int
     ring: int  # blocks of rows in flight
     copies_halves: bool  # halves of the kept vectors are stored once more: a block of 64 features has one swizzle
+    whole: bool  # used where all pairs are seen
+    masked: bool  # used where a condition on indices (causal) hides pairs
 
 
-SCHEDULES = (JointSchedule(64, 4, True), JointSchedule(128, 2, False))
+# Where two kernels are as fast, as with 64 features, they are used: they need no float32 sums in memory
+# (docs/internals/attention-kernels.md has the measurements).
+SCHEDULES = (
+    JointSchedule(64, ring=4, copies_halves=True, whole=False, masked=False),
+    JointSchedule(128, ring=2, copies_halves=False, whole=True, masked=True),
+)
 
 _FUNCTIONS = """
 @builtin
@@ -191,10 +198,11 @@ def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
 
 
 def find_schedule(spec: Spec) -> JointSchedule | None:
-    """The schedule of a spec: all of its vectors have as many features."""
+    """The schedule of a spec, where it is used: all of its vectors have as many features."""
     vectors = [e for e in topological(spec.fold.reductions) if e.op == "leaf" and e.feature is not None]
     widths = {(spec.width(e.feature), count_features(e, spec)) for e in vectors}
-    return next((one for one in SCHEDULES if widths == {(one.features, one.features)}), None)
+    found = (one for one in SCHEDULES if (one.masked if spec.bounds else one.whole))
+    return next((one for one in found if widths == {(one.features, one.features)}), None)
 
 
 class _PairValues(ExpressionWriter):
