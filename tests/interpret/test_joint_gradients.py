@@ -7,27 +7,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
 from tests.support import gluon_simulator, internals
-
-CASES = [  # batch, query heads, heads, rows, columns, features, options
-    (1, 2, 2, 130, 200, 128, {}),
-    (2, 2, 1, 192, 256, 128, {}),
-    (1, 2, 2, 300, 300, 128, {"is_causal": True}),
-    (1, 4, 2, 256, 256, 128, {"is_causal": True}),
-    (1, 2, 2, 150, 130, 128, {"softcap": 5.0}),
-]
-
-
-def gradients(engine, dtype, batch, heads, shared, rows, cols, features, options):
-    """Those of an attention whose heads are split from projections."""
-    gen = torch.Generator().manual_seed(0)
-    sizes = [(rows, heads), (cols, shared), (cols, shared), (rows, heads)]
-    made = [torch.randn(batch, n, h, features, generator=gen).bfloat16().to(dtype).transpose(1, 2) for n, h in sizes]
-    *leaves, y = made
-    leaves = [a.requires_grad_() for a in leaves]
-    with mr.use(engine=engine):
-        return torch.autograd.grad(ops.attention(*leaves, enable_gqa=heads != shared, **options), leaves, y)
+from tests.support.joint_gradient_cases import CASES, check, gradients
 
 
 @pytest.fixture
@@ -47,13 +28,8 @@ def joint(launches):
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_against_float64(case, launched):
     found = gradients("triton", torch.bfloat16, *case)
-    exact, plain = (gradients("reference", t, *case) for t in (torch.float64, torch.bfloat16))
     assert len(joint(launched)) == 1
-    for got, right, theirs in zip(found, exact, plain, strict=True):
-        # (the interpreter, which runs the last kernel, cuts bits off instead of rounding)
-        allowed = max(2 * (theirs.double() - right).norm().item(), 2**-7 * right.norm().item())
-        assert (got.double() - right).norm() <= allowed
-        assert got.transpose(1, 2).is_contiguous()  # as its input lies
+    check(found, case, least=2**-7)  # the interpreter, which runs the last kernel, cuts bits off instead of rounding
 
 
 @pytest.mark.parametrize(
