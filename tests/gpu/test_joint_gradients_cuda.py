@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from monoidreduce.engines.triton.schedules import kernel_plan
-from tests.support import internals
 from tests.support.joint_gradient_cases import CASES, check, gradients
 
 HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
@@ -17,8 +16,7 @@ def joint(launched):
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_against_float64(case, launched, of_few, monkeypatch):
-    internals.pretend_device(monkeypatch, processors=1)
+def test_against_float64(case, launched, of_few):
     check(gradients("triton", torch.bfloat16, *case, "cuda"), case, "cuda")
     assert joint(launched)
 

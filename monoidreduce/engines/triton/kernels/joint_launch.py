@@ -36,6 +36,10 @@ from .split_combine import Joined
 
 _RANK = 4  # batch dimensions of a result, after merging
 _NOBODY = 2**30  # the first column tile of rows that no tile visits
+# The tiles of one batch element that start together wait for each other, each about as long as a step takes. With C
+# batch elements these are P / C on P multiprocessors, each of which has C x tiles x steps / P steps in all: so many
+# times as many as it waits for.
+_STEPS = 16
 _BESIDE = 16  # batch elements whose tiles are launched side by side
 _TEXT = '''"""Sums of rows that column tiles add up in order: counters before, rounding after."""
 
@@ -137,7 +141,9 @@ class JointLaunch(FoldLaunch):
         self.spec = replace(self.spec, joint=joint)
 
     def _turns(self, spec: Spec, count: int) -> Tile | None:
-        enough = count * -(-self.lengths[0] // KEPT) >= spec_from_tensors.processors(self.sizes.device)
+        tiles, processors = -(-self.lengths[0] // KEPT), spec_from_tensors.processors(self.sizes.device)
+        steps = -(-self.lengths[1] // FOLDED) * (math.prod(self.batch) // max(count, 1))
+        enough = count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
         return (KEPT, FOLDED, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
     def _by_turns(self) -> kernel_text.Kernel | None:
