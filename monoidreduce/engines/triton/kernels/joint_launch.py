@@ -6,6 +6,7 @@ to their type, in the memory order of the queries. Counters and sums are one buf
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from ....plan.tiles import Tile
 from ....program.constructors import ONE
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
+from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
@@ -94,18 +96,13 @@ class JointLaunch(FoldLaunch):
         self.own, self.other = own, other
         if not _may_join(own, other):
             raise Unsupported("the sums of rows and columns have kernels of their own")
-        ((result, scale),) = other.fold.scaled
-        sum_of_rows, *sums = (_find_sum(r) for r in (result, *own.fold.reductions))
-        weights = [w for w, _ in sums if _find_decay(w, sum_of_rows[0]) is not None]
-        if len(weights) != 1:
+        found = _match_sums(own.fold, other.fold)
+        if found is None:
             raise Unsupported("the sums of rows and columns have no weights in common")
-        (self.weight,), self.vector = weights, sum_of_rows[1]
-        self.decay = _find_decay(self.weight, sum_of_rows[0])
+        self.weight, self.vector, self.decay, scale = found
         # a scale per row is applied when sums are rounded; it has the decay that the weights of columns have too
         self.row_scale = scale if scale.op == "leaf" and scale.rows else None
         self.joint_scale = scale if self.row_scale is None else ONE
-        if self.decay is not ONE and self.row_scale is None:
-            raise Unsupported("the sums of rows and columns have no weights in common")
         for e in self._row_numbers():
             v = values[e]
             if not isinstance(v, Tensor) or v.dtype != torch.float32 or not v.is_contiguous():
@@ -141,9 +138,7 @@ class JointLaunch(FoldLaunch):
         self.spec = replace(self.spec, joint=joint)
 
     def _turns(self, spec: Spec, count: int) -> Tile | None:
-        tiles, processors = -(-self.lengths[0] // KEPT), spec_from_tensors.processors(self.sizes.device)
-        steps = -(-self.lengths[1] // FOLDED) * (math.prod(self.batch) // max(count, 1))
-        enough = count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
+        enough = _keeps_busy(self, count)
         return (KEPT, FOLDED, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
     def _by_turns(self) -> kernel_text.Kernel | None:
@@ -250,6 +245,27 @@ class JointLaunch(FoldLaunch):
         return None if again is None else [Joined(made, (at,))]
 
 
+@functools.lru_cache(maxsize=256)
+def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
+    """The weight that the sum over columns of ``other`` shares with one of ``own``, its vector, by what decay that is
+    more than its own weight, and its scale; None where there is none."""
+    ((result, scale),) = other.scaled
+    sum_of_rows, *sums = (_find_sum(r) for r in (result, *own.reductions))
+    found = [(w, decay) for w, _ in sums if (decay := _find_decay(w, sum_of_rows[0])) is not None]
+    if len(found) != 1 or sum_of_rows[1] is None:
+        return None
+    ((weight, decay),) = found
+    by_row = scale.op == "leaf" and scale.rows
+    return (weight, sum_of_rows[1], decay, scale) if decay is ONE or by_row else None
+
+
+def _keeps_busy(launch: FoldLaunch, count: int) -> bool:
+    """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
+    tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
+    steps = -(-launch.lengths[1] // FOLDED) * (math.prod(launch.batch) // max(count, 1))
+    return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
+
+
 def _find_sum(r: Expr) -> tuple[Expr, Expr | None]:
     """The weight and the vector of a sum of vectors; no vector where it is none."""
     found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
@@ -275,6 +291,8 @@ def _factors(e: Expr) -> list[Expr]:
 def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
     """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
     layouts = [other._layout(o) for o in other.fold.outputs]
+    widths = {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
+    used = (s for s in joint_gradients.SCHEDULES if (s.masked if own.spec.bounds else s.whole))
     return (
         kernel_plan.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
@@ -284,4 +302,6 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
         and not any(layout is not None and layout.summed for layout in layouts)
         and all(r.attrs[0] == "sum" for one in (own, other) for r in one.fold.reductions)
         and len(own.batch) <= _RANK
+        and widths in [{s.features} for s in used]
+        and _keeps_busy(own, own.count)
     )
