@@ -32,6 +32,7 @@ from ..spec_from_tensors import walks_are_short
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
+_NARROW_TABLES = 32  # the same of pairs that look up tables
 _MEASURED = 128  # features up to which sums other than the gradients of attention were measured
 _ALONE = 256  # features of two sums that one group holds
 _MOST_SENT = 2  # factors of a pair that are sent
@@ -183,7 +184,7 @@ def kept_and_folded(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
     return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
 
 
-def _products(spec: Spec, least: int = _NARROW + 1) -> Iterator[Product]:
+def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
     """The products of all sums; none where some reduction is no such sum."""
     found = []
     for place, (r, scale) in enumerate(spec.fold.scaled):
@@ -203,11 +204,12 @@ def _products(spec: Spec, least: int = _NARROW + 1) -> Iterator[Product]:
 
 
 def _copied(e: Expr, spec: Spec, least: int) -> bool:
-    """True for a leaf of the folded axis, of so many features at least, whose blocks tensor descriptors copy."""
+    """True for a leaf of the folded axis, of so many features (0: as many as gain), whose blocks descriptors copy."""
+    least = least or (_NARROW_TABLES if spec.fold.tables else _NARROW) + 1
     return e in spec.box_of and spec.folds(e) and count_features(e, spec) >= least
 
 
-def _multiplies(e: Expr, spec: Spec, least: int = _NARROW + 1) -> bool:
+def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:
     """True for a product of kept vectors with vectors whose blocks are copied."""
     if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
         return False
