@@ -44,6 +44,17 @@ class Listing:
 
 
 @dataclass(frozen=True)
+class Joint:
+    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums: it has
+    the weights of one of them (``schedules/resident/joint_gradients.py``)."""
+
+    weight: Expr
+    vector: Expr
+    scale: Expr
+    ragged: bool  # whether some tile reaches beyond the kept axis
+
+
+@dataclass(frozen=True)
 class Spec:
     """One direction of a fold, with the types and feature sizes of its leaves: equal specs have equal texts."""
 
@@ -77,6 +88,7 @@ class Spec:
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
     eight: bool = False  # the device multiplies 8-bit vectors by each other
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
+    joint: Joint | None = None
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property

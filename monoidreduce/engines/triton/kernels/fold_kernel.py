@@ -127,6 +127,7 @@ class FoldLaunch:
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
+    least_masked = _LEAST_MASKED
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class FoldLaunch:
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
-            least = _LEAST_MASKED if masked else LEAST_INSTANCES
+            least = self.least_masked if masked else LEAST_INSTANCES
             least *= spec_from_tensors.processors(self.sizes.device)
             if group is not None and self.parts == 1 and self.grid >= least:
                 break
@@ -305,6 +306,16 @@ class FoldLaunch:
         return self.fold.outputs
 
     @property
+    def plans(self) -> dict[str, KernelPlan]:
+        """The plans among which there is a choice, by direction."""
+        return {} if self.spec.deep or self.combines else {self.over: self.plan}
+
+    @property
+    def held(self) -> list[Form]:
+        """What is alive beside the outputs while it runs."""
+        return []
+
+    @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
@@ -376,8 +387,16 @@ class FoldLaunch:
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
-        """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
-        and descriptors. False: the plan did not fit the device and a smaller one was prepared; call again."""
+        """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
+        device and a smaller one was prepared; call again."""
+        arguments = self._arguments(leaves, merged)
+        if self.again is None:
+            return self._first([*outputs, *arguments], merged)
+        self.again(*outputs, *arguments)
+        return True
+
+    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Any]:
+        """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in."""
         given = self._converted(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
@@ -390,10 +409,7 @@ class FoldLaunch:
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.made
         ]
-        if again is None:
-            return self._first([*outputs, *arguments], merged)
-        again(*outputs, *arguments)
-        return True
+        return arguments
 
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
@@ -432,6 +448,11 @@ class FoldLaunch:
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
             found.append(Recipe(again, ((shape, torch.float32),), arguments))
         return found
+
+    def begun(self) -> Recipe | None:
+        """How a replay makes memory in which the launch adds up one more result, its last leaf; None where it does
+        not."""
+        return None
 
     def united(self) -> list[split_combine.Joined] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
