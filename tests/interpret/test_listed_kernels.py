@@ -13,7 +13,7 @@ from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
-from tests.support import gluon_simulator, internals, listed_cases
+from tests.support import gluon_simulator, internals, listed_cases, own_monoids
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -306,6 +306,23 @@ def relative(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
     return mr.softmax_mean(x @ y + mr.lookup(bias, mr.row_index - mr.col_index + 11), v)
 
 
+@mr.op
+def best_edges(x: Row["f"], y: Col["f"]):
+    s = x @ y
+    return mr.max(s), mr.argmax(s), mr.argmin(s), mr.max(s, over="rows")
+
+
+@mr.op
+def best_three(x: Row["f"], y: Col["f"]):
+    return mr.topk(x @ y, 3).values, mr.topk(x @ y, 3, over="rows").indices
+
+
+@mr.op
+def own_monoid(x: Row["f"], y: Col["f"]):
+    s = (x @ y).abs()
+    return mr.reduce(own_monoids.Norm, n=s).n, mr.reduce(own_monoids.Norm, over="rows", n=s).n
+
+
 ONE_LIST = {"cols": KernelPlan(1, 16), "rows": KernelPlan(1, 16)}
 
 
@@ -321,12 +338,16 @@ def test_long_lists(run, monkeypatch, batch, plans):
     for op, args in (
         (graph_mean, (draw(21), draw(5), draw(5, 24))),
         (edge_means, (draw(21, 16), draw(5, 16), draw(count), draw(5, 12))),
+        (best_edges, (draw(21, 16), draw(5, 16))),
+        (best_three, (draw(21, 16), draw(5, 16))),
+        (own_monoid, (draw(21, 16), draw(5, 16))),
     ):
         for one, other in by_engine(run, op, args, domain, plans):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     prepared = listed_fold._PREPARED.values()
     assert all(long is not None and long.windows.tiles > 8 for ready in prepared for long in ready.long)
-    assert {one.spec.listed.each for ready in prepared for one in ready.launches} == {not plans}
+    ours = [one for ready in prepared for one in ready.launches if one.fold.reductions[0].attrs[0] != "user"]
+    assert {one.spec.listed.each for one in ours} == {not plans}
 
 
 @pytest.mark.parametrize("make, rows, cols, batch", [
