@@ -21,8 +21,7 @@ from ..program.constructors import ONE
 from ..program.contract import contractions
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
-from .accumulator import Accumulator, Offset
-from .base import Exchange, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
+from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
 from .kernel_lines import NUMBERS_PER_INSTANCE, CombineLaunch, Form, Lines
 from .sum import WholeContraction, contract_all, contracted
 

@@ -9,7 +9,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.sources import Chunks, AlongAxis
+from monoidreduce.sources import AlongAxis, Chunks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

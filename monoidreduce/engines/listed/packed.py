@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ...program import constructors
 from ...program.compile import offset_fold
-from ...program.conditions import is_idle
 from ...program.expression import Expr, const, topological
-from ...program.lower import Fold
+from ...program.lower import Fold, is_idle
 from ...reductions import kind_of
-from ..common import combine, unchanged_tensors
+from ..common import bounded_cache, combine
+from ..common.batching import allocate_result
 from ..common.evaluate import Sizes, pair_result_form
-from ..common.result_layout import allocate_result
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
 
@@ -141,7 +140,7 @@ def _find_stretches(rows: Any, cols: Any, short: int) -> tuple[Stretch, ...] | N
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None
     make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1), short)
-    return unchanged_tensors.compute_once(("stretches", rows, cols, short), make, rows.device)
+    return bounded_cache.compute_once(("stretches", rows, cols, short), make, rows.device)
 
 
 def _make_stretches(rows: Tensor, cols: Tensor, short: int) -> tuple[Stretch, ...] | None:

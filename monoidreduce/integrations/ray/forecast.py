@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...errors import ArgumentError, shown
 from ...op import Op
-from ...plan import cluster, communication
-from ...plan.cluster import ClusterCost
+from ...plan import communication
+from ...plan.communication import ClusterCost
 from ...plan.cost import Scheduled
 from . import folds
-from .grid import make_grid
+from .schedule import make_grid
 
 Shapes = Sequence[int] | Mapping[str, Sequence[int]]
 
@@ -28,7 +28,7 @@ def estimate(
     machines: int = 1,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    disk: float = cluster.DISK,
+    disk: float = communication.DISK,
     row_block: int | None = None,
     col_chunk: int | None = None,
     **options: Any,
@@ -70,7 +70,7 @@ def estimate(
     found: Scheduled = next(s for s in cost.schedules if s.schedule not in ("dense", "total"))
     state = sum(communication.states(p.case.fold, p.case.of, p.case.wide)["cols"].bytes for p in found.parts)
     one = {side: sum(_bytes_of_one(given[n]) for n in named) for side, named in shapes.items()}
-    return cluster.estimate_cluster(
+    return communication.estimate_cluster(
         rows=grid.rows,
         cols=grid.cols,
         block=grid.block,
