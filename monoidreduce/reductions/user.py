@@ -152,7 +152,7 @@ class User(Reduction):
         pulled = local_pullback(monoid, whole, part, cotangents)
         listed = find_listed([f.expr for f in fields if isinstance(f, Symbol)])
         if listed is not None and listed.attrs[0][0] != "pages" and is_idempotent(monoid):
-            first = Symbol(listed_node("listed_once", *listed.attrs, listed.args))  # of equal entries of a list
+            first: Any = Symbol(listed_node("listed_once", listed.attrs[0], listed.args))  # of equal entries of a list
             pulled = {n: v if v is None else torch.where(first, v, 0.0) for n, v in pulled.items()}
         return [pulled[n] for n in names]
 
