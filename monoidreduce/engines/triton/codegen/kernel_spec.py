@@ -41,6 +41,7 @@ class Listing:
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
+    numbers: int = 1  # that a window has to combine: of a top-k, its k best
 
 
 @dataclass(frozen=True)

@@ -376,14 +376,19 @@ class FoldLaunch:
             return [(size, length) for _, size in self.spec.box_slices(e)]
         return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
-        """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
+    def __call__(
+        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
+        ``then``: what else writes to the results, before top-k lists are sorted."""
         outputs = [room() for room in self.rooms]
         if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launched(outputs, leaves, merged):
-            return self(leaves, merged)
+            return self(leaves, merged, then)
+        if then is not None:
+            then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
