@@ -150,8 +150,8 @@ def _packed(device: str) -> Work:
         )
         return Work("jagged", args, calls, bars=(1.0, 1.0))
     calls["Flex"] = _flex_documents(lengths.to(device), ends[-1])
-    if (varlen := _varlen(offsets, int(lengths.max()))) is not None:
-        calls["FA4 varlen"] = varlen
+    if (flash := _flash()) is not None:
+        calls["FA4 varlen"] = _varlen(flash, offsets, int(lengths.max()))
     return Work("jagged", args, calls, bars=(0.75, 0.75))
 
 
@@ -179,16 +179,31 @@ def _flex_documents(lengths: Tensor, total: int) -> Call:
     return lambda q, k, v: flex(q, k, v, block_mask=mask)
 
 
-def _varlen(offsets: Tensor, longest: int) -> Call | None:
+def _flash() -> Call | None:
+    """FlashAttention 4 for packed sequences and pages; None where it is not installed."""
     try:
-        attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+        return importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     except (ImportError, AttributeError):
         return None
+
+
+def _varlen(attend: Call, offsets: Tensor, longest: int) -> Call:
     sizes = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = attend(*(t[0].transpose(0, 1) for t in (q, k, v)), **sizes)
         return (found[0] if isinstance(found, tuple) else found).transpose(0, 1)[None]
+
+    return call
+
+
+def _flash_pages(attend: Call, domain: Any) -> Call:
+    """One query a sequence: it does not split keys on this architecture."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        given = q.transpose(1, 2), k, v  # [sequences, tokens, heads, features] and pages
+        found = attend(*given, seqused_k=domain.lengths, page_table=domain.table)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
     return call
 
@@ -218,6 +233,8 @@ def _paged(device: str) -> Work:
         "ours": lambda q, k, v: mr.ops.attention_paged(q, k, v, domain),
         "gather + SDPA": gathered,
     }
+    if device == "cuda" and (flash := _flash()) is not None:
+        calls["FA4 paged"] = _flash_pages(flash, domain)
     read = 2 * int(lengths.sum()) * shared * d * q.element_size()
     return Work("pages", (q, k, v), calls, backward=False, read=read, bars=(1.0,))
 

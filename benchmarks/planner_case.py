@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import autotune
-from monoidreduce.engines.auto import planner
+from monoidreduce import autotune, tuning
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
 from monoidreduce.plan import candidates, plan_records
 from monoidreduce.plan.op_counts import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime import dense_or_tiled
-from monoidreduce.tuning import trial, tuner
+from monoidreduce.runtime import call_cost
 
 from .measure import Held, captured, held_at_peak
 from .planner_works import Size, Work
@@ -54,9 +53,9 @@ def following(choice: Followed) -> Iterator[None]:
 # Candidates -----------------------------------------------------------------------------------------------------
 
 
-def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.FoldRun]]:
+def folds(work: Work, args: list[Tensor]) -> list[tuple[tuning.Session, tuning.FoldRun]]:
     """The folds of a call, with what they are given."""
-    return list(tuner.make_sessions(autotune.record_call(work.op, args, {}, backward=True).folds))
+    return list(tuning.make_sessions(autotune.record_call(work.op, args, {}, backward=True).folds))
 
 
 def ways(case: Case) -> tuple[str | None, ...]:
@@ -71,16 +70,16 @@ def varied(case: Case, way: str | None) -> list[Choice]:
     return [c for c in found if not (kernels and c.schedule in ("flash", "split"))]
 
 
-def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[str, Any]) -> Choice:
+def search(session: tuning.Session, call: tuning.FoldRun, known: Times, row: dict[str, Any]) -> Choice:
     """The best of all ways to run a fold, one kernel's tile after the other; those that come close are timed again.
 
     ``known``: what the tuner tried; all others are tried here."""
     case, device = session.case, call[2].device
     best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.comparable_results(call[0], planner.run_choice(best, *call), *call[1:])
+        truth = tuning.comparable_results(call[0], auto.run_choice(best, *call), *call[1:])
         if _same(best) not in found:
-            found[_same(best)] = trial.measure_seconds(lambda: planner.run_choice(best, *call), device)
+            found[_same(best)] = tuning.measure_seconds(lambda: auto.run_choice(best, *call), device)
         own = found[_same(best)]
         for way in ways(case):
             times = {best: found[_same(best)]}
@@ -95,7 +94,7 @@ def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[
                 if case.kernels and way is None and seconds is not None and seconds > 2 * times[best]:
                     break  # panels that are far behind are so in any room
             close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
-            run = lambda c: _again(lambda: planner.run_choice(c, *call), own, device)
+            run = lambda c: _again(lambda: auto.run_choice(c, *call), own, device)
             turns = [[run(c) for c in close] for _ in range(3)]
             again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
             best = min(again, key=again.__getitem__)
@@ -135,14 +134,14 @@ def tuned_plans() -> Iterator[None]:
         plan_records.forget()
 
 
-def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
+def _tried(choice: Choice, call: tuning.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
     """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
-        run, device = lambda: planner.run_choice(choice, *call), call[2].device
-        found = trial.comparable_results(call[0], run(), *call[1:])
-        problem = trial.describe_difference(found, truth, trial.tolerance(call[1]))
+        run, device = lambda: auto.run_choice(choice, *call), call[2].device
+        found = tuning.comparable_results(call[0], run(), *call[1:])
+        problem = tuning.describe_difference(found, truth, tuning.tolerance(call[1]))
         if not problem:
-            return trial.measure_seconds(run, device, best=best)
+            return tuning.measure_seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
         if oom_retry.is_device_lost(call[2].device):
@@ -152,7 +151,7 @@ def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[s
 
 
 def _again(run: Callable[[], Any], about: float, device: torch.device) -> float:
-    return _once(run, device.type) if about > SLOW else trial.measure_seconds(run, device)
+    return _once(run, device.type) if about > SLOW else tuning.measure_seconds(run, device)
 
 
 # Whole calls -----------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def clock() -> Callable[[], float]:
 
 def _once(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
-        return trial.measure_seconds(step, torch.device(device), 0.0)
+        return tuning.measure_seconds(step, torch.device(device), 0.0)
     start = clock()()
     step()
     return clock()() - start
@@ -237,7 +236,7 @@ def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: s
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
     spent = [0.0]
-    kept = planner._choose, dense_or_tiled.runs_dense, dense_or_tiled.DenseOrTiled._is_dense
+    kept = auto._choose, call_cost.runs_dense, call_cost.DenseOrTiled._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -249,24 +248,24 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
 
         return call
 
-    planner._CHOICES.clear()
+    auto._CHOICES.clear()
     op._plans.known.clear()
     with following(None):
         try:
-            planner._choose, dense_or_tiled.runs_dense = timed(kept[0]), timed(kept[1])
+            auto._choose, call_cost.runs_dense = timed(kept[0]), timed(kept[1])
             step = step_of(op, args)
             step()
             first, spent[0] = spent[0], 0.0
-            dense_or_tiled.runs_dense = kept[1]
-            dense_or_tiled.DenseOrTiled._is_dense = timed(kept[2])  # type: ignore[method-assign]
+            call_cost.runs_dense = kept[1]
+            call_cost.DenseOrTiled._is_dense = timed(kept[2])  # type: ignore[method-assign]
             each = []
             for _ in range(21):
                 step()
                 each.append(spent[0])
                 spent[0] = 0.0
         finally:
-            planner._choose, dense_or_tiled.runs_dense = kept[:2]
-            dense_or_tiled.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
+            auto._choose, call_cost.runs_dense = kept[:2]
+            call_cost.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": statistics.median(each) * 1e6}
 
 

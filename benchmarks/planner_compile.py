@@ -15,11 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from monoidreduce.engines.auto import planner
+from monoidreduce import tuning
+from monoidreduce.engines import auto
 from monoidreduce.plan import cost
 from monoidreduce.plan.op_counts import Case
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.tuning import tuner
 
 from .planner_case import PASSES, folds, following, varied, ways
 from .planner_works import WORKS, Size, Work
@@ -29,7 +29,7 @@ _EACH = 3  # candidates that a process compiles at a time
 
 
 @functools.cache
-def _recorded(work: int, size: Size, device: str) -> dict[str, tuple[tuner.Session, tuner.FoldRun]]:
+def _recorded(work: int, size: Size, device: str) -> dict[str, tuple[tuning.Session, tuning.FoldRun]]:
     with following(PASSES):
         return {s.case.name: (s, call) for s, call in folds(WORKS[work], WORKS[work].args(size, device))}
 
@@ -58,7 +58,7 @@ def compiled(device: str, work: int, wanted: Wanted) -> None:
     for size, name, choice in wanted:
         _, call = _recorded(work, size, device)[name]  # with gradients
         with contextlib.suppress(Exception), torch.no_grad():
-            planner.run_choice(choice, *call)
+            auto.run_choice(choice, *call)
     if device == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize()

@@ -27,20 +27,15 @@ from torch.utils._pytree import tree_leaves
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import monoidreduce as mr
-from monoidreduce.engines.auto import planner
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
-from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
-from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
-from monoidreduce.plan import default_tiles, device_rates
+from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
+from monoidreduce.engines.triton.schedules import float32_split, kernel_plan, spec_from_tensors
+from monoidreduce.plan import op_counts, tiles
 from monoidreduce.plan.cost import Scheduled
-from monoidreduce.runtime import (
-    call_context,
-    dense_or_tiled,
-    fused_expressions,
-    saved_row_gradients,
-)
+from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
 from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
@@ -53,25 +48,25 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
-    repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
+    bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
+    repeated = kernel_step.repeated if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(are_supported=yes, make_shift_descriptor=on_cpu)),
-        (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
-        (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
+        (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
+        (spec_from_tensors, dict(family=lambda device: tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
-        (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
-        (panel_replay, dict(repeated=repeated)),
-        (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
+        (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
+        (kernel_step, dict(repeated=repeated)),
+        (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
-        (hopper, dict(runs_warp_specialized=yes)),
+        (kernel_plan, dict(runs_warp_specialized=yes)),
         (float32_split, dict(is_supported=yes)),
     )
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ import torch
 from monoidreduce import ops
 from monoidreduce.integrations import ray as mr_ray
 from monoidreduce.integrations.ray.driver import start_here
-from monoidreduce.plan import cluster
+from monoidreduce.plan import communication
 
 from .cpu import RESULTS, environment
 
@@ -74,7 +74,7 @@ def measure(folder: Path, points: int) -> list[dict[str, Any]]:
                     "seconds": round(seconds, 2),
                     "starting": round(started[0], 2),
                     "core_seconds": round(result.cpu_seconds, 2),
-                    "forecast": round(forecast.compute_seconds + forecast.units * cluster.OVERHEAD, 2),
+                    "forecast": round(forecast.compute_seconds + forecast.units * communication.OVERHEAD, 2),
                     "same_bits": same,
                 }
             )

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 import monoidreduce as mr
-from monoidreduce import autotune
-from monoidreduce.engines.auto import planner
-from monoidreduce.tuning import tuner
+from monoidreduce import autotune, tuning
+from monoidreduce.engines import auto
 
 from .gpu import _qkv
 from .gpu_right import attention64, attention128, causal64, causal128, contrastive, gaussian, mlp
@@ -60,10 +59,10 @@ CASES: dict[str, tuple[Any, Callable[[], list[torch.Tensor]]]] = {
 def _compile(case: str, part: int, parts: int) -> None:
     """Run every ``parts``-th candidate of every fold once, so that its kernel is on disk."""
     op, make = CASES[case]
-    for session, call in tuner.make_sessions(autotune.record_call(op, make(), {}, backward=True).folds):
+    for session, call in tuning.make_sessions(autotune.record_call(op, make(), {}, backward=True).folds):
         for choice in session.list_candidates()[part::parts]:
             with contextlib.suppress(Exception):  # too large for the hardware: when it is tried, it will say so
-                planner.run_choice(choice, *call)
+                auto.run_choice(choice, *call)
     torch.cuda.synchronize()
 
 

@@ -34,8 +34,7 @@ try:
         from .domains import Jagged as jagged
         from .domains import Pages
         from .domains import Pages as pages
-        from .engines.common.skip_small_tiles import skip_below
-        from .engines.common.tile_counter import Tally, tally
+        from .engines.common.skip_small_tiles import Tally, skip_below, tally
         from .engines.ranks.agreement import shard
         from .errors import *  # noqa: F403
         from .errors import __all__ as _errors

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import tuning
 from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
 from .runtime import registry
 from .sources import progress
-from .tuning import tuner
-from .tuning.tuner import Tuned
+from .tuning import Tuned
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
     return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.tuned_calls))
 
 
-def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
+def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuning.Recording:
     """The folds that a call and its gradient run, with their leaves; run by the default plans, nothing dense."""
     given, named = _require_gradients(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), follow({"call": Choice("flash")}), tuner.record() as met:
+    with registry.automatic(), follow({"call": Choice("flash")}), tuning.record() as met:
         result = function(*given, **named)
         if backward:
             _run_backward(result, [*given, *named.values()])
@@ -90,8 +90,8 @@ def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, An
 class _Trials:
     """All trials of a recording, with a length for the progress bar."""
 
-    def __init__(self, met: tuner.Recording):
-        self.sessions = list(tuner.make_sessions(met.folds))
+    def __init__(self, met: tuning.Recording):
+        self.sessions = list(tuning.make_sessions(met.folds))
         self.calls = {id(call[0]): call for call in met.calls}.values()
         self.tuned_calls: list[Tuned] = []
 
@@ -100,9 +100,9 @@ class _Trials:
 
     def __iter__(self) -> Iterator[Any]:
         for session, fold_run in self.sessions:
-            yield from tuner.run_trials(session, *fold_run)
+            yield from tuning.run_trials(session, *fold_run)
         for call in self.calls:
-            if (found := tuner.tune_call(*call)) is not None:
+            if (found := tuning.tune_call(*call)) is not None:
                 self.tuned_calls.append(found)
             yield found
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .engines import stream
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states
-from .engines.stream import chunked_passes
-from .engines.stream.checksum import checksum, row_checksums
-from .engines.stream.chunked_passes import Chunk, ChunkedProgram
+from .engines.stream import Chunk, ChunkedProgram, checksum, row_checksums
 from .errors import ShapeError, StreamError
 from .plan import budget, settings
 from .saved_runs import SavedRun, join_blocks, temporary_run, versions, write_results
@@ -388,7 +387,7 @@ class BlockRun:
             chunk = maker.make(prepared, named, progress.seen)
             del named
             mine = walk.fold(p.fold, walk.leaves(p, fed, chunk, progress.total), chunk, progress.total)
-            states = chunked_passes.merge_states(p.fold, progress.states, mine)
+            states = stream.merge_states(p.fold, progress.states, mine)
             count = chunk[1]
             del chunk, mine
             progress.states, progress.chunk, progress.seen = states, progress.chunk + 1, progress.seen + count

@@ -26,8 +26,8 @@ from .program.trace import Traced
 from .reductions import kind_of
 from .reductions.derived_gradient import gradient_road
 from .runtime import call_cost, registry
+from .runtime.call_cost import ListedPairs
 from .runtime.dry_run import LiveMemory
-from .runtime.listed_cost import ListedPairs
 from .runtime.registry import stepper
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested

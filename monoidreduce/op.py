@@ -23,8 +23,8 @@ from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
 from .domains import nested
 from .engines.common.evaluate import Sizes
-from .engines.ranks import agreement, dtensors, sharded_program
-from .engines.stream.chunked_passes import ChunkedProgram
+from .engines.ranks import agreement, distributed_fold, dtensors
+from .engines.stream import ChunkedProgram
 from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
@@ -39,20 +39,10 @@ from .program.domain import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import (
-    call_context,
-    domain_call,
-    dynamo,
-    layer_replay,
-    listed_cost,
-    logit_rounding,
-    registry,
-    table_range,
-)
-from .runtime.bind import check_kind, check_sizes, inputs_of, sizes_of
+from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
+from .runtime.bind import check_kind, check_sizes, inputs_of, output_form, sizes_of
 from .runtime.call import CallForm, Plan, formed
 from .runtime.call_cache import Plans, Programs
-from .runtime.result_form import output_form
 from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
@@ -299,10 +289,10 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        found = listed_cost.count_pairs(traced.outputs, inputs, sizes)
+        found = call_cost.count_pairs(traced.outputs, inputs, sizes)
         if found is not None:
             average = max(1, round(found.average))
-            outputs, inputs, sizes = listed_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
+            outputs, inputs, sizes = call_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
             traced = replace(traced, outputs=outputs)
         return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
 
@@ -393,7 +383,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
-        results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
+        results = distributed_fold.execute_program(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
     # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own

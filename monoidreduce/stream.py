@@ -30,13 +30,12 @@ from .block_runs import (
     columns_per_chunk,
     fits_in_memory,
 )
+from .engines import stream
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states as closed
 from .engines.ranks import agreement
-from .engines.stream import chunked_passes
-from .engines.stream.checksum import Readings, row_checksums
-from .engines.stream.chunked_passes import Chunk, ChunkedProgram, OnGradient
+from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
 from .saved_runs import SavedRun, check_out
@@ -166,7 +165,7 @@ class Stream:
             ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
             walk, p = prepared.walk, _single_pass(prepared.walk)
             leaves = walk.leaves(p, walk.row_feeds(p, {}, None), chunk, None)
-            self._states = chunked_passes.merge_states(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
+            self._states = stream.merge_states(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 
     def merge(self, other: Stream) -> Stream:
@@ -189,7 +188,7 @@ class Stream:
                 self._states = list(other._states)
             else:
                 first, second = (self, other) if self.start <= other.start else (other, self)
-                self._states = chunked_passes.merge_states(fold, first._states, second._states or [])
+                self._states = stream.merge_states(fold, first._states, second._states or [])
         self._ranges = ranges
         if ranges and not self._placed:
             self._next = max(self._next, ranges[-1][1])
@@ -283,7 +282,7 @@ class Stream:
                 yield chunk
                 del chunk
 
-        return self._give(prepared, *chunked_passes.run_over_source(prepared.walk, read, gradients, columns_ask))
+        return self._give(prepared, *stream.run_over_source(prepared.walk, read, gradients, columns_ask))
 
     def _run(self, source: Any, own: bool, gradients: Any, quiet: bool, out: Any, state: Any, every: float) -> Any:
         """A run in blocks of rows, or one that is kept on disk."""

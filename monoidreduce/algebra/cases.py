@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from monoidreduce.algebra import domains
 from monoidreduce.algebra.fields import Domain, Function, List, Matrix, Scalar
 from monoidreduce.algebra.monoid import Monoid
+
+from . import fields as domains
 
 Draw = Callable[[Generator, tuple[int, ...]], Tensor]
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from monoidreduce.algebra.cases import FAMILIES, Case, Family, NoExampleError, domain_of, draw_case
-from monoidreduce.algebra.derive import vjp
-from monoidreduce.algebra.domains import is_sampled
 from monoidreduce.algebra.fields import Domain, List
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.algebra.tree import combined
 from monoidreduce.algebra.verdict import Law, Sides, broken, law_error, smallest
 from monoidreduce.errors import ArgumentError, ShapeError
+
+from .fields import is_sampled
+from .monoid import vjp
 
 
 def associativity(monoid: Any, a: Any, b: Any, c: Any) -> Sides:
@@ -253,7 +254,7 @@ def check(monoid: Any, *, seed: int = 0, cases: int = 200, fields: Mapping[str, 
     the special values (infinities) of a field's domain. ``fields`` narrows what a field is given, for example
     ``{"w": Domain(low=0.0)}`` or a function of a ``torch.Generator`` and a shape; what a monoid says of its own states
     for every call (``domain``: bounds, a predicate over all fields, or a sampler) is described in
-    ``algebra/domains.py``. Differences that a change of the elements in the seventh digit explains are rounding. The
+    ``algebra/fields.py``. Differences that a change of the elements in the seventh digit explains are rounding. The
     same ``seed`` tries the same cases.
 
     >>> from monoidreduce.algebra.catalogue import And

@@ -8,19 +8,61 @@ traced with symbols instead of tensors; a body that needs shapes says ``tensor_o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from monoidreduce.algebra import domains
 from monoidreduce.algebra.approx import all_close
-from monoidreduce.algebra.derive import vjp
 from monoidreduce.algebra.fields import Domain, Field, Function, List, Matrix, Scalar, Vector, describe, read_fields
 from monoidreduce.algebra.product import MonoidType, product
 from monoidreduce.errors import ArgumentError, DeclarationError, NoGradientError
+
+from . import fields as domains
+
+# Derivatives of functions between elements of a monoid, by autograd on concrete tensors.
+#
+# Used to derive a pullback from ``remove`` and, by the laws, as the truth that a pullback is held against. Elements are
+# known here only by their fields. Imports torch only.
+
+
+def vjp(function: Callable[[Any], Any], a: Any, g: Any) -> Any:
+    """The transposed derivative of ``function`` at the element ``a``, applied to the cotangent ``g``.
+
+    Differentiable again where ``a`` or ``g`` require a gradient. Fields that do not hold floating-point numbers get
+    zeros.
+    """
+    values, cotangent = a.asdict(), g.asdict()
+    twice = torch.is_grad_enabled() and any(_needs_grad(v) for v in (*values.values(), *cotangent.values()))
+    with torch.enable_grad():
+        inner = {name: _argument(v) for name, v in values.items()}
+        floats = [v for v in inner.values() if v.is_floating_point()]
+        out = function(type(a)(**inner)).asdict()
+        reached = {name: v for name, v in out.items() if _needs_grad(v)}
+        grads: Sequence[Tensor | None] = [None] * len(floats)
+        if reached and floats:
+            seeds = [cotangent[name].to(v.dtype).expand_as(v) for name, v in reached.items()]
+            grads = torch.autograd.grad(list(reached.values()), floats, seeds, create_graph=twice, allow_unused=True)
+    answers = iter(grads)
+    result = {}
+    for name, v in inner.items():
+        grad = next(answers) if v.is_floating_point() else None
+        result[name] = torch.zeros_like(values[name]) if grad is None else grad
+    return type(a)(**result)
+
+
+def _argument(v: Tensor) -> Tensor:
+    # A fresh view, so that only the way through this argument counts even if the function closes over the element.
+    if not v.is_floating_point():
+        return v
+    return v.view_as(v) if v.requires_grad else v.detach().requires_grad_()
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
 
 M = TypeVar("M", bound="Monoid")
 
@@ -63,7 +105,7 @@ class Monoid(metaclass=MonoidType):
     elementwise: ClassVar[bool] = False  # combine acts on each component alone: a Vector may stand for a Scalar
     tensor_only: ClassVar[bool] = False  # the bodies need shapes, so symbols cannot go through them
     integers: ClassVar[tuple[str, ...]] = ()  # fields that hold whole numbers: counts and positions
-    domain: ClassVar[Any] = {}  # which states can be reached, where not all: see domains.py
+    domain: ClassVar[Any] = {}  # which states can be reached, where not all: see fields.py
     components: ClassVar[tuple[type[Monoid], ...]] = ()  # of a product: its factors
     component_fields: ClassVar[tuple[Mapping[str, str], ...]] = ()  # of each factor: its field -> the product's
     has_gradient: ClassVar[bool] = False
@@ -239,7 +281,7 @@ def _check_declaration(cls: type[Monoid]) -> None:
             detail=f"{cls.__name__} has fields ({describe(cls._fields)}) but no combine",
             fix="Define combine(a, b), which returns a new element",
         )
-    domains.check(cls)
+    domains.check_domains(cls)
     for what, names in (("integers", cls.integers), ("domain", domains.field_domains(cls))):
         for name in names:
             if name not in cls._fields:
@@ -281,4 +323,4 @@ def _fitting(value: Any, dtype: torch.dtype) -> Any:
     return torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
 
 
-__all__ = ["Domain", "Function", "List", "Matrix", "Monoid", "Scalar", "Vector", "dot", "product"]
+__all__ = ["Domain", "Function", "List", "Matrix", "Monoid", "Scalar", "Vector", "dot", "product", "vjp"]

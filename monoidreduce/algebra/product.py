@@ -11,10 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 from monoidreduce.algebra.approx import approximately
-from monoidreduce.algebra.domains import field_domains
 from monoidreduce.algebra.fields import Field, Function
 from monoidreduce.algebra.tree import fold_axis
 from monoidreduce.errors import ArgumentError
+
+from .fields import field_domains
 
 
 class MonoidType(type):

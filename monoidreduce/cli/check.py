@@ -28,9 +28,8 @@ from . import workload
 from .command import COUNT, LAYER_OPTIONS, SIZE, TARGET, Answer, command, dtype_name
 from .layers import SEED
 from .measure import MemoryProfile, Outcome, Runner, relative_error, run_once, second_gradients, to_float64
-from .target import Target, check_argument_count, load, report_user_errors
-from .terminal import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
-from .workload import Workload
+from .report import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
+from .workload import Target, Workload, check_argument_count, load, report_user_errors
 
 RAGGED_SIZES = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))
 LARGE_SIZE = (2048, 8192)  # memory is measured here, and at half the rows and columns

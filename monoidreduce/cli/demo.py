@@ -24,7 +24,7 @@ from .command import OUT, Answer, CommandError, OutputFolder, ParsedType, comman
 from .layers import PAPER_LAYERS, TIME_LAYERS, Layer, Size
 from .limits import QUESTIONS, Limit
 from .measure import CPU, MemoryProfile, Runner, relative_error, run_once, time_in_turns, to_float64
-from .terminal import format_number, format_ratio, format_size, geometric_mean, print_table, show_progress
+from .report import format_number, format_ratio, format_size, geometric_mean, print_table, show_progress
 
 SECONDS = 100.0  # what the whole demo should take
 GROWING_SHARE = 0.4  # the part of it for finding what fits

@@ -13,7 +13,7 @@ from . import report
 from .layers import LOGIT
 from .limits import MEMORY, Growth, Limit
 from .measure import Environment
-from .terminal import format_number, format_ratio, format_size, geometric_mean
+from .report import format_number, format_ratio, format_size, geometric_mean
 
 if TYPE_CHECKING:
     from .demo import Findings, Result, Side

@@ -17,9 +17,9 @@ from ..engines import triton
 from ..errors import MonoidReduceError
 from ..plan import cache
 from ..runtime import registry
+from .bench import PEERS, find_cpp_compiler
 from .command import Answer, command
-from .peers import PEERS, find_cpp_compiler
-from .terminal import FAILED, MISSING, OK, print_statuses
+from .report import FAILED, MISSING, OK, print_statuses
 
 
 @dataclass(frozen=True)

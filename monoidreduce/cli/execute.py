@@ -19,7 +19,7 @@ import click
 
 from ..engines.common.oom_retry import is_out_of_memory
 from ..errors import MonoidReduceError
-from . import terminal
+from . import report
 from .command import Command, CommandError
 
 _IGNORED_WARNINGS = ("mkldnn_matmul failed",)  # thirty lines of addresses on CPUs without bfloat16; the result is right
@@ -40,7 +40,7 @@ def make_click_command(command: Command) -> click.Command:
         if as_json:
             print(json.dumps(to_json(answer.data), indent=2, ensure_ascii=False, allow_nan=False))
         else:
-            answer.show(terminal.make_console())
+            answer.show(report.make_console())
         return answer.code
 
     as_json = click.Option(["--json", "as_json"], is_flag=True, help="print the answer as JSON, and nothing else")

@@ -11,9 +11,9 @@ import torch
 
 from .. import autotune
 from ..plan import cache as plan_cache
-from . import terminal, workload
+from . import report, workload
 from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
-from .target import load, report_user_errors
+from .workload import load, report_user_errors
 
 
 @command(
@@ -72,7 +72,7 @@ def _show_plans(_: Path | None) -> Answer:
 
     def show(console: Any) -> None:
         if rows:
-            terminal.print_table(console, ("program", "shape", "types", "device", "plan"), rows)
+            report.print_table(console, ("program", "shape", "types", "device", "plan"), rows)
         console.print(f"{len(rows)} plans in {plan_cache.path()}", soft_wrap=True, markup=False)
 
     return Answer({"path": str(plan_cache.path()), "plans": listed}, show)
@@ -80,7 +80,7 @@ def _show_plans(_: Path | None) -> Answer:
 
 def _show_path(_: Path | None) -> Answer:
     path = plan_cache.path()
-    return Answer({"path": str(path)}, lambda console: terminal.print_paths(console, [path]))
+    return Answer({"path": str(path)}, lambda console: report.print_paths(console, [path]))
 
 
 def _report_count(word: str, act: Callable[[Path | None], int]) -> Callable[[Path | None], Answer]:

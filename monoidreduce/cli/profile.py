@@ -14,9 +14,8 @@ import torch
 from . import report, workload
 from .command import LAYER_OPTIONS, OUT, Answer, OutputFolder, command, dtype_name, target_at_a_size
 from .measure import MemoryProfile, Runner, describe_environment, reason_dense_does_not_fit
-from .target import report_user_errors
-from .terminal import format_mb, format_ratio, print_paths, print_table, show_progress
-from .workload import Workload
+from .report import format_mb, format_ratio, print_paths, print_table, show_progress
+from .workload import Workload, report_user_errors
 
 POINTS = 240  # of a timeline in JSON, each the highest of its span
 

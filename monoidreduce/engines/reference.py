@@ -13,8 +13,7 @@ import torch
 
 from ..errors import ReferenceLimitError
 from ..program.expression import Expr, topological
-from .common.evaluate import Evaluator, Sizes
-from .common.listed_pairs import spread_edges
+from .common.evaluate import Evaluator, Sizes, spread_edges
 
 
 def run(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, limit: int | None) -> list[Any]:

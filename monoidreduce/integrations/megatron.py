@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import vocabulary_parallel
+from ..ops.cross_entropy import loss_of_hidden, loss_of_logits
 
 __all__ = ["linear_vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -45,7 +45,7 @@ def vocab_parallel_cross_entropy(
     >>> torch.allclose(loss.mean(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
     True
     """
-    return vocabulary_parallel.loss_of_logits(vocab_parallel_logits, target, label_smoothing, _find_group(tp_group))
+    return loss_of_logits(vocab_parallel_logits, target, label_smoothing, _find_group(tp_group))
 
 
 def linear_vocab_parallel_cross_entropy(
@@ -89,9 +89,7 @@ def linear_vocab_parallel_cross_entropy(
     True
     """
     options, group = {"bias": bias, "softcap": softcap}, _find_group(tp_group)
-    return vocabulary_parallel.loss_of_hidden(
-        hidden, weight, target, label_smoothing, sequence_parallel, vocab_size, options, group
-    )
+    return loss_of_hidden(hidden, weight, target, label_smoothing, sequence_parallel, vocab_size, options, group)
 
 
 def _find_group(tp_group: Any) -> Any:

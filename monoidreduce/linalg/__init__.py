@@ -11,9 +11,8 @@ A matrix is what it does to vectors: a function of ``v`` [N] or [N, k] that give
 True
 """
 
-from .conjugate_gradients import cg
+from .conjugate_gradients import Nystroem, cg, nystroem
 from .log_determinant import LogDet, logdet
 from .matrices import KernelMatrix, matrix, operator
-from .nystroem import Nystroem, nystroem
 
 __all__ = ["KernelMatrix", "LogDet", "Nystroem", "cg", "logdet", "matrix", "nystroem", "operator"]

@@ -9,6 +9,9 @@ whatever K closes over: points, bandwidths, a ridge.
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +20,176 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..errors import ArgumentError, ShapeError, shown
-from . import iterations, matrices
-from .iterations import Options
-from .matrices import Product
+from ..errors import ArgumentError, ConvergenceError, ShapeError, shown
+from . import matrices
+from .matrices import Product, not_positive
+
+# The loop of conjugate gradients: several right-hand sides at once, each with its own steps.
+#
+# Nothing here is differentiated: ``conjugate_gradients.py`` puts a gradient above it.
+
+LEAST_SECONDS = 0.5  # between two lines of progress
+RESTARTS = 8  # how often the true residual may disagree with the recurrence before that is an error
+
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How far, how long, and with what help a system is solved; the same for its gradient's systems."""
+
+    tol: float
+    maxiter: int
+    preconditioner: Callable[[Tensor], Tensor] | None = None
+    progress: Progress | None = None
+
+
+@dataclass
+class Steps:
+    """The step lengths of each column [k], iteration by iteration: what the Lanczos matrix is made of."""
+
+    alpha: list[Tensor]
+    beta: list[Tensor]
+
+
+def print_progress(tol: float, maxiter: int) -> Progress:
+    """What prints one line to stderr and keeps it up to date: iterations, the largest residual, seconds."""
+    begin, last = time.monotonic(), [0.0]
+
+    def show(iteration: int, residual: float) -> None:
+        now = time.monotonic()
+        done = residual <= tol or iteration >= maxiter
+        if done or now - last[0] >= LEAST_SECONDS:
+            last[0] = now
+            line = f"\rcg: {iteration} of at most {maxiter} iterations, residual {residual:.1e} of {tol:.0e}"
+            sys.stderr.write(f"{line}, {now - begin:.1f} s" + ("\n" if done else ""))
+            sys.stderr.flush()
+
+    return show
+
+
+def solve(
+    product: Product,
+    b: Tensor,
+    options: Options,
+    start: Tensor | None = None,
+    floor: Tensor | float = 0.0,
+    steps: Steps | None = None,
+) -> Tensor:
+    """x [N, k] with |b - K x| ≤ tol |b| in every column; raises ConvergenceError where that is not reached.
+
+    ``floor``: an absolute bound [k] besides, below which residuals do not matter. ``steps`` collects step lengths (then
+    there is no preconditioner, and columns stay where they are)."""
+    sizes = b.norm(dim=0)
+    bound = torch.maximum(options.tol * sizes, torch.as_tensor(floor, dtype=b.dtype, device=b.device))
+    x = torch.zeros_like(b) if start is None else start.clone()
+    residual = b.clone() if start is None else b - product(x)
+    iteration, before = 0, math.inf
+    for _ in range(RESTARTS):
+        left = (residual.norm(dim=0) > bound).nonzero().squeeze(-1)
+        if not len(left):
+            return x
+        whole = len(left) == b.shape[1]
+        part, r, limit = (x, residual, bound) if whole else (x[:, left], residual[:, left], bound[left])
+        own = sizes if whole else sizes[left]
+        part, iteration = _iterate(product, part, r, (limit / 2, own), options, iteration, steps)  # a half for drift
+        if whole:
+            x = part
+        else:
+            x[:, left] = part
+        residual = b - product(x)  # the recurrence drifts from the true residual; only the true one counts
+        reached = _largest(residual.norm(dim=0), bound)
+        if reached <= 1 or iteration >= options.maxiter:
+            break
+        if reached > before / 2:  # rounding decides: another restart would not help
+            break
+        before, steps = reached, None
+    norms = residual.norm(dim=0)
+    if _largest(norms, bound) <= 1:
+        return x
+    worst = int((norms / bound.clamp(min=1e-300)).argmax())
+    relative = float(norms[worst] / sizes[worst]) if float(sizes[worst]) else math.inf
+    raise ConvergenceError(
+        iterations=iteration,
+        residual=f"{relative:.1e}",
+        tol=f"{options.tol:.1e}",
+        column=f" of column {worst}" if b.shape[1] > 1 else "",
+        fix=_advice(iteration >= options.maxiter, b.dtype, options.preconditioner is not None),
+    )
+
+
+def _largest(norms: Tensor, bound: Tensor) -> float:
+    """The largest residual in units of its bound; NaN is infinite."""
+    found = torch.where(norms == 0, 0.0, norms / bound)
+    return float(found.nan_to_num(nan=math.inf).max()) if found.numel() else 0.0
+
+
+def _advice(too_few: bool, dtype: torch.dtype, preconditioned: bool) -> str:
+    more = "" if preconditioned else "a preconditioner (linalg.nystroem), "
+    if too_few:
+        return f"Try {more}a larger ridge, a larger tol, or a larger maxiter"
+    precision = "float64, " if dtype is torch.float32 else ""
+    return f"Rounding keeps it there. Try {precision}{more}a larger ridge, or a larger tol"
+
+
+def _iterate(
+    product: Product,
+    x: Tensor,
+    r: Tensor,
+    scale: tuple[Tensor, Tensor],
+    options: Options,
+    iteration: int,
+    steps: Steps | None,
+) -> tuple[Tensor, int]:
+    """Iterate until the recurrence's residuals are below ``scale``'s bounds (the first; the second are sizes of b).
+
+    A column that is done stays as it is; once half are, the others go on alone."""
+    bound, sizes = scale
+    helped = options.preconditioner or (lambda v: v)
+    found, place = x.clone(), torch.arange(x.shape[1], device=x.device)
+    x, r = x.clone(), r.clone()
+    z = helped(r)
+    p, rz = z.clone(), (r * z).sum(0)
+    active = r.norm(dim=0) > bound
+    while iteration < options.maxiter:
+        many = int(active.sum())
+        if not many:
+            break
+        if steps is None and 2 * many <= x.shape[1]:
+            found[:, place] = x
+            keep = active.nonzero().squeeze(-1)
+            x, r, p, place, rz = x[:, keep], r[:, keep], p[:, keep], place[keep], rz[keep]
+            bound, sizes, active = bound[keep], sizes[keep], active[keep]
+        image = product(p)
+        curvature = (p * image).sum(0)
+        if bool((active & ~(curvature > 0)).any()):
+            _fail_curvature(p, image, curvature, active)
+        alpha = torch.where(active, rz / curvature, 0.0)
+        x, r = x + alpha * p, r - alpha * image
+        z = helped(r)
+        new = (r * z).sum(0)
+        beta = torch.where(active & (rz != 0), new / rz, 0.0)
+        p, rz = z + beta * p, torch.where(active, new, rz)
+        if steps is not None:
+            steps.alpha.append(alpha)
+            steps.beta.append(beta)
+        norms = r.norm(dim=0)
+        active = active & (norms > bound)
+        iteration += 1
+        if options.progress is not None:
+            options.progress(iteration, float((norms / sizes.clamp(min=1e-300)).max()))
+    found[:, place] = x
+    return found, iteration
+
+
+def _fail_curvature(p: Tensor, image: Tensor, curvature: Tensor, active: Tensor) -> None:
+    at = int((active & ~(curvature > 0)).to(torch.uint8).argmax())
+    if not bool(image[:, at].isfinite().all()):
+        raise ConvergenceError(
+            iterations="some", residual="not finite", tol="a number", column="", fix="Look for NaN and infinity in b"
+        )
+    raise not_positive(float(curvature[at] / (p[:, at].norm() * image[:, at].norm()).clamp(min=1e-300)))
+
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
@@ -115,7 +284,7 @@ def check_options(b: Tensor, tol: Any, maxiter: Any, preconditioner: Any, progre
         raise ArgumentError(
             detail=f"progress was given {shown(progress)}", fix="Give True, or a function of iteration and residual"
         )
-    show = progress if callable(progress) else iterations.print_progress(tol, maxiter) if progress else None
+    show = progress if callable(progress) else print_progress(tol, maxiter) if progress else None
     return Options(float(tol), maxiter, preconditioner, show)
 
 
@@ -129,7 +298,7 @@ def _on_tensors(matrix: Any) -> Any:
 def solve_with_gradient(system: System, b: Tensor, start: Tensor | None = None) -> Tensor:
     """The solution x [N, k] for b [N, k], differentiable by b and by what the product closes over."""
     with torch.no_grad():
-        found = iterations.solve(system.product, b.detach(), system.options, start)
+        found = solve(system.product, b.detach(), system.options, start)
     if not torch.is_grad_enabled():
         return found
     first = b - system.product(found)
@@ -160,5 +329,90 @@ class _Inverse(torch.autograd.Function):
         if isinstance(floor, Tensor) and bool((cotangent.detach().norm(dim=0) <= floor).all()):
             return torch.zeros_like(cotangent), None, None
         if not torch.is_grad_enabled():
-            return iterations.solve(system.product, cotangent, system.options, floor=floor), None, None
+            return solve(system.product, cotangent, system.options, floor=floor), None, None
         return solve_with_gradient(system, cotangent), None, None
+
+
+# Nyström's preconditioner: the largest eigenvalues of a matrix, found with one product, and their inverse.
+
+
+class Nystroem:
+    """An approximation of (K + ridge · I)⁻¹ by K's largest eigenvalues; made by :func:`nystroem`. A function of v.
+
+    ``eigenvalues`` [rank], the largest first, and ``eigenvectors`` [N, rank].
+
+    >>> import torch, monoidreduce as mr
+    >>> x = torch.rand(200, 1, dtype=torch.float64)
+    >>> nearly = mr.linalg.nystroem(mr.linalg.matrix(mr.ops.kernel_sum, x), x, rank=10, ridge=0.1)
+    >>> nearly.eigenvalues.shape, nearly(torch.ones(200, 1, dtype=torch.float64)).shape
+    (torch.Size([10]), torch.Size([200, 1]))
+    """
+
+    def __init__(self, eigenvalues: Tensor, eigenvectors: Tensor, ridge: float):
+        self.eigenvalues, self.eigenvectors, self.ridge = eigenvalues, eigenvectors, ridge
+        # Beyond the eigenvalues found all are taken to be the smallest of these: the result is scaled by that.
+        self._scale = (eigenvalues[-1] + ridge) / (eigenvalues + ridge) - 1
+
+    def __call__(self, v: Tensor) -> Tensor:
+        inside = self.eigenvectors.mT @ v
+        return v + self.eigenvectors @ (self._scale.unsqueeze(-1) * inside if v.dim() == 2 else self._scale * inside)
+
+
+def nystroem(matrix: Callable[[Tensor], Tensor], like: Tensor, *, rank: int, ridge: float, seed: int = 0) -> Nystroem:
+    """A preconditioner for :func:`cg`: the ``rank`` largest eigenvalues of K, from one product with so many vectors.
+
+    With it the iterations depend on the eigenvalues that are left, not on the largest: for smooth kernels and a small
+    ridge tens instead of hundreds. It costs one product with ``rank`` columns, N · rank numbers of memory, and
+    4 · N · rank operations for each vector in each iteration. Worth it where ``rank`` is about the number of
+    eigenvalues above the ridge.
+
+    ``like`` is a tensor with N rows, in the type and on the device of the vectors (b, or the points); ``ridge``, above
+    0, is about what cg is given. The random vectors are those of ``seed``. It has no gradient, and needs none: it
+    changes how fast a solution is found, not the solution.
+
+    Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for arguments that do not fit, and
+    :class:`ArgumentError` for a matrix that is not positive.
+
+    >>> import torch, monoidreduce as mr
+    >>> x = torch.rand(400, 1, dtype=torch.float64)
+    >>> K = mr.linalg.matrix(mr.ops.kernel_sum, x, bandwidth=0.2)
+    >>> b, counts = torch.rand(400, dtype=torch.float64), {}
+    >>> for name, helper in (("plain", None), ("with help", mr.linalg.nystroem(K, x, rank=30, ridge=1e-4))):
+    ...     progress = lambda iteration, residual: counts.update({name: iteration})
+    ...     found = mr.linalg.cg(K, b, ridge=1e-4, preconditioner=helper, progress=progress)
+    >>> counts["with help"] < counts["plain"] / 2
+    True
+    """
+    if not isinstance(like, Tensor) or like.dim() < 1:
+        raise ArgumentError(detail=f"like was given {shown(like)}", fix="Give a tensor with N rows: b, or the points")
+    matrices.check_vectors("like", like.detach().reshape(len(like), -1) if like.dim() > 2 else like.detach())
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= len(like):
+        raise ArgumentError(detail=f"rank was given {shown(rank)}", fix=f"Give a whole number from 1 to {len(like)}")
+    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not ridge > 0:
+        raise ArgumentError(detail=f"ridge was given {shown(ridge)}", fix="Give a number above 0")
+    column = like.detach().reshape(len(like), -1)[:, :1]
+    product = matrices.as_product(matrix, 0.0, column)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        probes = torch.linalg.qr(torch.randn(len(like), rank, generator=draw, dtype=torch.float64).to(column)).Q
+        images = product(probes)
+        shift = torch.finfo(column.dtype).eps * images.norm()
+        images = images + shift * probes
+        inner = probes.mT @ images
+        factor = _factor((inner + inner.mT) / 2)
+        vectors, values, _ = torch.linalg.svd(
+            torch.linalg.solve_triangular(factor, images.mT, upper=False).mT, full_matrices=False
+        )
+        eigenvalues = (values.square() - shift).clamp(min=0)
+    return Nystroem(eigenvalues, vectors, float(ridge))
+
+
+def _factor(inner: Tensor) -> Tensor:
+    """The Cholesky factor of a Gram matrix, with as little added to its diagonal as lets it have one."""
+    scale = inner.diagonal().abs().max()
+    for power in range(4):
+        more = 0.0 if not power else float(scale) * torch.finfo(inner.dtype).eps * 10.0 ** (power + 1)
+        found: Any = torch.linalg.cholesky_ex(inner + more * torch.eye(len(inner), dtype=inner.dtype).to(inner.device))
+        if int(found.info) == 0:
+            return found.L
+    raise matrices.not_positive(float(torch.linalg.eigvalsh(inner)[0] / scale.clamp(min=1e-300)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, shown
-from . import conjugate_gradients, iterations, matrices
+from . import conjugate_gradients, matrices
 from .conjugate_gradients import System
 
 
@@ -82,8 +82,8 @@ def logdet(
     draw = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(like), probes), generator=draw).to(column) * 2 - 1
     with torch.no_grad():
-        steps = iterations.Steps([], [])
-        iterations.solve(product, signs, options, steps=steps)
+        steps = conjugate_gradients.Steps([], [])
+        conjugate_gradients.solve(product, signs, options, steps=steps)
         each = len(like) * _log_quadrature(steps)
         value, error = each.mean(), each.std() / probes**0.5
     value, error = value.to(column.dtype), error.to(column.dtype)
@@ -92,7 +92,7 @@ def logdet(
     return LogDet(value, error)
 
 
-def _log_quadrature(steps: iterations.Steps) -> Tensor:
+def _log_quadrature(steps: conjugate_gradients.Steps) -> Tensor:
     """⟨e, log(T) e⟩ for the first unit vector e and the Lanczos matrix T of each column: [k], in float64."""
     alpha, beta = (torch.stack(s).double() for s in (steps.alpha, steps.beta))  # [steps, k]
     done = alpha == 0  # a column that had converged: its matrix ends there

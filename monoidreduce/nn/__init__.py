@@ -8,8 +8,7 @@ Where torch has a module of the same name, arguments and state dicts are the sam
 torch.Size([3, 16])
 """
 
-from .attention import MultiheadAttention
-from .graphs import GraphAttention
+from .attention import MultiheadAttention, PagedCache
 from .heads import (
     LinearArgmax,
     LinearCrossEntropyLoss,
@@ -22,8 +21,7 @@ from .heads import (
     LinearTopK,
     SampledCrossEntropyLoss,
 )
-from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
-from .paged_cache import PagedCache
+from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, GraphAttention, MaxSim, SinkhornLoss
 
 __all__ = [
     "MLP",

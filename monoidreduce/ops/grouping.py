@@ -79,7 +79,11 @@ class Groups:
     def split(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict]:
         """The same arguments with heads seen as [shared, group], of which keys and values have [shared, 1]."""
         seen = self.split_options(options)
-        return q.unflatten(-3, (self.shared, self.group)), k.unsqueeze(-3), v.unsqueeze(-3), seen
+        if type(q) is Tensor:  # half the time of unflatten, which is Python
+            apart = q.view(*q.shape[:-3], self.shared, self.group, *q.shape[-2:])
+        else:
+            apart = q.unflatten(-3, (self.shared, self.group))
+        return apart, k.unsqueeze(-3), v.unsqueeze(-3), seen
 
     def split_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The same options with heads seen as [shared, group]."""

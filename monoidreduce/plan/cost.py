@@ -9,7 +9,7 @@ and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
     traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
 
 Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
-(``op_counts.py``) by rates (``device_rates.py``):
+by rates (both in ``op_counts.py``):
 
     seconds per pair = flops / GEMM rate + exponentials / special rate + other operations / plain rate
 
@@ -24,8 +24,7 @@ from ..reductions import kind_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
-from .device_rates import DeviceRates
-from .op_counts import Case, Work, count_work, folded_axes, only_gathers
+from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
 OVERLAP = 0.6  # share of a kernel's arithmetic that MMAs do not hide (attention and MLPs on an H200)
@@ -218,7 +217,8 @@ def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
         each = work.reads[side], work.reads[other], work.writes[side]
         read = forward_cost(*slices, kept, folded, *each, W=slices[1] / splits) * case.batch
         pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
-        time = pairs * pair * reuse / max(busy, 1e-9)
+        started = 1 + START_UP * (splits - 1) / slices[1]
+        time = pairs * pair * reuse * started / max(busy, 1e-9)
         time = max(time, _count_input_bytes(case, work) / rates.bandwidth) + (splits > 1) * (
             2 * result * splits / rates.bandwidth
         )
@@ -242,6 +242,7 @@ def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
     return instances / max(1, most * case.ceilings.processors) * min(1.0, 0.4 + 0.6 * most * warps / full)
 
 
+START_UP = 1.5  # tiles that a program instance could have folded while it loads its first blocks
 _FEW = 8  # features up to which a kernel uses no MMAs
 _FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor reaches its rate: with MMAs, and without
 

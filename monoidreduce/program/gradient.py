@@ -18,7 +18,7 @@ from . import constructors
 from .expression import Expr, node
 from .lower import Fold
 from .reverse_mode import pull
-from .symbol import Symbol
+from .symbol import Symbol, calls_torch
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class FoldGradient:
         return tuple(e for e in self._parts[2] if e is not None)
 
 
+@calls_torch
 def differentiate_fold(
     reductions: Sequence[Expr], leaves: Sequence[Expr], asked: Sequence[bool], given: Sequence[bool]
 ) -> tuple[list[Expr], list[Expr], list[Expr | None]]:

@@ -9,17 +9,24 @@ program of one pass as one program, so that nothing is written and read between 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ..reductions import kind_of, make, outputs_of
 from . import constructors
 from .compile import compile_program
-from .constructors import ONE, substitute
-from .expression import Expr, node, result, topological
+from .constructors import ONE, apply, substitute
+from .contract import contractions
+from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
-from .lower import Lowered, Pass
+from .lower import Fold, Lowered, Pass
+from .normal_form import factors, number_factor
 from .reverse_mode import pull
+from .symbol import Symbol
 
 
 @dataclass(frozen=True)
@@ -145,3 +152,194 @@ def differentiate_program(
     there = [e for e in inputs if found.get(e) is not None]
     made = dict(zip(there, substitute(tuple(g for e in there if (g := found[e]) is not None), replace), strict=True))
     return tuple(made.get(e) for e in inputs)
+
+
+# Row gradients without a second pass over the columns: the forward folds what they need.
+#
+# Of a logsumexp over columns the gradient of a row's vector is g Σ_j p_j v_j, with p the softmax and v_j = ∂s_j/∂x: the
+# cotangent, one number, times a mean that the forward can save beside the logsumexp, from the same exponentials. This
+# takes two matrix products instead of three, and leaves only the column gradients to the backward.
+#
+# A loss also subtracts the logit of one column t. Softmax and one-hot nearly cancel there, so the mean leaves t out;
+# with r = Σ_{j≠t} p_j, which keeps the digits of 1 - p_t, the gradient is g Σ_{j≠t} p_j v_j + (g + h - g r) v_t, where
+# h is the cotangent of the logit at t. Where v = c u with numbers c that leave the sums, each of the three meets its
+# own.
+#
+# Of a sum of numbers over columns the gradient of a row's vector is g Σ_j ∂f_j/∂x, whatever the function f: the forward
+# saves that sum.
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What the gradient of one leaf is made of: g × ``factor`` × ``mean``, and at the target (g × factor + h ×
+    ``picked`` - g × factor × the rest) × ``there``."""
+
+    place: int
+    factor: Expr
+    mean: Expr
+    picked: Expr = ONE
+    there: Expr = ONE
+
+
+@dataclass(frozen=True, eq=False)
+class SavingFold:
+    """A fold that also saves what the gradients of rows need, and how gradients are computed from it.
+
+    The saved results are leaves ``E0``, ``E1``, ..., of the gradient, beside P and g of ``gradient.py``."""
+
+    fold: Fold
+    feeds: tuple[int, ...]  # which of the plain fold's leaves it takes
+    own: tuple[int, ...]  # which of its results are the plain fold's
+    more: tuple[int, ...]  # and which are saved for gradients
+    means: tuple[Mean, ...]
+    rest: Expr | None  # the weight of all columns but the target, where there is one
+    soft: int  # the place of the logsumexp (or of the sum of numbers) among the plain fold's results
+    pick: int  # and of the logit at the target
+    target: Expr | None
+    plain: bool = False  # a sum of numbers: there is no logsumexp
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the leaves that stand for the saved results."""
+        return tuple(f"E{k}" for k in range(len(self.more)))
+
+
+@functools.lru_cache(maxsize=1024)
+def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold | None:
+    """The fold that also saves what the gradients of rows' vectors need; ``asked``: the leaves that want a gradient.
+
+    None unless the fold is one logsumexp, of a logit that is linear in these vectors, with at most one column's logit
+    beside it, or one sum of numbers. None too where a number per row, or a plain number, asks for a gradient: that
+    takes a pass over the columns anyway."""
+    places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
+    kinds = [r.attrs[0] for r in fold.reductions]
+    if not places or any(not fold.leaves[k].rows or fold.leaves[k].feature is None for k in places):
+        return None
+    if kinds == ["sum"] and not fold.scales:
+        return _save_sums(fold, places)
+    if sorted(kinds) not in (["soft"], ["pick", "soft"]) or fold.scales:
+        return None
+    soft, pick = fold.reductions[kinds.index("soft")], fold.reductions[kinds.index("pick")] if kinds[1:] else None
+    if soft.attrs[1] != "cols" or len(soft.args) > 1 or (pick is not None and not _is_number(pick)):
+        return None
+    target = None if pick is None else pick.args[0]
+    vectors = _linear_derivatives(soft.args[0], fold, places)
+    picked = vectors if pick is None else _linear_derivatives(pick.args[1], fold, places)
+    if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
+        return None
+    outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(outputs_of(r))]
+    wanted = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
+    wanted += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
+    made = _compile_one_fold(fold, (*outputs, *wanted), len(outputs))
+    if made is None:
+        return None
+    whole, feeds, own, more, kept = made
+    means = tuple(
+        Mean(k, factor, m, picked[k][0], _gather_at(v, target))
+        for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
+    )
+    place = outputs.index
+    at = (
+        place(result(soft, 0, *outputs_of(soft)[0])),
+        -1 if pick is None else place(result(pick, 0, *outputs_of(pick)[0])),
+    )
+    rest = None if target is None else kept[-1]
+    return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
+
+
+def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
+    """The same for a sum of numbers over columns, where that stays one fold."""
+    (r,) = fold.reductions
+    if r.attrs[1] != "cols" or r.args[0].dtype != "float" or r.args[0].feature is not None:
+        return None
+    pulled = pull([(r.args[0], ONE)], [fold.leaves[k] for k in places])
+    if any(v is None or not v.is_pair or contractions(v, "cols")[0].walk for v in pulled):
+        return None
+    wanted = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
+    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *wanted), 1)
+    if made is None:
+        return None
+    whole, feeds, own, more, kept = made
+    means = tuple(Mean(k, ONE, m) for k, m in zip(places, kept, strict=True))
+    return SavingFold(whole, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
+
+
+def _is_number(pick: Expr) -> bool:
+    """Whether a number of one column is picked for every row."""
+    return pick.attrs[1:] == ("cols", ("col",)) and pick.args[0].feature is None and pick.args[2] is ONE
+
+
+def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Expr, Expr]]:
+    """The derivatives of a number per pair by rows' vectors, as (what leaves a sum over columns, the rest); nothing
+    where one of them is not a number times a vector as it was given."""
+    found = {}
+    for k, v in zip(places, pull([(number, ONE)], [fold.leaves[k] for k in places]), strict=True):
+        parts = () if v is None or v.feature is None else contractions(v, "cols")
+        if len(parts) != 1 or parts[0].walk or parts[0].minus is not None or parts[0].vector is None:
+            return {}
+        free, alone, mid = factors(parts[0].weight, "cols")
+        number, vector = number_factor(parts[0].vector) or (ONE, parts[0].vector)
+        found[k] = apply("mul", free, number), apply("mul", mid, apply("mul", vector, alone))
+    return found
+
+
+def _softmax_mean_without(logit: Expr, value: Expr, target: Expr | None) -> Expr:
+    """The softmax mean of a value, 0 at the target."""
+    value = value if target is None else apply("where", apply("eq", index("col"), target), 0.0, value)
+    return make("soft", "cols", (), (logit, value))[1]
+
+
+def _gather_at(vector: Expr, target: Expr | None) -> Expr:
+    """A vector per pair at the target: a gather."""
+    if target is None:
+        return ONE
+    return make("sum", "cols", (), (apply("where", apply("eq", index("col"), target), vector, 0.0),))[0]
+
+
+def _compile_one_fold(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple | None:
+    """One fold of all outputs, by places, and those that are not its own written with E; None if it takes several."""
+    program = compile_program(outputs)
+    if len(program.passes) != 1 or not set(program.passes[0].feeds) <= set(fold.leaves):
+        return None
+    (whole,) = program.passes
+    place = {e: k for k, nodes in enumerate(whole.results) for e in nodes}
+    mine = [place[e] for e in program.outputs[:own]]
+    more = [k for k in range(len(whole.results)) if k not in mine]
+    leaves = {e: _leaf(f"E{more.index(k)}", e.feature) for e, k in place.items() if k in more}
+    feeds = tuple(map(fold.leaves.index, whole.feeds))
+    return replace(whole.fold, raised=True), feeds, tuple(mine), tuple(more), substitute(program.outputs[own:], leaves)
+
+
+def _leaf(name: str, feature: Any = None) -> Expr:
+    return node("leaf", (), (name,), rows=True, cols=False, feature=feature, dtype="float")
+
+
+@functools.lru_cache(maxsize=1024)
+def row_gradients(form: SavingFold, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
+    """The gradients of rows' vectors, by place of their leaves; ``given``: the results that have a cotangent."""
+    if form.plain:
+        g = _symbol(f"g{form.soft}")
+        return tuple((m.place, (g * _as_symbol(m.mean)).expr) for m in form.means) if given[form.soft] else ()
+    cotangents = [_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
+    if not cotangents:
+        return ()
+    seen = _symbol(f"P{form.soft + 1}") != -math.inf  # else no column has a weight
+    g = torch.where(seen, sum(cotangents[1:], cotangents[0]), 0.0)
+    found = []
+    for m in form.means:
+        mine = g * _as_symbol(m.factor)
+        value = mine * _as_symbol(m.mean)
+        if form.rest is not None:
+            at = mine + _symbol(f"g{form.pick}") * _as_symbol(m.picked) if given[form.pick] else mine
+            value = value + (at - mine * _as_symbol(form.rest)) * _as_symbol(m.there)
+        found.append((m.place, value.expr))
+    return tuple(found)
+
+
+def _as_symbol(e: Expr) -> Any:
+    """An expression as a symbol, for torch's functions and operators."""
+    return Symbol(e)
+
+
+def _symbol(name: str) -> Any:
+    return Symbol(_leaf(name))

@@ -146,17 +146,34 @@ def _hides_pairs(c: Expr, value: Expr) -> bool:
     return exists and not _is_bounded(value)
 
 
-_BOUNDED = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")
-_bounded: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()  # answers of :func:`_is_bounded`
+_FINITE, _INFINITE, _NAN = range(3)  # what a number may be where what users give is finite
+_BOUNDED = ("tanh", "sigmoid", "erf", "sign")
+_worst: weakref.WeakKeyDictionary[Expr, int] = weakref.WeakKeyDictionary()  # answers of :func:`_find_worst`
 
 
 def _is_bounded(value: Expr) -> bool:
-    """Whether an expression is finite whatever its leaves are."""
-    for e in topological([value], stop=_bounded.__contains__):
-        if e not in _bounded:
-            sums = e.op in ("add", "sub", "mul", "neg", "square") and all(_bounded[a] for a in e.args)
-            _bounded[e] = e.op in _BOUNDED or e.dtype == "bool" or sums or (e.op == "const" and math.isfinite(e.const))
-    return _bounded[value]
+    """Whether an expression is finite whatever finite rows and columns meet: results of rows without pairs are not."""
+    for e in topological([value], stop=_worst.__contains__):
+        if e not in _worst:
+            _worst[e] = _find_worst(e)
+    return _worst[value] == _FINITE
+
+
+def _find_worst(e: Expr) -> int:
+    args = [_worst[a] for a in e.args]
+    if e.op == "const":
+        return _FINITE if math.isfinite(e.const) else _INFINITE
+    if e.dtype != "float" or not args:
+        return _FINITE if e.dtype != "float" else _INFINITE
+    if e.op in _BOUNDED:
+        return _NAN if max(args) == _NAN else _FINITE
+    if e.op in ("sin", "cos"):
+        return _NAN if max(args) else _FINITE
+    if e.op in ("add", "sub"):
+        return sum(args) if sum(args) < _NAN else _NAN
+    if e.op in ("mul", "square", "neg", "where"):
+        return max(args) if e.op in ("neg", "where") or not any(args) else _NAN
+    return _INFINITE if e.op in ("dot", "sqdist", "exp") and max(args) < _NAN else _NAN
 
 
 def _is_mask(e: Expr) -> bool:
@@ -189,6 +206,8 @@ def _neg(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     (x,) = args
     if x.op == "neg":
         return x.args[0]
+    if _is_mask(x) and _hides_pairs(x.args[0], x):
+        return apply("where", x.args[0], apply("neg", x.args[1]), x.args[2])
     return apply("sub", x.args[1], x.args[0]) if x.op == "sub" else None
 
 

@@ -9,6 +9,7 @@ the nearest name that is. Python questions that have no answer for all pairs at 
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -33,6 +34,18 @@ class Trace:
 
 
 current_trace: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("current_trace", default=None)
+
+
+def calls_torch(function: Callable) -> Callable:
+    """A decorator for what calls torch functions with symbols: they reach them also while a tensor subclass (a nested
+    tensor, in whose name autograd runs) has switched ``__torch_function__`` off."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class NeedValue(BaseException):

@@ -24,7 +24,7 @@ from .declarations import Parameter
 from .domain import restrict
 from .expression import Expr, const, topological
 from .several import are_several
-from .symbol import NeedValue, Symbol, Trace, current_trace, expr_of
+from .symbol import NeedValue, Symbol, Trace, calls_torch, current_trace, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -41,6 +41,7 @@ class Traced:
     watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
 
 
+@calls_torch
 def trace(
     function: Any,
     parameters: Mapping[str, Parameter],

@@ -16,8 +16,7 @@ from ..program import intervals as iv
 from ..program.constructors import find_listed, listed_node
 from ..program.expression import Expr, index
 from ..program.symbol import Symbol
-from .accumulator import Accumulator, Offset, shift_places
-from .base import Exchange, Outputs, Reads, Reduction, State, folded_dim, stretch
+from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, shift_places, stretch
 from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks
 
 NOWHERE = torch.iinfo(torch.int64).max  # behind every place

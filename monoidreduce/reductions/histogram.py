@@ -17,8 +17,7 @@ from ..program import intervals as iv
 from ..program.constructors import look_up
 from ..program.diagonals import is_along_diagonals
 from ..program.expression import Expr
-from .accumulator import Accumulator, Offset
-from .base import Exchange, Outputs, Reads, Reduction, State
+from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
 
 
 class HistogramAccumulator(Accumulator):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..program.expression import Expr, size
 from ..program.symbol import Symbol
-from .accumulator import Accumulator, Offset
-from .base import Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
+from .base import Accumulator, Offset, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
 from .kernel_lines import Lines
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..program import intervals as iv
 from ..program.expression import Expr
-from .accumulator import Accumulator, Offset
-from .base import Outputs, Reads, Reduction, State
+from .base import Accumulator, Offset, Outputs, Reads, Reduction, State
 from .kernel_lines import Lines
 
 

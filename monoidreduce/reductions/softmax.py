@@ -21,8 +21,7 @@ from ..program.constructors import ONE
 from ..program.contract import contractions
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
-from .accumulator import Accumulator, Offset
-from .base import Exchange, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
+from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
 from .kernel_lines import NUMBERS_PER_INSTANCE, CombineLaunch, Form, Lines
 from .sum import WholeContraction, contract_all, contracted
 
@@ -449,9 +448,11 @@ def part(log, peak, place, here):
 
 @triton.jit
 def share(of_total, own, top):
-    # what a part's sums count in the whole; infinities too
+    # what a part's sums count in the whole; infinities too. The choice stands between this product and the sum of all
+    # shares: fused with it, threads that hold the same sum would differ in its last bit
     equal = own == top[:, None]
-    return tl.exp(tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])) * tl.exp(of_total)
+    weight = tl.exp(tl.where(equal, 0.0, own) - tl.where(equal, 0.0, top[:, None])) * tl.exp(of_total)
+    return tl.where(of_total == float("-inf"), 0.0, weight)
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -14,8 +14,7 @@ from ..program import intervals as iv
 from ..program.constructors import ONE
 from ..program.contract import contractions
 from ..program.expression import Expr
-from .accumulator import Accumulator, Offset
-from .base import Exchange, Outputs, Reads, Reduction, State, folded_dim, stretch
+from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, stretch
 from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks
 
 

@@ -15,8 +15,19 @@ from torch import Tensor
 from ..errors import TopKError
 from ..program import intervals as iv
 from ..program.expression import Expr
-from .accumulator import Accumulator, Offset, shift_places
-from .base import Local, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
+from .base import (
+    Accumulator,
+    Local,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    folded_dim,
+    per_part,
+    shift_places,
+    stretch,
+)
 from .best import NOWHERE, is_chosen, no_places, worst
 from .kernel_lines import Lines
 

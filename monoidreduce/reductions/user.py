@@ -12,10 +12,108 @@ from torch import Tensor
 
 from ..algebra import fold as fold_monoid
 from ..errors import NoGradientError
-from ..program.expression import Expr
+from ..program.constructors import apply
+from ..program.expression import Expr, node
+from ..program.symbol import Symbol, expr_of
 from .base import Outputs, Reads, Reduction
 from .derived_gradient import gradient_road, local_pullback
-from .vector_lines import VectorLines
+from .kernel_lines import Lines
+
+# The lines of a Triton kernel that folds a monoid with vector fields.
+#
+# The state of a kept index is a number ``[KEPT]`` or a vector ``[KEPT, features]`` for each field. A tile's elements
+# are made whole, ``[KEPT, FOLDED]`` and ``[KEPT, FOLDED, features]``, and folded as a tree: the two halves of the
+# folded axis are combined until one element is left. So every pair is combined once, its numbers are not repeated for
+# its features, and ``combine`` may take inner products.
+
+_LEVELS = 8  # of the tree: tiles have at most 2**8 folded indices
+
+
+class VectorLines(Lines):
+    """Any monoid with vector fields; its results are its state."""
+
+    def prepare(self) -> None:
+        names, self.features = self.kind.state_names(self.params), [a.feature for a in self.reduction.args]
+        self.state = [f"{self.name}_{n}" for n in names]
+        self.widths = [0 if f is None else self.tools.padded(self.v.spec.width(f)) for f in self.features]
+        self.identities = [self.tools.literal(float(value)) for value in self.kind.identity(self.params)]
+        self.v.pair_features += sum(self.widths)
+        sides = [[_argument(f"{s}_{n}", f) for n, f in zip(names, self.features, strict=True)] for s in "ab"]
+        inner = self.tools.block_function(self.v.spec)
+        inner.outer |= {e: str(e.attrs[0]) for side in sides for e in side}
+        results = self.kind.combine(self.params, *([Symbol(e) for e in side] for side in sides))
+        texts = [inner.number(apply("cast", expr_of(x), to="float")) for x in results]
+        arguments = ", ".join(str(e.attrs[0]) for side in sides for e in side)
+        self.combine = f"combine{self.place}"
+        self.helpers += [f"def {self.combine}({arguments}):"]
+        self.helpers += [f"    {line}" for line in inner.before] + [f"    return {', '.join(texts)}"]
+
+    def start(self) -> list[str]:
+        return [
+            f"{s} = tl.full([KEPT{f', {w}' if w else ''}], {identity}, {self.v.float})"
+            for s, w, identity in zip(self.state, self.widths, self.identities, strict=True)
+        ]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v = self.v
+        tiles = [f"{s}_tile" for s in self.state]
+        parts = zip(tiles, fields, self.widths, self.identities, strict=True)
+        v.inside += [f"{tile} = {self._elements(e, w, identity)}" for tile, e, w, identity in parts]
+        seen = f"{self.name}_seen"
+        v.inside += [f"{seen} = folded_in[None, :].to(tl.int32)"] if v.masked else []
+        halves = [[f"{t}_{side}" for t in tiles] for side in "ab"]
+        tree = [
+            f"{a}, {b} = split_{'vectors' if w else 'numbers'}({t})"
+            for t, a, b, w in zip(tiles, *halves, self.widths, strict=True)
+        ]
+        tree += [f"{seen}, {seen}_b = split_numbers({seen})"] if v.masked else []
+        tree += self._combine(tiles, halves[0], halves[1], f"{seen}_b")
+        v.inside += [
+            f"for level in tl.static_range({_LEVELS}):",
+            f"    if {tiles[0]}.shape[1] > 1:",
+            *(f"        {line}" for line in tree),
+        ]
+        last = [f"tl.reshape({t}, [KEPT{f', {w}' if w else ''}])" for t, w in zip(tiles, self.widths, strict=True)]
+        v.inside += [f"{seen} = tl.reshape({seen}, [1])"] if v.masked else []
+        v.inside += self._combine(self.state, self.state, last, seen)
+
+    def _combine(self, into: list[str], a: list[str], b: list[str], seen: str) -> list[str]:
+        """Lines that combine two elements; where a tile reaches beyond the folded axis, only with what is ``seen``:
+        the identity need not be one of itself (minus infinity less minus infinity is no number)."""
+        if not self.v.masked:
+            return [f"{', '.join(into)} = {self.combine}({', '.join((*a, *b))})"]
+        new = [f"{s}_new" for s in self.state]
+        lines = [f"{', '.join(new)} = {self.combine}({', '.join((*a, *b))})"]
+        for x, y, z, w in zip(into, new, a, self.widths, strict=True):
+            mask = f"tl.expand_dims({seen}, -1)" if w else seen
+            lines.append(f"{x} = tl.where({mask} != 0, {y}, {z})")
+        return lines
+
+    def _elements(self, e: Expr, width: int, identity: str) -> str:
+        """The elements of a tile: the identity beyond the folded axis."""
+        v = self.v
+        if not width:
+            return f"tl.broadcast_to({v.seen(v.full(e), identity)}, [KEPT, FOLDED])"
+        text = self.tools.pair_vector(v, e)
+        if v.masked:
+            text = f"tl.where(folded_in[None, :, None], {text}, {identity})"
+        return f"tl.broadcast_to({text}, [KEPT, FOLDED, {width}])"
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        found: list[tuple[list[str], Any]] = []
+        for s, feature, width in zip(self.state, self.features, self.widths, strict=True):
+            count = 0 if feature is None else self.v.spec.width(feature)
+            if 0 < count <= self.tools.tiny:  # stored number by number
+                lane = f"tl.arange(0, {width})[None, :]"
+                texts = [f"tl.sum(tl.where({lane} == {f}, {s}, 0.0), 1)" for f in range(count)]
+            else:
+                texts = [s]
+            found.append((texts, feature))
+        return found
+
+
+def _argument(name: str, feature: Any) -> Expr:
+    return node("leaf", (), (name,), rows=False, cols=False, feature=feature, dtype="float")
 
 
 def check_gradient(monoid: type) -> None:

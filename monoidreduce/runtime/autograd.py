@@ -22,23 +22,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..engines import triton
-from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
+from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import (
     GradientProgram,
     build_gradient_program,
     constant_results,
+    detach_views,
+    load_saved,
     zero_gradient,
 )
-from ..engines.common.one_sided import Side
 from ..engines.common.others import other_gradients, split_cotangents
-from ..engines.common.saved_tensors import detach_views, load_saved
-from ..engines.common.torch_code import script
+from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
+from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
@@ -563,7 +562,7 @@ SideRun = Callable[[Sequence[Any]], list[Tensor]]
 
 
 class Arithmetic:
-    """The arithmetic of one side (``one_sided.py``) on leaves of one kind, as one differentiable step: a kernel, or
+    """The arithmetic of one side (:class:`Side`) on leaves of one kind, as one differentiable step: a kernel, or
     torch where there is none."""
 
     def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):
@@ -590,7 +589,7 @@ class Arithmetic:
         """What computes the gradients that are wanted from the cotangents that are given."""
         found = self.gradients.get((wanted, given))
         if found is None:
-            cotangents, outputs = one_sided.differentiate_side(self.side, wanted, given)
+            cotangents, outputs = torch_code.differentiate_side(self.side, wanted, given)
             names = [e.attrs[0] for e in cotangents]
             made = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = GradientRunner(made, self.engine, True)

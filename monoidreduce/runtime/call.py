@@ -1,6 +1,6 @@
 """A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
 
-A plan is found by a key of everything that the checks of a call look at (``call_key.py``), and of nothing else:
+A plan is found by a key of everything that the checks of a call look at (``layer_replay.py``), and of nothing else:
 values are
 no part of it, so a new temperature is the same plan.
 """
@@ -32,19 +32,18 @@ from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
-from .bind import padded
+from .bind import output_form, padded
 from .call_context import is_untraced, need_gradient
-from .dense_or_tiled import DenseOrTiled
+from .call_cost import DenseOrTiled
+from .program_operator import TracedProgram
 from .replay import ProgramSteps, can_record, make_steps
-from .result_form import output_form
-from .traced_program import TracedProgram
 
 
 class CallForm(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # what is declared of them (``call_key.py``)
+    kinds: tuple[str, ...]  # what is declared of them (``layer_replay.py``)
     vectors: tuple[int, ...]  # which of them may have features
 
 

@@ -1,8 +1,8 @@
 """The calls of an op that were made before: the program and the plan that serve a call like them.
 
 Two things are cached: the traced program, which is the same for all shapes (:class:`Programs`), and the plan
-(``call.py``), which is made for one key (``call_key.py``). A call that is found goes straight to its plan; a wrong one
-finds none, and is explained by the checks of binding.
+(``call.py``), which is made for one key (``layer_replay.py``). A call that is found goes straight to its plan; a wrong
+one finds none, and is explained by the checks of binding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..program.domain import inputs_of
 from ..program.trace import Traced, trace
 from .bind import number_class
 from .call import CallForm, Plan
-from .call_key import NUMBER, STATIC, WHOLE, CallKeys
+from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 
 _PLANS = 1024  # kinds of calls of one op
 _FIXED = 32  # plans or programs of one kind of call, by the numbers they were traced with

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import tuning
 from ..engines.common import matmul
 from ..plan import plan_records, settings
 from ..plan.settings import Settings
 from ..program.declarations import Parameter
-from ..tuning import tuner
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -79,7 +79,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
     used: a plan is followed or tried, or this is a second attempt with less memory."""
     asked = settings.now().launches
-    if asked is None or tuner.is_recording():
+    if asked is None or tuning.is_recording():
         return None
     return asked, plan_records.generation(), matmul.float32_precision()
 

@@ -12,28 +12,33 @@ with a fold's time from ``plan/cost.py`` and its memory from ``memory_estimate.p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import tuning
+from ..engines import auto, dense, panel, triton
 from ..engines import dense as whole
-from ..engines import panel, triton
-from ..engines.auto import planner
-from ..engines.common import matmul, torch_code
+from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.evaluate import Sizes
+from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
-from ..plan import budget, candidates, communication, cost, device_rates
+from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.op_counts import Case, add_work, count_work
 from ..plan.schedule import Choice
-from ..program.expression import Expr, topological
+from ..program import constructors
+from ..program.constructors import LISTED
+from ..program.declarations import Parameter
+from ..program.domain import COL_SEQUENCE, ROW_SEQUENCE
+from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
 from ..reductions import kind_of
-from . import autograd, gradient_in_forward, memory_estimate
+from . import autograd, call_context, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
 
 _NAMES = ("flash", "split", "panel")
@@ -57,9 +62,9 @@ def estimate_program(
     which takes longer than choosing a schedule does.
     """
     inputs = require_gradients(inputs) if backward else inputs
-    rates = device_rates.get_rates(sizes.device)
+    rates = op_counts.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
-    cases = [planner.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
+    cases = [auto.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
     schedules, own = _list_schedules(cases)
     found = [_estimate_schedule(name, each, passes, cases, rates, closely) for name, each in schedules.items()]
     dense = estimate_dense(program, inputs, sizes, backward)
@@ -88,9 +93,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
 
-    return dry_run(
-        call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
-    )
+    return dry_run(call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward)
 
 
 def _find_largest_k(program: Lowered) -> int:
@@ -114,7 +117,7 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
 
     try:
         found = dry_run(
-            call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
+            call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward
         )
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
@@ -142,7 +145,7 @@ def _estimate_schedule(
     choices: list[Choice],
     passes: DryRun,
     cases: list[Case],
-    rates: device_rates.DeviceRates,
+    rates: op_counts.DeviceRates,
     closely: bool,
 ) -> Scheduled:
     """The cost of the call with every fold run by its choice."""
@@ -172,9 +175,7 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 # Over ranks
 
 
-def _estimate_over_ranks(
-    base: Scheduled, passes: DryRun, ranks: int, rates: device_rates.DeviceRates
-) -> list[Scheduled]:
+def _estimate_over_ranks(base: Scheduled, passes: DryRun, ranks: int, rates: op_counts.DeviceRates) -> list[Scheduled]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
     seconds = seconds of one device / ranks + bytes sent / link rate + one launch per fold and rank"""
@@ -214,9 +215,183 @@ def estimate_total(
     program = split_softmax_means(made.program) if step_class.splits_softmax_means else made.program
     (loop,) = split_into_loops(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.case_without_leaves(s.fold, dtype, sizes) for s in loop.stages]
+    cases = [auto.case_without_leaves(s.fold, dtype, sizes) for s in loop.stages]
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
     found = cost.estimate_panels(case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device)))
     return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
+
+
+# The cost of a call over listed pairs: that of the same body over as many columns as lists have on average.
+#
+# The cost model knows dense problems. Pieces of lists are such, so only the number of pairs differs: every row is taken
+# to fold the average number of listed columns. Dense schedules and the gradient in the forward do not apply.
+
+
+@dataclass(frozen=True)
+class ListedPairs:
+    """How many columns a row folds: on average and at most, of ``cols``; ``kind``: of the domain."""
+
+    kind: str
+    average: float
+    longest: int
+    cols: int
+
+    def __str__(self) -> str:
+        share = 100 * self.average / max(1, self.cols)
+        return (
+            f"over {self.kind}: {self.average:.3g} of {self.cols} columns a row ({share:.2g} % of the pairs), "
+            f"at most {self.longest}"
+        )
+
+
+def count_pairs(outputs: Sequence[Expr], inputs: Mapping[str, Any], sizes: Sizes) -> ListedPairs | None:
+    """How many columns a row folds; None where pairs are not listed, nor folded sequence by sequence."""
+    listed = constructors.find_listed(outputs)
+    if listed is not None:
+        return count_listed(listed, [inputs[a.attrs[0]] for a in listed.args], sizes)
+    if ROW_SEQUENCE not in inputs or sizes.device.type != "cpu":
+        return None
+    lengths = [
+        torch.bincount(inputs[n].flatten(), minlength=int(inputs[ROW_SEQUENCE].max()) + 2 if sizes.rows else 2)
+        for n in (ROW_SEQUENCE, COL_SEQUENCE)
+    ]
+    count = min(map(len, lengths)) - 1  # what is behind the sequences belongs to none
+    rows, cols = (t[:count] for t in lengths)
+    longest = int(cols.max()) if count else 0
+    return ListedPairs("jagged", int((rows * cols).sum()) / max(1, sizes.rows), longest, sizes.cols)
+
+
+def count_listed(listed: Expr, tensors: Sequence[Tensor], sizes: Sizes) -> ListedPairs:
+    """What the lists of a call hold; of tensors without numbers, what they have room for."""
+    (form,) = listed.attrs
+    if any(t.device.type == "meta" for t in tensors):
+        room = tensors[-1 if form[0] == "edges" else 0].shape[-1]
+        each = {"edges": room / max(1, sizes.rows), "blocks": room * form[2], "pages": room * form[1]}[form[0]]
+        return ListedPairs(form[0], each, int(each), sizes.cols)
+    lists = find_lists(form, tensors, sizes.rows, sizes.cols, "cols", False)
+    lengths = lists.length * lists.unit
+    first = lists.kept * lists.kept_block
+    rows = (first + lists.kept_block).clamp(max=sizes.rows) - first
+    every = torch.Size(lists.batch).numel() * sizes.rows
+    longest = int(lengths.max()) if len(lengths) else 0
+    return ListedPairs(form[0], int((rows * lengths).sum()) / max(1, every), longest, sizes.cols)
+
+
+def as_dense(
+    outputs: tuple[Expr, ...],
+    inputs: Mapping[str, Any],
+    sizes: Sizes,
+    parameters: Mapping[str, Parameter],
+    cols: int,
+) -> tuple[tuple[Expr, ...], dict[str, Any], Sizes]:
+    """The program over all of ``cols`` columns, inputs without numbers, and their sizes."""
+    replaced: dict[Expr, Expr] = {}
+    for e in topological(outputs):
+        packed = e.op == "eq" and [a.attrs[:1] for a in e.args] == [(ROW_SEQUENCE,), (COL_SEQUENCE,)]
+        if e.op in LISTED or packed:
+            replaced[e] = index("col") if e.op == "listed_position" else _everywhere()
+    given = {n: _resize(v, parameters[n], sizes, cols) for n, v in inputs.items()}
+    return constructors.substitute(outputs, replaced), given, replace(sizes, cols=cols)
+
+
+def _everywhere() -> Expr:
+    """A condition that holds for every pair, and that a program is not simplified by: counts stay counts of pairs."""
+    pair = constructors.apply("add", index("row"), index("col"))
+    return constructors.apply("ge", pair, const(0))
+
+
+def _resize(value: Any, p: Parameter, sizes: Sizes, cols: int) -> Any:
+    if not isinstance(value, Tensor) or p.axis not in ("cols", "pairs", "edges"):
+        return value
+    lead, tail = value.shape[: value.dim() - len(p.tail)], value.shape[value.dim() - len(p.tail) :]
+    if p.axis == "edges":
+        shape: tuple[int, ...] = (*lead, sizes.rows, cols)
+    else:
+        at = p.tail.index("cols")
+        shape = (*lead, *(cols if k == at and n != 1 else n for k, n in enumerate(tail)))
+    return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+# Dense or tiled: whether a call under the engine ``auto`` builds its matrix of pairs or runs by passes over tiles.
+#
+# Decided once for a call's shapes, types and budget. A matrix of pairs is built only up to a fixed size
+# (``call_cost.DENSE_LIMIT``), or up to the budget that was given, and ``op.explain`` says so.
+
+
+@dataclass
+class DenseOrTiled:
+    """A call of one program on arguments of one kind, by either path; ``names``: those of its inputs, in order."""
+
+    program: Lowered
+    names: tuple[str, ...]
+    sizes: Sizes
+    numbers: frozenset[str]  # inputs that are Python numbers
+    passes: Callable[..., list[Any]]  # runs by passes over tiles
+    frozen: bool  # the passes are recorded launches: dense then runs only if a followed choice says so
+    decided: dict[tuple, bool] = field(default_factory=dict)
+
+    def __call__(self, *given: Any) -> list[Any]:
+        if self.frozen and not schedule.is_following() and not tuning.is_recording():
+            return self.passes(*given)
+        asks = torch.is_grad_enabled() and call_context.need_gradient(given)
+        tuning.note_call(self, given, asks)
+        if not self._is_dense(given, asks):
+            return self.passes(*given)
+        try:
+            return dense.write_dense(self.program, self.numbers).run(self.sizes, *given)
+        except Exception as error:
+            if not oom_retry.is_out_of_memory(error):
+                raise
+        oom_retry.release_memory(self.sizes.device)
+        return self.passes(*given)
+
+    def may_be_dense(self) -> bool:
+        return may_be_dense(self.program, self.sizes)
+
+    def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
+        if not _are_plain(given):
+            return False
+        key = (asks, budget.requested(), budget.shrink_factor(), plan_records.generation())
+        found = self.decided.get(key)
+        if found is None or schedule.is_following():
+            found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
+            if not schedule.is_following():
+                self.decided[key] = found
+        return found
+
+
+def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
+    """True if the matrix of pairs is small enough to be built, and the program has a dense form.
+
+    Never on a GPU with kernels: at small sizes launches dominate, and a fold is one launch, the dense form many."""
+    if triton.launches_on(sizes.device):
+        return False
+    size = count_matrix_bytes(sizes)
+    return (
+        0 < size <= (budget.requested() or DENSE_LIMIT)
+        and budget.shrink_factor() == 1
+        and dense.has_dense_form(program)
+    )
+
+
+def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if a call runs dense: as followed, else if that is allowed and was tuned, or is predicted, to be faster."""
+    if schedule.is_following():
+        followed = schedule.get_followed("call")
+        return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
+    if not may_be_dense(program, sizes):
+        return False
+    tuned = plan_records.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
+    if tuned is not None:
+        return tuned.schedule == "dense"
+    found = estimate_program(program, inputs, sizes, backward, closely=False)
+    return found.chosen.schedule == "dense"
+
+
+def _are_plain(given: Sequence[Any]) -> bool:
+    """True if these are plain tensors and no transform or tracer is active, which must see folds."""
+    if call_context.is_transformed() or call_context.is_traced():
+        return False
+    return all(type(v) in call_context.PLAIN for v in given if isinstance(v, Tensor))

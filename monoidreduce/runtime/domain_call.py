@@ -18,7 +18,7 @@ from torch import Tensor
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
 from ..domains.base import is_plain
-from ..engines.common import unchanged_tensors
+from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
 from ..errors import ArgumentError, ShapeError, shown
 from ..program.declarations import Parameter
@@ -86,7 +86,7 @@ def _sequence(*given: Any) -> Tensor:
     parts = ("sequences", form, rows, cols, *tensors)
     if not is_plain(*tensors):
         return make()[place]
-    return unchanged_tensors.compute_once(parts, make, tensors[0].device)[place]
+    return bounded_cache.compute_once(parts, make, tensors[0].device)[place]
 
 
 def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:

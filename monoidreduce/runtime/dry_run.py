@@ -29,11 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engines import triton
-from ..engines.common import matmul, result_layout, tile_counter
+from ..engines.common import batching, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.saved_tensors import private_graphs
-from ..plan.device_rates import DeviceRates
-from ..plan.op_counts import SPECIAL
+from ..engines.common.gradient_program import private_graphs
+from ..plan.op_counts import SPECIAL, DeviceRates
 from ..program.expression import Expr
 from ..program.lower import Fold
 from ..program.several import letters
@@ -245,7 +244,12 @@ class ScaledMemory(LiveMemory):
 def track_small_run(scale: Scale, leaves: Sequence[Any] = ()) -> Iterator[ScaledMemory]:
     """Count the memory that a run on small ``leaves`` allocates inside the block, unseen by other modes and tallies."""
     given = [v for v in leaves if isinstance(v, Tensor)]
-    with _disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), ScaledMemory(scale, given) as memory:
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        skip_small_tiles.pause_counting(),
+        ScaledMemory(scale, given) as memory,
+    ):
         yield memory
 
 
@@ -254,7 +258,7 @@ def track_meta_run(leaves: Sequence[Any], sizes: Sizes) -> Iterator[MetaMemory]:
     """Count the memory that a run on meta ``leaves`` allocates inside the block; ``sizes``: those of the real call.
 
     Kernels are not launched, and matrix products take the path that they take on a GPU."""
-    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), triton.skip_launches())
+    unseen = (_disable_current_modes(), torch.no_grad(), skip_small_tiles.pause_counting(), triton.skip_launches())
     with contextlib.ExitStack() as stack:
         for context in (_standing_for(sizes), *unseen):
             stack.enter_context(context)
@@ -393,7 +397,7 @@ def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.
 
 def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
     """The shape of a result after the sum over the batch that its kernel makes, if it does."""
-    batch = result_layout.summed_batch(fold, r, leaves, sizes)
+    batch = batching.summed_batch(fold, r, leaves, sizes)
     real = matmul.dry_run_sizes.get() or sizes
     if r not in fold.gradient_of or batch == sizes.batch or not triton.sums_batch(batch, r, real):
         return shape

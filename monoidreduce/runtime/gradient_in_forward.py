@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..engines import panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles, unchanged_tensors
+from ..engines.common import bounded_cache, matmul, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.gradient_program import as_gradient, zero_gradient
@@ -37,9 +37,9 @@ from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
+from .bind import contiguous_strides, output_form
 from .call_context import apply_settings, are_plain, is_traced, is_transformed
 from .program_operator import own_tensors
-from .result_form import contiguous_strides, output_form
 from .torch_operator import (
     TAGS,
     VALUES,
@@ -354,7 +354,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) ->
     sizes, make, plan, forms = known
     given = {n: v for n, v in inputs.items() if n not in sums.numbers}
     others = {n: v for n, v in inputs.items() if n in sums.numbers}
-    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():
+    with torch.no_grad(), bounded_cache.allocate_in_own_thread():
         if plan is None or not plan.pays():  # memory has become scarce, or lengths are others than those traced
             found = _take_by_steps(sums, given, others, sizes, engine)
         else:

@@ -25,7 +25,7 @@ from ..engines.panel.panel_program import as_program, split_into_loops
 from ..engines.triton.codegen import k_loop
 from ..engines.triton.codegen.kernel_spec import WIDEST, Unsupported
 from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.memory_plan import MemoryPlan
+from ..engines.triton.panel.arena import MemoryPlan
 from ..errors import NoGradientError
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological

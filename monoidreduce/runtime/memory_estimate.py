@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..engines import eager, panel, triton
-from ..engines.auto import planner
+from ..engines import auto, eager, panel, triton
 from ..engines.common import batching, matmul
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, result_form
@@ -32,7 +31,7 @@ from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..engines.triton.kernels import panel_topk, pick, split_combine, topk
 from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.memory_plan import MemoryPlan
+from ..engines.triton.panel.arena import MemoryPlan
 from ..plan import budget, cost, tiles
 from ..plan.panel_layout import PanelLayout
 from ..plan.schedule import Choice
@@ -222,7 +221,7 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice) -> int | None:
         choice = Choice("flash")
     if panel_topk.selects_from_panels(fold):
         return _run_panel_topk(call, choice)
-    ready = planner.prepare_choice(choice, fold, leaves, sizes)
+    ready = auto.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready)
 
 
@@ -254,7 +253,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
 def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
     """A top-k that is selected from panels, after all else of its fold."""
     rest, large = panel_topk.split(call.fold)
-    ready = rest and planner.prepare_choice(choice, rest, call.leaves, call.sizes)
+    ready = rest and auto.prepare_choice(choice, rest, call.leaves, call.sizes)
     if rest and ready is None:
         return None
     found = [panel_topk.estimate_bytes(one, call.sizes) for one in large]

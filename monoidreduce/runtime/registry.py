@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT
-from ..tuning import tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -77,7 +77,7 @@ ENGINES: dict[str, Callable] = {
     "eager": _over_lists(eager.run, eager.run),
     "panel": _over_lists(_panels, eager.run),
     "triton": _over_lists(_kernels, _pieces, kernels=True),
-    "auto": _over_lists(tuner.run, _pieces, kernels=True),
+    "auto": _over_lists(tuning.run, _pieces, kernels=True),
 }
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 

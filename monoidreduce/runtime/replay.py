@@ -23,15 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines import panel, triton
-from ..engines.auto import planner
+from ..engines import auto, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.generated_code import define, tuple_text
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.one_sided import Side
-from ..engines.common.torch_code import Script, script
+from ..engines.common.torch_code import Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -56,7 +53,7 @@ def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold
 
 
 READY: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] = {
-    "auto": planner.prepare_launches,
+    "auto": auto.prepare_launches,
     "triton": _kernels,
 }
 
@@ -113,7 +110,7 @@ class PassReplay:
 
     def _engine_run(self, leaves: Sequence[Any]) -> Launches:
         """The engine or, where it is known what it chooses, that."""
-        run = planner.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
+        run = auto.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
         return self._run if run is None else lambda given: self._split(run(given))
 
     def _split(self, found: list[Tensor]) -> Results:

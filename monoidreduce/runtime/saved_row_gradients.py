@@ -1,4 +1,4 @@
-"""Gradients of rows that the forward keeps (``program/saved_row_gradients.py``): whether it pays.
+"""Gradients of rows that the forward keeps (``program/loss_and_gradient.py``): whether it pays.
 
 It does where kernels run and pairs are many: a product less in all, for the price of one vector per row that is held
 until the backward. Under a memory budget the ordinary road is taken, and so it is by a backward that is itself to be
@@ -20,8 +20,8 @@ from ..engines.common.evaluate import Sizes
 from ..engines.triton.codegen.kernel_spec import TINY, WIDEST
 from ..plan import budget
 from ..program.expression import topological
+from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
 from ..program.lower import Fold
-from ..program.saved_row_gradients import SavingFold, fold_saving_row_gradients
 
 MANY = 2**24  # pairs
 

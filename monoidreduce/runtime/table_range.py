@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
-from ..engines.common.tile_counter import pause_counting
+from ..engines.common.skip_small_tiles import pause_counting
 from ..engines.common.torch_code import inputs
 from ..errors import TableError
 from ..plan import settings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..engines import triton
-from ..engines.common import unchanged_tensors
+from ..engines.common import bounded_cache
 from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form, traced_length
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
@@ -107,7 +107,7 @@ def fix_lengths(sizes: Sizes) -> Sizes:
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
-    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():  # gradients are autograd.py's business
+    with torch.no_grad(), bounded_cache.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
     # type and one layout for all engines

@@ -74,7 +74,7 @@ def absent_h200(compile: Callable[..., Any], again: Callable[..., Any]) -> Itera
     from triton import knobs
 
     from benchmarks import pretend
-    from monoidreduce.engines.triton.launch import jit_module, parallel_compile
+    from monoidreduce.engines.triton.launch import jit_module
     from tests.support import fake_cuda_driver
 
     knobs.propagate_env = False
@@ -85,7 +85,7 @@ def absent_h200(compile: Callable[..., Any], again: Callable[..., Any]) -> Itera
         mock.patch.object(triton.compiler, "compile", compile),
         pretend.h200(),
         mock.patch.object(jit_module, "make_relauncher", again),
-        mock.patch.object(parallel_compile, "_can_compile_ahead", lambda device: False),
+        mock.patch.object(jit_module, "_can_compile_ahead", lambda device: False),
         monoidreduce.use(engine="auto"),
     ):
         yield

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.common import collectives
+from monoidreduce.engines.common import shard
 from monoidreduce.engines.ranks import agreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -58,7 +58,7 @@ def test_tensors_are_passed_on(group):
     """To the next rank, which here is this one; of every type that travels."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         sent = [torch.ones(5, 3, device="cuda").to(dtype), torch.zeros(0, 3, device="cuda", dtype=dtype)]
-        received = collectives.RingTransfer(sent, [torch.empty_like(t) for t in sent], group, 0, 0).wait()
+        received = shard.RingTransfer(sent, [torch.empty_like(t) for t in sent], group, 0, 0).wait()
         assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)), dtype
 
 

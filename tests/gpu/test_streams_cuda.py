@@ -9,7 +9,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.sources import Chunks, _AlongAxis
+from monoidreduce.sources import AlongAxis, Chunks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -87,7 +87,7 @@ def test_a_source_that_fails_and_one_that_is_left():
                 raise OSError("the disk is gone")
             return torch.ones(which.stop - which.start, 4)
 
-    source = Chunks([_AlongAxis(Broken(), 0)], 20, torch.device("cuda"))
+    source = Chunks([AlongAxis(Broken(), 0)], 20, torch.device("cuda"))
     with pytest.raises(OSError, match="disk"):
         list(source)
     for _ in mr.chunks(torch.ones(100, 4), size=10, device="cuda"):

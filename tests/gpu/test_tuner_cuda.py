@@ -8,13 +8,12 @@ import torch
 
 import monoidreduce as mr
 from benchmarks.measure import captured
-from monoidreduce import Col, Row, autotune, explain
-from monoidreduce.engines.auto import planner
+from monoidreduce import Col, Row, autotune, explain, tuning
+from monoidreduce.engines import auto
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, tiles
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.tuning import trial, tuner
 from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.wrong_kernels import GUESSED, wrong
@@ -36,7 +35,7 @@ def loss(x: Row["d"], w: Col["d"], label: Row):
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuner, "MOST", 4)  # candidates of a kernel: each is compiled
+    monkeypatch.setattr(tuning, "MOST", 4)  # candidates of a kernel: each is compiled
     plan_records.forget()
     yield
     plan_records.forget()
@@ -56,8 +55,8 @@ def test_winners_are_right_and_found_again():
     met = autotune.record_call(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        case = planner.make_case(fold, leaves, sizes)
-        assert candidates.find_tuned(case, planner.fold_key(case, sizes.device)) == tuned.winner
+        case = auto.make_case(fold, leaves, sizes)
+        assert candidates.find_tuned(case, auto.fold_key(case, sizes.device)) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])
@@ -90,7 +89,7 @@ def test_the_hosts_time_is_not_timed():
             time.sleep(3e-4)
             x.add_(1)
 
-    assert trial.measure_seconds(run, x.device) < 2e-4
+    assert tuning.measure_seconds(run, x.device) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["attention", "split", "loss"])

@@ -57,6 +57,7 @@ SIZES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "peaked"), [(name, 8.0) for name in SIZES] + [(next(iter(SIZES)), 0.0)])
 def test_heads(name, peaked, seed, used):
     rows, cols, features, limit, least = SIZES[name]

@@ -4,7 +4,7 @@ import pytest
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.schedules import hopper
+from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
 from tests.support import gluon_simulator
@@ -48,6 +48,6 @@ def test_a_schedule_that_cannot_run_says_why():
 
 
 def test_registers_at_the_start_follow_from_the_number_of_consumers():
-    assert hopper.compiler_options(attention.SCHEDULES[0].groups) == {"maxnreg": 168}
-    assert hopper.compiler_options(3) == {"maxnreg": 128}
-    assert hopper.compiler_options(0) == {}
+    assert kernel_plan.compiler_options(attention.SCHEDULES[0].groups) == {"maxnreg": 168}
+    assert kernel_plan.compiler_options(3) == {"maxnreg": 128}
+    assert kernel_plan.compiler_options(0) == {}

@@ -71,7 +71,7 @@ def watched(met):
     return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(Watch(graph).run))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_computes_what_the_call_computes(name):
     f, shapes, operator = CALLS[name]

@@ -90,7 +90,7 @@ def vectors(rows, cols, seed, batch=()):
     return [torch.randn(*batch, n, 264, generator=gen).half() / 4 for n in (rows, cols)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_wide_folds_are_launches_of_descriptors(by_address, batch, parts, monkeypatch):

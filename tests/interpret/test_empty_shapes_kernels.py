@@ -7,7 +7,7 @@ from tests.support.empty_shape_cases import REDUCTIONS, check, check_layer
 KINDS = ["no batch", "no columns", "no features"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in REDUCTIONS if n != "monoid"])  # vector fields have no kernel
 def test_every_reduction(name):
     for kind in KINDS:

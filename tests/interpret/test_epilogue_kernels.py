@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import parallel_compile
+from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import row_factor
-from monoidreduce.engines.triton.panel.fuse_stages import fuse_stages, group_stages
 from monoidreduce.engines.triton.panel.row_factor import RowCorrections
+from monoidreduce.engines.triton.panel.row_kernel import fuse_stages, group_stages
 from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
@@ -118,7 +118,7 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     monkeypatch.setattr(
         RowCorrections,
         "add_label_terms",
-        lambda *given: added.append(parallel_compile._waiting.get() is not None) or add(*given),
+        lambda *given: added.append(jit_module._waiting.get() is not None) or add(*given),
     )
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)
@@ -267,7 +267,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatch):
     """What outweighs the rest is rounded once however many blocks there are, and the rest once a block."""

@@ -22,7 +22,7 @@ def numbers(name):
         return run(BY_NAME[name].op, args).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["alibi_attention", "dropout_attention", "moments", "nearest_neighbours"])
 def test_the_numbers_are_those_of_the_interpreter_as_it_is(name, as_it_is):
     slow = numbers(name)

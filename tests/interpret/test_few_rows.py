@@ -53,7 +53,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_logsumexps(name):
     sizes, options = OPTIONS[name]

@@ -76,7 +76,7 @@ def test_strides_of_eight_are_said(width, said, monkeypatch):
 WIDTHS = [(72, 72), (96, 96), (80, 112), (192, 128), (256, 256)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("width", "values"), WIDTHS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_hand_scheduled(width, values, causal, monkeypatch, tmp_path):

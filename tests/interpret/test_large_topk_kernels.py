@@ -150,7 +150,7 @@ def test_truncated_draws_are_those_of_the_definition(limits, engine, no_fallback
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", [None, 64], ids=["whole rows", "strips"])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda d: str(d)[6:])
 def test_selection_is_that_of_a_stable_sort(dtype, held, monkeypatch):

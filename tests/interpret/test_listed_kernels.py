@@ -134,7 +134,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(run, name):
     make, batch, shared, rows, cols, plans = CASES[name]
@@ -211,7 +211,7 @@ def paged(page, most, lengths, heads=2, widths=(16, 24)):
     return domain, *stores
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows, page, plan", [
     (1, 16, None),
     (3, 64, None),

@@ -16,7 +16,7 @@ def row():
         yield
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", ["by_rows", "both_ways"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_kernels(op, splits):

@@ -38,7 +38,7 @@ def used(monkeypatch):
     return internals.watch_panels(monkeypatch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
 def test_every_layer_in_panels(layer, seed):
     args = layer.args(5, 21, seed, torch.float32)

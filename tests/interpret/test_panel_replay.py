@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module, launch_cache, replay
-from monoidreduce.engines.triton.panel import panel_replay
+from monoidreduce.engines.triton.panel import kernel_step
 from monoidreduce.plan import budget, panel_layout
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.interpret.test_epilogue_kernels import SMALL
@@ -176,7 +176,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
             found = op(*given, 0.7)
             return [*found, *torch.autograd.grad([y.sum() for y in found], given)]
 
-    kinds = lambda: [len(kind.recordings) for kind in panel_replay._KINDS.values()]
+    kinds = lambda: [len(kind.recordings) for kind in kernel_step._KINDS.values()]
     for size in (limit, 2**20, limit, 2**20):
         free(size)
         for _ in range(2):
@@ -189,7 +189,7 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
     args = vectors(*sizes)
     for _ in range(3):
         wanted = pulled(op, args, limit, 0.7)
-    (kind, *_) = panel_replay._KINDS.values()
+    (kind, *_) = kernel_step._KINDS.values()
 
     def out(*given):
         ran.append("ran out")
@@ -202,15 +202,15 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
 
 
 def test_so_many_kinds_are_kept(ran, monkeypatch):
-    monkeypatch.setattr(panel_replay, "_KINDS", BoundedCache(2))
+    monkeypatch.setattr(kernel_step, "_KINDS", BoundedCache(2))
     op, sizes, limit = SWEPT
     for scale in (0.5, 0.6, 0.6, 0.7):  # what is met once pushes nothing out
         pulled(op, vectors(*sizes), limit, scale)
-    (first, second) = panel_replay._KINDS
+    (first, second) = kernel_step._KINDS
     assert 0.6 in first and 0.6 in second and not ran
     for scale in (0.7, 0.8, 0.9):
         pulled(op, vectors(*sizes), limit, scale)
-    assert [0.7 in key for key in panel_replay._KINDS] == [True, True]
+    assert [0.7 in key for key in kernel_step._KINDS] == [True, True]
 
 
 # What is heard, and written down: of torch alone

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from monoidreduce.engines.triton.launch import jit_module, parallel_compile
+from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.launch.launch_cache import LaunchCache
 from tests.support import internals
 
@@ -100,19 +100,19 @@ class Kernel:
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
     internals.compile_in_parallel(monkeypatch)
-    monkeypatch.setattr(parallel_compile, "_launched", set())
+    monkeypatch.setattr(jit_module, "_launched", set())
 
 
 def launches(*kernels):
     for k, kernel in enumerate(kernels):
-        parallel_compile.launch(kernel, (k,), ("x", k), {"WIDTH": 64})
+        jit_module.launch(kernel, (k,), ("x", k), {"WIDTH": 64})
 
 
 def test_threads_compile_with_what_a_launch_is_given_and_where_it_is_asked(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     SHOWN.set("something")
-    parallel_compile.compile_ahead(CPU, lambda: launches(a, b))
+    jit_module.compile_ahead(CPU, lambda: launches(a, b))
     assert sorted(s[1] for s in said if s[0] == "load") == ["a", "b"]
     for k, name in enumerate("ab"):
         (asked,) = [s for s in said if s[:2] == ("compile", name)]
@@ -126,7 +126,7 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     launches(b)
-    parallel_compile.compile_ahead(CPU, lambda: launches(a, b, a))  # b was launched before
+    jit_module.compile_ahead(CPU, lambda: launches(a, b, a))  # b was launched before
     assert [s[0] for s in said] == ["launch"]
 
 
@@ -135,7 +135,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
     said = []
     kept, a, b = LaunchCache(), Kernel(said, "a"), Kernel(said, "b")
     again = lambda *arguments: said.append(("again", *arguments))
-    first = lambda kernel: lambda: parallel_compile.launch(kernel, (1,), ("x",), {}) or again
+    first = lambda kernel: lambda: jit_module.launch(kernel, (1,), ("x",), {}) or again
 
     def steps():
         kept(("a",), first(a), ["x"])
@@ -143,7 +143,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
     kept(("a",), first(a), ["x"])
     said.clear()
-    parallel_compile.compile_ahead(CPU, steps)
+    jit_module.compile_ahead(CPU, steps)
     assert not [s for s in said if s[0] in ("launch", "again")]
     steps()
     assert [s[:2] for s in said if s[0] in ("launch", "again")] == [("again", "x"), ("launch", "b")]
@@ -151,7 +151,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
 def test_mistakes_are_left_to_the_launch(waits):
     said = []
-    parallel_compile.compile_ahead(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
+    jit_module.compile_ahead(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
     assert sorted(s[:2] for s in said) == [("compile", "a"), ("compile", "b"), ("load", "b")]
 
     def stops():
@@ -159,15 +159,15 @@ def test_mistakes_are_left_to_the_launch(waits):
         raise ValueError
 
     said.clear()
-    parallel_compile.compile_ahead(CPU, stops)
-    assert not said and parallel_compile._waiting.get() is None
+    jit_module.compile_ahead(CPU, stops)
+    assert not said and jit_module._waiting.get() is None
 
 
 def test_nothing_is_looked_at_in_the_interpreter_at_rest_or_where_torch_is_watched():
     asked = []
-    parallel_compile.compile_ahead(CPU, lambda: asked.append("interpreter"))
+    jit_module.compile_ahead(CPU, lambda: asked.append("interpreter"))
     with jit_module.skip_launches():
-        parallel_compile.compile_ahead(torch.device("cuda"), lambda: asked.append("rest"))
+        jit_module.compile_ahead(torch.device("cuda"), lambda: asked.append("rest"))
     with torch._subclasses.FakeTensorMode():
-        parallel_compile.compile_ahead(torch.device("cuda"), lambda: asked.append("watched"))
+        jit_module.compile_ahead(torch.device("cuda"), lambda: asked.append("watched"))
     assert not asked

@@ -37,21 +37,36 @@ def three_best(x: Row["d"], y: Col["d"]):
     return mr.topk(x @ y, 3).values
 
 
+@mr.op
+def largest_seen(x: Row["d"], y: Col["d"], slope: mr.Batch, scale: float):
+    far = (mr.row_index - mr.col_index).abs()
+    return mr.max(torch.where(far > 2, torch.exp(x @ y * scale) - slope * far, -torch.inf))
+
+
+@mr.op
+def largest_without_text(x: Row["d"], y: Col["d"]):
+    return mr.max(torch.special.polygamma(2, 1.0 + mr.sqdist(x, y)))  # its derivative has no text in kernels
+
+
 OPS = {
     "largest": largest,
     "over rows": largest_of_columns,
     "bent": largest_bent,
     "nearest": nearest,
     "three best": three_best,
+    "seen": largest_seen,
+    "without text": largest_without_text,
 }
 RAGGED, BATCH, FEW = ((), 35, 30, 20), ((2, 2), 6, 14, 9), ((), 30, 3, 17)  # batch, rows, columns, features
 CASES = {"largest": BATCH, "over rows": RAGGED, "bent": BATCH, "nearest": RAGGED, "three best": FEW}
+CASES |= {"seen": BATCH, "without text": FEW}
+OTHERS = {"bent": lambda batch, cols: [torch.randn(cols)], "seen": lambda batch, cols: [torch.rand(batch)]}
 
 
 def gradients(op, args, engine, weights=None):
     leaves = [t.clone().requires_grad_() for t in args]
     with mr.use(engine=engine):
-        y = op(*leaves)
+        y = op(*leaves, 0.5) if op is largest_seen else op(*leaves)
         g = torch.cos(torch.arange(float(y.numel()))).view(y.shape) if weights is None else weights
         return [y.detach(), *torch.autograd.grad(y, leaves, g.to(y.dtype))]
 
@@ -80,7 +95,7 @@ def test_gradients_of_chosen_pairs(name, picked):
     batch, rows, cols, width = CASES[name]
     torch.manual_seed(rows)
     args = [torch.randn(*batch, rows, width), torch.randn(*batch[1:], cols, width)]
-    args += [torch.randn(cols)] if name == "bent" else []
+    args += OTHERS[name](batch, cols) if name in OTHERS else []
     ours, exact = gradients(OPS[name], args, "triton"), gradients(OPS[name], args, "reference")
     for a, b in zip(ours, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)

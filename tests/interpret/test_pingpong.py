@@ -35,7 +35,7 @@ def seen(monkeypatch, tmp_path_factory, exact_products):
         yield gluon_simulator.simulate(monkeypatch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("M", "N", "D"), SIZES)
 def test_a_fold_against_float64(M, N, D, wide, seen):
@@ -53,7 +53,7 @@ def test_nan_and_infinity_stay_in_their_rows(wide, seen):
     assert seen
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("M", "N", "D"), [*SIZES, (256, 576, 264)])
 def test_labels_in_whole_and_in_cut_tiles(M, N, D, wide, seen):
@@ -70,7 +70,7 @@ def columns(request, monkeypatch):
     return 192 if request.param else 128
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("N", "size"), [(259, 1.0), (128, 40.0), (384, 1.0)], ids=["near", "far", "whole tiles"])
 def test_weights_measured_from_a_guess(N, size, columns, seen):
     check_gradients(130, N, 264, size=size)

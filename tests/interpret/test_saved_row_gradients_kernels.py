@@ -27,7 +27,7 @@ def drawn(name, dtype, seed=0):
     return op, dense, make(torch.Generator().manual_seed(seed), dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", cases.LOSSES)
 def test_kept_gradients_in_float64(name, monkeypatch):
     op, _, args = drawn(name, torch.float64)
@@ -36,7 +36,7 @@ def test_kept_gradients_in_float64(name, monkeypatch):
     assert_equal(got, run(op, args))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["contrastive", "contrastive, confident", "contrastive, batch", "labelled"])
 def test_the_error_rule(name, dtype):

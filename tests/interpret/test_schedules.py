@@ -399,3 +399,22 @@ def test_quotients_by_whole_numbers_are_products(monkeypatch):
         gates(*(torch.zeros(64, 16, dtype=torch.bfloat16) for _ in range(2)))
     (text,) = (call.kernel.text for call in found)
     assert f" * {1 / 6}" in text and " / 6" not in text
+
+
+@pytest.mark.parametrize(("causal", "length"), [(False, 100), (True, 128), (True, 300)])
+def test_short_softmaxes_have_a_running_maximum(causal, length, monkeypatch):
+    internals.guess_maximum_for(monkeypatch, torch.float16)
+    monkeypatch.setattr("monoidreduce.engines.triton.schedules.spec_from_tensors._SHORT_PAIRS", 0)
+    internals.pretend_device(monkeypatch, descriptors=True)
+    internals.forget_launches(monkeypatch)
+    texts = []
+    internals.replace_launch(monkeypatch, lambda launch, call: texts.append(call.kernel.text) or launch(call))
+    gen = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, length, 64, generator=gen).half() for _ in range(3))
+    with mr.use(engine="triton"):
+        found = mr.ops.attention(q, k, v, is_causal=causal)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=causal)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
+    (text,) = texts
+    assert "stands in for the running one" not in text  # no maximum is guessed
+    assert (".load([" in text) == causal  # descriptors copy what a condition cuts

@@ -27,7 +27,7 @@ def compare(
         assert (one - other).abs().max() <= digits * other.abs().max()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name):
     compare(name, (19, 37, 3, 12))

@@ -49,7 +49,7 @@ def parts(op, shape, width, seed=0):
     return fold, [log + peak, *map(seen, means), log, torch.where(log.isinf(), 0.0, peak)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(2, 59), (5, 2, 111), (3, 1), (64, 7)], ids=str)
 @pytest.mark.parametrize(("op", "width"), [(attention, 64), (attention, 111), (attention, 1), (several, 16), (loss, 8)])
 def test_as_torch_has_it(op, width, shape):
@@ -95,7 +95,7 @@ def test_the_best_and_sums_as_torch_has_them(shape, dtype, seed):
             torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", [attention, several, loss, most])
 def test_cut_walks_are_launches(by_address, op, seed):
     """The same as walks that were not cut, forward and backward, in calls that find their launches again."""

@@ -68,7 +68,7 @@ def by_name(layers):
     return [pytest.param(layer, id=layer.name) for layer in layers]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", by_name(ZOO))
 def test_float32_values_and_gradients(layer, seed):
     M, N = (17, 33) if layer.name in SLOW else (33, 70)
@@ -102,7 +102,7 @@ def plain_attention(q, k, v):
     return torch.softmax(q @ k.mT * 0.25, -1) @ v
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("widths", [(16, 16), (59, 111), (9, 130), (8, 17), (256, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
 def test_feature_sizes(widths, dtype, seed):
@@ -198,7 +198,7 @@ def test_nothing_to_fold():
 # Bounds
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["causal_attention", "window_attention", "document_attention", "padded_attention", "prefix_attention"]
 )
@@ -343,7 +343,7 @@ def has_no_kernel(layer, args):
     return any(r.attrs[0] == "topk" for r in reductions)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", by_name(ZOO))
 def test_nothing_else_falls_back(layer, seed, monkeypatch):
     args = draw(layer, 9, 12, seed)

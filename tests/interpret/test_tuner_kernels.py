@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, autotune
+from monoidreduce import Col, Row, autotune, tuning
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
@@ -15,7 +15,6 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import memory_estimate
 from monoidreduce.runtime.dry_run import FoldCall, LiveMemory
-from monoidreduce.tuning import trial
 from tests.support import internals
 from tests.support.wrong_kernels import CHANGES, GUESSED, wrong
 
@@ -48,20 +47,20 @@ def call(rows=75, cols=90, d=16, dtype=torch.float32):
 
 def test_a_right_kernel_passes():
     given = call()
-    assert trial.find_error(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
+    assert tuning.find_error(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
 
 
 WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.float16) for change in GUESSED)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "dtype"), WRONG, ids=str)
 def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
     internals.guess_maximum_for(monkeypatch, torch.float16)  # the interpreter multiplies no bfloat16
     given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:
-        assert "wrong in" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
+        assert "wrong in" in tuning.find_error(perform, CANDIDATE, SAFE, *given, truth)
     assert made
 
 
@@ -70,9 +69,9 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
     given = call(cols=128)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), "forgets the ragged end"):
-        assert trial.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
+        assert tuning.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
         triton._PREPARED.clear()
-        assert "at 35 × 67, result" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
+        assert "at 35 × 67, result" in tuning.find_error(perform, CANDIDATE, SAFE, *given, truth)
 
 
 @pytest.mark.parametrize("many", [100 * 90, 100 * 90 + 1])
@@ -86,7 +85,7 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     loaded, load = [], jit_module.load_module
     monkeypatch.setattr(jit_module, "load_module", lambda text, *rest: loaded.append(text) or load(text, *rest))
     choice = Choice("flash", tuple(plans.items()))
-    assert trial.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
+    assert tuning.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))
 
 
@@ -104,6 +103,8 @@ def pooling(x: Row["d"], y: Col["d"]):
 def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     """Several kernels one after the other, each cut into parts; gathers before them."""
     collected = lambda launch, *given: (launch(*given), gc.collect())[0]  # the interpreter holds on to tensors
+    gc.collect()
+    gc.freeze()  # so that each of those collections looks at this test's objects alone
     internals.replace_launch(monkeypatch, collected)
     internals.replace_fixed_kernel_launch(monkeypatch, collected)
     torch.manual_seed(0)

@@ -256,7 +256,7 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
         check(case, "cpu")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [

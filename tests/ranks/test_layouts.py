@@ -9,7 +9,7 @@ from tests.support.layers import BY_NAME
 from tests.support.rank_cases import Case, joined, prepared
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["causal_attention", "window_attention", "info_nce", "biased_attention"])
 @pytest.mark.parametrize("world", [3, 8])
 def test_zigzag_order_is_the_same_layer(pool, name, world, seed):
@@ -124,7 +124,7 @@ def test_ready_made_losses_are_those_of_one_process(pool, divided):
         assert answer == "same", answer
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ["label", "features", "dtype", "number", "op", "rank", "uneven", "batch"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_refuses_what_one_brings(pool, fault, world):

@@ -28,7 +28,7 @@ from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
-from monoidreduce.plan import default_tiles
+from monoidreduce.plan import tiles as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}

@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import exponent_shift, pick, point_search, select_rows, split_combine
+from monoidreduce.engines.triton.kernels import pick, point_search, row_kernels, select_rows, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
@@ -70,7 +70,7 @@ CASES = [
         4,
     ),
     (
-        exponent_shift._TEXT,
+        row_kernels._SHIFT,
         "shift",
         {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"},
         {"LANES": 1024},

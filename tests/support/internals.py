@@ -59,14 +59,14 @@ def forget_contractions(patch: Patch) -> None:
 
 def forget_tile_ranges(patch: Patch) -> None:
     """No range of tiles is remembered that masks leave to compute."""
-    patch.setattr("monoidreduce.engines.common.unchanged_tensors._cache", OrderedDict())
+    patch.setattr("monoidreduce.engines.common.bounded_cache._cache", OrderedDict())
 
 
 def forget_panel_recordings(patch: Patch) -> None:
     """No panel program is recorded, nor met once."""
     cache = pkgutil.resolve_name("monoidreduce.engines.common.bounded_cache.BoundedCache")
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._KINDS", cache(32))
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._ONCE", cache(256))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._KINDS", cache(32))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._ONCE", cache(256))
 
 
 def forget_cache_warnings(patch: Patch) -> None:
@@ -94,7 +94,7 @@ def pretend_device(
     targets = {
         "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
         "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
-        "monoidreduce.engines.triton.schedules.hopper.runs_warp_specialized": warp_specialised,
+        "monoidreduce.engines.triton.schedules.kernel_plan.runs_warp_specialized": warp_specialised,
         "monoidreduce.engines.triton.schedules.float32_split.is_supported": float32_split,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.processors": processors,
@@ -117,7 +117,7 @@ def pretend_free_memory(patch: Patch, size: float) -> None:
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
     """Kernels of one call are, or are not, compiled together, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.parallel_compile._can_compile_ahead", lambda device: allowed)
+    patch.setattr("monoidreduce.engines.triton.launch.jit_module._can_compile_ahead", lambda device: allowed)
 
 
 def hide_labels(patch: Patch, hidden: bool = True) -> None:
@@ -181,7 +181,7 @@ def use_row_kernel_plans(patch: Patch, plans: dict) -> None:
 def use_vendor_gradients(patch: Patch) -> None:
     """Gradients that were predicted to fuse into an epilogue go by the vendor's GEMM."""
     fuses = lambda real, plan: not plan.loop.exact and real(plan)
-    _wrap(patch, "monoidreduce.engines.triton.panel.memory_plan.MemoryPlan.has_epilogue", fuses)
+    _wrap(patch, "monoidreduce.engines.triton.panel.arena.MemoryPlan.has_epilogue", fuses)
 
 
 def set_topk_strip(patch: Patch, columns: int) -> None:
@@ -285,7 +285,7 @@ def watch_panels(patch: Patch, of: Callable[..., Any] = lambda step, panel: pane
 
 def replace_panel_replay(patch: Patch, repeated: Callable = lambda run, *given: run(*given)) -> None:
     """``repeated(run, *given)`` stands in for recording and replaying a panel program; by default it is run."""
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay.repeated", repeated)
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step.repeated", repeated)
 
 
 def watch_panel_replays(patch: Patch, around: Around) -> None:
@@ -319,14 +319,14 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
     """``run(choice, fold, leaves, sizes)`` stands in for running a fold as planned."""
-    patch.setattr("monoidreduce.engines.auto.planner.run_choice", run)
+    patch.setattr("monoidreduce.engines.auto.run_choice", run)
 
 
 def plan_panels(patch: Patch) -> None:
     """The planner chooses panels by kernels, as on a GPU."""
     choice = pkgutil.resolve_name("monoidreduce.plan.schedule.Choice")("panel")
-    patch.setattr("monoidreduce.engines.auto.planner._has_kernels", lambda device: True)
-    patch.setattr("monoidreduce.engines.auto.planner._choose", lambda *call: (choice, choice))
+    patch.setattr("monoidreduce.engines.auto._has_kernels", lambda device: True)
+    patch.setattr("monoidreduce.engines.auto._choose", lambda *call: (choice, choice))
 
 
 def set_dense_limit(patch: Patch, pairs: int) -> None:

@@ -96,13 +96,12 @@ def functions_of(call: Callable[[], object]) -> list[str]:
 
 def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
     """The kernels of a call of length ``n``: text, plan, grid and integers; with empty caches where ``forget``."""
-    from monoidreduce.engines import triton
-    from monoidreduce.engines.auto import planner
+    from monoidreduce.engines import auto, triton
     from monoidreduce.engines.common.bounded_cache import clear_caches
 
     if forget:
         clear_caches()
-        planner._CHOICES.clear()
+        auto._CHOICES.clear()
     triton._PREPARED.clear()
     clear_caches()  # so that folds are prepared again, by the choices that are known
     step(call, n)
@@ -112,14 +111,13 @@ def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -
 
 def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
     """How many objects of each kind are alive after 30 lengths, with caches of a few entries."""
-    from monoidreduce.engines import triton
-    from monoidreduce.engines.auto import planner
-    from monoidreduce.engines.common import bounded_cache, unchanged_tensors
+    from monoidreduce.engines import auto, triton
+    from monoidreduce.engines.common import bounded_cache
 
     bounded_cache.clear_caches()
     for cache in bounded_cache._caches.values():
         cache.size = SMALL
-    triton._MOST = planner._MOST = unchanged_tensors._MAX_ENTRIES = SMALL
+    triton._MOST = auto._MOST = bounded_cache._MAX_ENTRIES = SMALL
     for n in range(2050, 2110, 2):
         step(call, n)
         step(call, n)

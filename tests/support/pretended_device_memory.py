@@ -14,7 +14,7 @@ import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row, autotune
-from monoidreduce.engines.triton.panel import contraction, panel_replay
+from monoidreduce.engines.triton.panel import contraction, kernel_step
 from monoidreduce.runtime import torch_operator
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
@@ -155,7 +155,7 @@ def again():
             with h200(repeated), mr.budget(budget), pytest.MonkeyPatch.context() as patch:
                 internals.forget_panel_recordings(patch)
                 found.append(counted(*(CASES | MANY)[name]).peak)
-                written = sum(len(kind.recordings) for kind in panel_replay._KINDS.values())
+                written = sum(len(kind.recordings) for kind in kernel_step._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
     assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
 

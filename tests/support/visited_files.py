@@ -1,6 +1,6 @@
 """Which files of the library a call visits: ``python -m tests.support.visited_files ENGINE`` prints them as JSON.
 
-An attention layer is called six times in a fresh process, with and without a backward; a file is visited where one of
+An attention layer is called four times in a fresh process, with and without a backward; a file is visited where one of
 its functions is called. The first call traces, plans and builds; from the third on nothing changes.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-CALLS = 6
+CALLS = 4
 
 
 @functools.cache

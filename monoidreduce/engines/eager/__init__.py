@@ -21,8 +21,8 @@ from ...program.expression import Expr, size
 from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import batching, skip_small_tiles
+from ..common.batching import allocate_result
 from ..common.evaluate import Sizes, pair_result_form
-from ..common.result_layout import allocate_result
 from . import branch_and_bound, cpp, nearest_tree
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold

@@ -28,7 +28,7 @@ from ...program.expression import Expr, size, topological
 from ...program.intervals import INF
 from ...program.lower import Fold
 from ...reductions import kind_of
-from ..common import tile_counter
+from ..common import skip_small_tiles
 from ..common.evaluate import Sizes
 from .tile_code import FEW_FEATURES, match_label_scatter
 from .tile_run import Buffers, TileRun
@@ -209,7 +209,7 @@ class NearestSearch(BatchChunk):
                 met += self._fold_blocks(at, block, values, chosen)
                 room = min(self.most, room * GROWTH)
                 chosen = self._next(points, gaps, left, self._reach(accumulator.edge(at)[0]), room)
-            tile_counter.count_tile(False, 1, len(block), len(self.folded) - met)
+            skip_small_tiles.count_tile(False, 1, len(block), len(self.folded) - met)
 
     def _next(self, points: Tensor, gaps: Tensor, left: Tensor, reach: Tensor, room: int) -> Tensor:
         """The nearest remaining blocks that may improve any of these points; the others are removed from ``left``."""
@@ -248,7 +248,7 @@ class NearestSearch(BatchChunk):
         code = self.code.variant({})
         assert code is not None
         tile.run(code, lambda reducer, owned, tile: accumulator.step(reducer, owned, tile, at, others))
-        tile_counter.count_tile(True, *shape)
+        skip_small_tiles.count_tile(True, *shape)
 
 
 def _box_distances(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> Tensor:

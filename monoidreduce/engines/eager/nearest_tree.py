@@ -22,7 +22,7 @@ from ...plan import budget
 from ...program.constructors import ONE
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ..common import matmul, skip_small_tiles, tile_counter
+from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes
 from .cpp import WORTH, applies, ball_search, point_search
 
@@ -55,7 +55,7 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
         if part is None:
             return None
         found.append(part)
-    tile_counter.count_tile(True, len(found), queries.shape[-2], points.shape[-2])
+    skip_small_tiles.count_tile(True, len(found), queries.shape[-2], points.shape[-2])
     return [torch.stack(t).view(*batch, *t[0].shape) for t in zip(*found, strict=True)]
 
 

@@ -19,9 +19,8 @@ from ...program import constructors
 from ...program.constructors import ONE
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
-from ..common import unchanged_tensors
-from ..common.evaluate import Evaluator, Sizes, to_compute_dtype
-from ..common.listed_pairs import restore_domain
+from ..common import bounded_cache
+from ..common.evaluate import Evaluator, Sizes, restore_domain, to_compute_dtype
 from .edge_numbers import take_element
 
 _CHUNK = 2**20  # numbers of products at a time
@@ -55,7 +54,7 @@ def _whole(value: Expr) -> Expr:
 def run(fold: Fold, given: dict[Expr, Any], sizes: Sizes, form: tuple, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The result of each reduction, ``[*batch, kept axis, features]``."""
     parts = ("edges in order", form, sizes.rows, sizes.cols, *tensors)
-    keys = unchanged_tensors.compute_once(parts, lambda: _sort_edges(form, tensors, sizes), sizes.device)
+    keys = bounded_cache.compute_once(parts, lambda: _sort_edges(form, tensors, sizes), sizes.device)
     count = torch.Size(sizes.batch).numel()
     found = [_run_element(fold, given, sizes, keys, number) for number in range(count)]
     joined = (torch.stack(ts) if sizes.batch else ts[0] for ts in zip(*found, strict=True))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...domains import ColumnLists, Pages
 from ...errors import ArgumentError
-from ..common import unchanged_tensors
-from ..common.listed_pairs import restore_domain
+from ..common import bounded_cache
+from ..common.evaluate import restore_domain
 from .pieces import Pieces, cut
 
 
@@ -80,7 +80,7 @@ def find_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, ove
     within each list, and those that are listed again are marked."""
     given = ("lists", form, rows, cols, over, ordered, *tensors)
     make = lambda: _without_memory_of(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
-    return unchanged_tensors.compute_once(given, make, tensors[0].device)
+    return bounded_cache.compute_once(given, make, tensors[0].device)
 
 
 def _without_memory_of(tensors: Sequence[Tensor], lists: Lists) -> Lists:

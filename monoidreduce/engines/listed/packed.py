@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ...program import constructors
 from ...program.compile import offset_fold
-from ...program.conditions import is_idle
 from ...program.expression import Expr, const, topological
-from ...program.lower import Fold
+from ...program.lower import Fold, is_idle
 from ...reductions import kind_of
-from ..common import combine, unchanged_tensors
+from ..common import bounded_cache, combine
+from ..common.batching import allocate_result
 from ..common.evaluate import Sizes, pair_result_form
-from ..common.result_layout import allocate_result
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
 
@@ -38,6 +37,10 @@ class Stretch:
     rows: slice
     cols: slice
     single: bool
+
+    @property
+    def pairs(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor] | None:
@@ -58,8 +61,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         else:
             outputs.append(allocate_result(fold, r, k, leaves, sizes))
     _fill_rest(fold, outputs, stretches, sizes)
+    pairs = sum(s.pairs for s in stretches)
     for s in stretches:
-        _run_stretch(_without_condition(fold, same) if s.single else fold, leaves, sizes, s, engine, outputs)
+        own = _without_condition(fold, same) if s.single else fold
+        _run_stretch(own, leaves, replace(sizes, repeats=max(1, pairs // s.pairs)), s, engine, outputs)
     return outputs
 
 
@@ -135,7 +140,7 @@ def _find_stretches(rows: Any, cols: Any, short: int) -> tuple[Stretch, ...] | N
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None
     make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1), short)
-    return unchanged_tensors.compute_once(("stretches", rows, cols, short), make, rows.device)
+    return bounded_cache.compute_once(("stretches", rows, cols, short), make, rows.device)
 
 
 def _make_stretches(rows: Tensor, cols: Tensor, short: int) -> tuple[Stretch, ...] | None:

@@ -23,16 +23,15 @@ from ...plan import tiles as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
 from ...reductions import kind_of, outputs_of
-from ...reductions.accumulator import Accumulator
+from ...reductions.base import Accumulator
 from ...reductions.sum import SumAccumulator
 from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
 from ..eager import cpp
-from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
-from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
-from . import aligned_features
+from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, make_accumulator, split_range
+from . import panel_program
 from .panel_program import (
     PanelLoop,
     as_program,
@@ -114,9 +113,9 @@ def execute(
     panels may take, the budget's if left out."""
     given, aligned = inputs, sizes
     if step_class.aligns_features:
-        given, aligned, limit = aligned_features.pad(program, inputs, sizes, limit)
+        given, aligned, limit = panel_program.pad_features(program, inputs, sizes, limit)
     found = step_class.run_or_replay(functools.partial(_run_loops, step_class), program, given, aligned, limit)
-    return found if aligned is sizes else aligned_features.cut(found, program, sizes)
+    return found if aligned is sizes else panel_program.cut_features(found, program, sizes)
 
 
 def least_bytes(program: Lowered, sizes: Sizes, step_class: StepClass, dtypes: set[torch.dtype]) -> int:

@@ -23,10 +23,18 @@ from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
 from ...program.constructors import find_listed
 from ...program.domain import HIDDEN
 from ...program.expression import Expr, topological
-from ..common import collectives
-from ..common.collectives import Group
 from ..common.evaluate import Sizes
-from ..common.shard import Axis, Ranges, Shard
+from ..common.shard import (
+    AllReduceSum,
+    Axis,
+    Group,
+    Ranges,
+    Shard,
+    abort_group,
+    all_gather,
+    all_gather_texts,
+    all_reduce,
+)
 
 ORDERS = ("contiguous", "zigzag")
 
@@ -286,13 +294,13 @@ def streamed_call() -> StreamedCall | None:
 def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
     """All-reduce (sum) over the ranks that this axis is sharded over; differentiable."""
     group = getattr(current_layout() or Layout(), axis)
-    return total if group is None else collectives.AllReduceSum.apply(total, group)
+    return total if group is None else AllReduceSum.apply(total, group)
 
 
 def max_over_ranks(axis: str, value: Tensor) -> Tensor:
     """All-reduce (maximum) over the ranks that this axis is sharded over."""
     group = getattr(current_layout() or Layout(), axis)
-    return value if group is None else collectives.all_reduce(value.detach().clone(), "MAX", group)
+    return value if group is None else all_reduce(value.detach().clone(), "MAX", group)
 
 
 def swap_axes() -> contextlib.AbstractContextManager[None]:
@@ -331,7 +339,7 @@ def _agree(
                 problem, failed, told = problem or error, True, error.text
     except RankError:
         for group in layout.groups:
-            collectives.abort_group(group)
+            abort_group(group)
         raise
     if problem is not None:
         raise problem
@@ -371,9 +379,9 @@ def exchange_headers(
         given.shared,
         max(given.wide, default=0),
     ]
-    found = collectives.all_gather(torch.tensor(mine, device=device), group).tolist()
+    found = all_gather(torch.tensor(mine, device=device), group).tolist()
     if any(h[0] for h in found) or any(h[1] != found[0][1] for h in found):
-        _raise_disagreement([h[0] for h in found], collectives.all_gather_texts(told, group))
+        _raise_disagreement([h[0] for h in found], all_gather_texts(told, group))
     return found
 
 

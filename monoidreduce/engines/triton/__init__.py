@@ -21,7 +21,7 @@ from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
 from ..common.evaluate import Sizes
-from ..common.one_sided import Side
+from ..common.torch_code import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
 from .kernels import elementwise, fold_kernel, panel_topk, topk
@@ -30,9 +30,8 @@ from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels,
 from .kernels.record_launches import record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
-from .launch.jit_module import skip_launches
+from .launch.jit_module import compile_only, skip_launches
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
-from .launch.parallel_compile import compile_only
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan

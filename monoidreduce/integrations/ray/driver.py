@@ -21,16 +21,13 @@ import torch
 from torch import Tensor
 
 from ..._version import __version__
-from ...engines.stream.checksum import row_checksums
+from ...engines.stream import row_checksums
 from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
 from ...plan import settings
 from ...plan.schedule import Choice
 from . import folds
-from .grid import Node, make_grid
-from .package import ray
-from .schedule import Schedule, Task
-from .states import save_array, write_whole
-from .tables import are_files, make_table
+from .schedule import Node, Schedule, Task, make_grid, save_array, write_whole
+from .tables import are_files, make_table, ray
 from .worker import Job, Worker, name_outputs
 
 PATIENCE = 300.0  # seconds to wait for the first worker

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...errors import ArgumentError, shown
 from ...op import Op
-from ...plan import cluster, communication
-from ...plan.cluster import ClusterCost
+from ...plan import communication
+from ...plan.communication import ClusterCost
 from ...plan.cost import Scheduled
 from . import folds
 from .block import RowBlock
-from .grid import make_grid
+from .schedule import make_grid
 
 _ROWS, _COLUMNS = 2048, 16384  # of the piece that is measured, at first
 _LEAST_SECONDS = 0.05  # below, more rows are taken
@@ -39,7 +39,7 @@ def estimate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     measure: bool = True,
-    disk: float = cluster.DISK,
+    disk: float = communication.DISK,
     row_block: int | None = None,
     col_chunk: int | None = None,
     **options: Any,
@@ -88,7 +88,7 @@ def estimate(
     if measure and here_too:
         seconds = here["rows"] * here["cols"] * _seconds_of_a_pair(fold, shapes, here, dtype, device, options)
     one = {side: sum(_bytes_of_one(given[n]) for n in named) for side, named in shapes.items()}
-    estimated = cluster.estimate_cluster(
+    estimated = communication.estimate_cluster(
         rows=grid.rows,
         cols=grid.cols,
         block=grid.block,

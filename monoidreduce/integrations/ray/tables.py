@@ -21,10 +21,25 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...engines.stream.checksum import checksum
+from ...engines.stream import checksum
 from ...errors import ArgumentError, DTypeError, ShapeError, StreamError, shown
 from ...sources import chunks
-from .package import ray
+
+# The ``ray`` package, imported when it is first used; its absence is one error that names the extra.
+
+
+class _Ray:
+    """Stands for the module ``ray``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            import ray
+        except ImportError:
+            raise StreamError(detail="ray is not installed", fix="pip install 'monoidreduce[ray]'") from None
+        return getattr(ray, name)
+
+
+ray: Any = _Ray()
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,9 @@ from torch import Tensor
 
 from ...plan import settings
 from ...plan.schedule import Choice
-from .block import RowBlock
-from .folds import Portable
-from .grid import Grid, Node
-from .package import ray
-from .states import DamagedState, load_states, save_array, save_states
-from .tables import Table
+from .folds import Portable, RowBlock
+from .schedule import DamagedState, Grid, Node, load_states, save_array, save_states
+from .tables import Table, ray
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from monoidreduce import __version__
-from monoidreduce.cli import app, execute, report, terminal
+from monoidreduce.cli import app, execute, report
 from monoidreduce.cli.demo import Findings, Result, Side, measure_layer, print_limits, print_results
 from monoidreduce.cli.demo import demo as demo_command
 from monoidreduce.cli.demo_page import render_page
@@ -20,7 +20,7 @@ from monoidreduce.cli.layers import PAPER_LAYERS as LAYERS
 from monoidreduce.cli.layers import TIME_LAYERS
 from monoidreduce.cli.limits import QUESTIONS, Growth, Limit, Run
 from monoidreduce.cli.measure import MemoryProfile, Moment, describe_environment, profile_memory
-from monoidreduce.cli.terminal import format_number
+from monoidreduce.cli.report import format_number
 from tests.support.command_line import Page, assert_self_contained, call
 
 
@@ -119,9 +119,9 @@ def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
 def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     growth = Growth((Run(1024, 10**6, 0.1), Run(131072, 2**27, 9.0)), 2**28, "time")
-    print_limits(terminal.make_console(), [Limit(question, growth, growth) for question in QUESTIONS])
+    print_limits(report.make_console(), [Limit(question, growth, growth) for question in QUESTIONS])
     print_results(
-        terminal.make_console(),
+        report.make_console(),
         [result],
         ["a note that is longer than a narrow terminal is wide, so that it must be folded"],
     )
@@ -133,10 +133,10 @@ def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
 def test_no_color_is_respected(result, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    print_results(terminal.make_console(), [result], [])
+    print_results(report.make_console(), [result], [])
     assert "\x1b[3" in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
-    print_results(terminal.make_console(), [result], [])
+    print_results(report.make_console(), [result], [])
     assert "\x1b[3" not in capsys.readouterr().out
 
 

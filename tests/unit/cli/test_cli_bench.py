@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.cli import bench, peers, profile, report, terminal, workload
+from monoidreduce.cli import bench, profile, report, workload
 from monoidreduce.cli.bench import Measurement
 from monoidreduce.cli.layers import LAYERS
 from monoidreduce.cli.measure import describe_environment
@@ -118,7 +118,7 @@ def test_every_ready_made_layer_is_its_dense_form(key):
 
 def test_peers_say_why_they_are_not_there():
     layer, loss = workload.find("attention"), workload.find("cross-entropy")
-    table = {p.key: p for p in peers.PEERS}
+    table = {p.key: p for p in bench.PEERS}
     assert table["cce"].reason(loss, CPU) == "runs on GPUs only"
     absent = dataclasses.replace(table["keops"], package="no_such_package_at_all")
     assert absent.reason(layer, CPU) == "not installed: pip install no_such_package_at_all"
@@ -176,7 +176,7 @@ def test_comparison_is_of_like_with_like():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_tables_fit_the_window(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    bench.print_results(terminal.make_console(), rows_of(note="[odd] " + "words " * 20), {"Liger": "not here"}, [])
+    bench.print_results(report.make_console(), rows_of(note="[odd] " + "words " * 20), {"Liger": "not here"}, [])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width and "[odd] words" in out and "Liger not measured" in out
 

@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.cli import check as checks
 from monoidreduce.cli import measure, workload
-from monoidreduce.cli.target import Target
+from monoidreduce.cli.workload import Target
 from tests.support import ROOT, internals
 from tests.support.command_line import call
 from tests.support.comparison import flatten, is_float, named

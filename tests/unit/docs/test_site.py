@@ -179,6 +179,7 @@ def assert_ten_layers(folder):
             assert image.shape[0] > 200 and image.shape[1] > 200 and float(image.std()) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # NumPy says so of torch's tensors in figures
 def test_the_gallery_draws_ten_layers(tmp_path, monkeypatch):
     monkeypatch.setenv("GALLERY_OUT", str(tmp_path))

@@ -39,6 +39,26 @@ def test_ops_and_gradients():
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_nested_leaves():
+    """Autograd runs in the name of the nested tensor, which switches off what symbols need: also where the gradient
+    program is new."""
+
+    @mr.op
+    def total(q: mr.Row["f"], k: mr.Col["f"]):
+        s = q @ k
+        return mr.sum(torch.exp(s - mr.logsumexp(s)) * torch.tanh(s))
+
+    x = torch.nested.nested_tensor([torch.randn(n, 3, dtype=F64) for n in (4, 1, 6)], layout=torch.jagged)
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(total(x, x).values().sum(), x)
+    assert found.is_nested
+    for part, mine in zip(x.detach().unbind(), found.unbind(), strict=True):
+        part.requires_grad_()
+        s = part @ part.T
+        (expected,) = torch.autograd.grad((torch.softmax(s, -1) * torch.tanh(s)).sum(), part)
+        torch.testing.assert_close(mine, expected)
+
+
 def test_results_of_rows_and_of_columns():
     x, y, w = torch.randn(8, 2), torch.randn(7, 2), torch.randn(8)
     found = both_ways(nest(x, ROWS), nest(y, COLS), nest(w, ROWS))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Pair, Row
 from monoidreduce.engines.eager import cpp
-from monoidreduce.engines.eager.cpp import compiler, special_functions, support
+from monoidreduce.engines.eager.cpp import compiler, primitive_text, support
 
 pytestmark = pytest.mark.skipif(
     compiler.current_compiler() is None or compiler.gemm_addresses() is None, reason="no C++ compiler, or no BLAS"
@@ -121,7 +121,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_and_their_gradients_are_the_references(name, ran):
     layer, make = CASES[name]
@@ -217,7 +217,7 @@ def test_functions_are_as_exact_as_torchs(tmp_path):
         "polygamma_1": lambda x: torch.polygamma(1, torch.where((x < 0) & (x == x.round()) & x.isfinite(), 0.0, x)),
     }
     text = "typedef float F; static const int BM = 1, BN = 1, LD = 1;" + support.TYPES + support.FUNCTIONS
-    text += special_functions.FUNCTIONS
+    text += primitive_text.FUNCTIONS
     for name in functions:
         loop = f"for (int j = 0; j < n; j++) y[j] = {name}(x[j]);"
         text += f'extern "C" void f_{name}(F* y, const F* x, int n) {{ {loop} }}\n'

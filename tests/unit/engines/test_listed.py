@@ -93,7 +93,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PROBLEMS)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.function.__name__)
 def test_kinds_of_reductions(op, kind):
@@ -278,7 +278,7 @@ def smooth(x: Row["f"], y: Col["f"], v: Col["d"]):
     return mr.softmax_mean(s, v), mr.logsumexp(s, over="rows"), mr.sum(s * x, over="rows"), mr.count(s > 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(0, 36, 3))
 def test_numbers_of_a_few_edges_at_a_time(seed, monkeypatch):
     """Sums and softmax means over edges on a CPU, which are run without gathering vectors, in many stretches."""

@@ -16,6 +16,7 @@ DRAWS = ("dropout_attention", "categorical_sample")
 SOME = (
     "causal_attention", "slot_attention", "pooling", "moments", "mean_of_the_best", "embedding_lookup",
     "monoids_over_rows", "sinkhorn_step", "jensen_shannon", "info_nce", "messages_along_weighted_edges",
+    "normalized_mlp",
 )  # fmt: skip
 
 

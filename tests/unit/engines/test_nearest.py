@@ -62,7 +62,7 @@ def points(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape))).to(dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("features", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("sizes", [(1, 1), (59, 111), (257, 129)])
 def test_neighbours_are_those_of_all_pairs(sizes: tuple[int, int], features: int) -> None:
@@ -116,7 +116,7 @@ def test_what_rounding_decides_is_left_alone() -> None:
     assert torch.equal(found, expected) and seen.pairs_computed == 90 * 70
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("side", ["x", "y", "both"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e30])
 def test_points_without_a_place(wrong: float, side: str) -> None:

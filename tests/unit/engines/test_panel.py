@@ -168,7 +168,7 @@ def head(M, D, V, peaked, dtype):
     return x.to(dtype), w.to(dtype), target
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("peaked", [False, True], ids=["random", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 def test_precision(dtype, peaked):

@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.common import batching, result_layout
+from monoidreduce.engines.common import batching
 from monoidreduce.engines.common.gradient_program import build_gradient_program
 from monoidreduce.program.compile import compile_program
 from tests.support.model_layout_cases import Model, check, gather
@@ -25,7 +25,7 @@ from tests.support.model_layout_cases import Model, check, gather
 def test_the_order_is_that_of_empty_like(view):
     model = view()
     wanted = torch.empty_like(model).stride()
-    found = result_layout.find_strides(tuple(model.shape), model)
+    found = batching.find_strides(tuple(model.shape), model)
     own = torch.empty(model.shape).stride() if found is None else found
     assert [s for s, n in zip(own, model.shape, strict=True) if n > 1] == [
         s for s, n in zip(wanted, model.shape, strict=True) if n > 1
@@ -34,13 +34,13 @@ def test_the_order_is_that_of_empty_like(view):
 
 def test_what_an_input_does_not_have_is_outermost():
     model = torch.empty(1, 5, 3, 4).transpose(1, 2)
-    assert result_layout.find_strides((2, 3, 5, 6), model) == (90, 6, 18, 1)
-    assert result_layout.find_strides((2, 3, 5, 6), model.expand(2, 3, 5, 4)) == (90, 6, 18, 1)
-    assert result_layout.find_strides((2, 3, 0, 6), model) is None  # nothing to lay out
+    assert batching.find_strides((2, 3, 5, 6), model) == (90, 6, 18, 1)
+    assert batching.find_strides((2, 3, 5, 6), model.expand(2, 3, 5, 4)) == (90, 6, 18, 1)
+    assert batching.find_strides((2, 3, 0, 6), model) is None  # nothing to lay out
 
 
 def test_features_stay_innermost():
-    assert result_layout.find_strides((2, 3, 5, 4), torch.empty(2, 3, 4, 5).mT) is None
+    assert batching.find_strides((2, 3, 5, 4), torch.empty(2, 3, 4, 5).mT) is None
 
 
 def test_dimensions_are_merged_where_results_allow_it():

@@ -40,7 +40,7 @@ def mostly_slow(*in_every_run):
 
 
 class TestDecoder:
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("name", DECODERS)
     def test_logits_loss_and_gradients(self, name):
         ours, theirs = pair(name)

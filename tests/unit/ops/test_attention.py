@@ -128,7 +128,7 @@ def problem(sample, seed, dtype=FLOAT64):
     return args, {n: v for n, v in options.items() if v is not None}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sample", SAMPLES, ids=shown)
 def test_every_two_options_together(sample, seed):
     args, options = problem(sample, seed)
@@ -373,7 +373,7 @@ def test_numbers_per_sequence_where_keys_are_shared(seed):
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -211,7 +211,7 @@ def assert_equal_with_gradients(case: Case, inputs: list[Tensor], **tolerance: f
     assert_close(grads(got, inputs, cotangent), grads(expected, inputs, cotangent), **tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", RAGGED, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_plain_torch(name, size, seed):

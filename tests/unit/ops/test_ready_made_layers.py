@@ -60,7 +60,7 @@ def test_error_rule(ready, sample, seed):
             assert_error_rule(trials)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ready", "sample"), ALL[::7])
 def test_the_dense_engine_agrees(ready, sample, seed):
     ours, _, args = both(ready, sample, seed)
@@ -69,7 +69,7 @@ def test_the_dense_engine_agrees(ready, sample, seed):
     assert_equal(run(ours, args), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ready", READY, ids=repr)
 def test_first_and_second_derivatives(ready, seed):
     sample = {name: values[-1] for name, values in ready.factors.items()} | {"size": (3, 4), "batch": ()}

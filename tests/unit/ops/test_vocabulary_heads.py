@@ -100,7 +100,7 @@ def test_the_rule_holds_on_flat_and_on_peaked_rows(name, sample, dtype, scale):
     assert_error_rule([evaluate(FUNCTIONS[name], sample, dtype, seed, scale) for seed in range(5, 9)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "sample"), RICH_SAMPLES)
 def test_many_small_tiles_and_the_dense_engine_agree(name, sample, monkeypatch):
     names, args = split(draw(FUNCTIONS[name], sample | {"rows": (59,), "classes": 111}, F64, seed=6))

@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
-from monoidreduce.engines.triton.panel.memory_plan import MemoryPlan
+from monoidreduce.engines.triton.panel.arena import MemoryPlan
 from monoidreduce.plan import budget
 from monoidreduce.program.compile import compile_program
 from monoidreduce.program.gradient import FoldGradient
@@ -36,7 +36,7 @@ def make_ops():
     return {op.function.__name__: op for op in (attention, two_passes, both_ways, best)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(make_ops()))
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("engine", ["eager", "panel"])

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
-from monoidreduce.plan import candidates, communication, cost, device_rates
+from monoidreduce.plan import candidates, communication, cost, op_counts
 from monoidreduce.plan.op_counts import count_work, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -76,7 +76,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
@@ -144,7 +144,7 @@ def farthest_from_all(x: mr.Row["d"], y: mr.Col["d"]):
     return mr.min(square), mr.min(square, over="rows")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", [neighbours, farthest_from_all], ids=["lists", "least"])
 def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     """How many points a block meets at once is theirs to say: up to a tile of them. C++ holds less."""
@@ -154,7 +154,7 @@ def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
@@ -241,7 +241,7 @@ def test_nothing_is_allocated_for_what_would_not_fit():
 def test_devices_that_are_elsewhere():
     q = meta(16, 8192, 128, dtype=torch.bfloat16)
     found = attention.cost(q, q, q, device="cuda")
-    assert found.ceilings is device_rates.GPUS["hopper"]
+    assert found.ceilings is op_counts.GPUS["hopper"]
     least = found["flash"].flops / found.ceilings.rate("bfloat16")
     assert least < found["flash"].seconds < 3 * least
     assert json.dumps(found.ceilings.as_dict())
@@ -347,8 +347,8 @@ def test_empty_sides_cost_next_to_nothing():
 
 
 def test_this_cpus_ceilings_are_plausible_and_measured_once():
-    found = device_rates.measure_cpu(torch.get_num_threads())
-    assert found is device_rates.get_rates(torch.device("cpu"))
+    found = op_counts.measure_cpu(torch.get_num_threads())
+    assert found is op_counts.get_rates(torch.device("cpu"))
     assert found.rate("float32") > found.plain > found.special
     assert found.rate("bfloat16") == found.rate("float32") and 1e-7 < found.launch < 1e-3
 
@@ -359,11 +359,11 @@ def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found)
-    device_rates._get_gpu_rates.cache_clear()
+    op_counts._get_gpu_rates.cache_clear()
     try:
-        found = device_rates.get_rates(torch.device("cuda", 7))
+        found = op_counts.get_rates(torch.device("cuda", 7))
     finally:
-        device_rates._get_gpu_rates.cache_clear()
-    base = device_rates.GPUS["ada"]
+        op_counts._get_gpu_rates.cache_clear()
+    base = op_counts.GPUS["ada"]
     assert found.processors == 128 and found.name == "RTX 4090" and found.near == base.near
     assert found.rate("bfloat16") / base.rate("bfloat16") == pytest.approx(128 / base.processors)

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engines import auto as planner
 from monoidreduce.engines import dense as whole
-from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
-from monoidreduce.plan import candidates, device_rates
+from monoidreduce.plan import candidates, op_counts
 from monoidreduce.plan.op_counts import folded_axes
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime import call_cost, dense_or_tiled
+from monoidreduce.runtime import call_cost
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
@@ -25,7 +25,7 @@ DENSE = {"call": Choice("dense")}
 
 
 # What is chosen follows from the rates of a device: here always those of one CPU, whatever this one is busy with.
-CPU = device_rates.DeviceRates(
+CPU = op_counts.DeviceRates(
     "CPU, 1 thread",
     {"float32": 3e10, "float64": 1.5e10},
     bandwidth=2e10,
@@ -42,7 +42,7 @@ CPU = device_rates.DeviceRates(
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch):
-    monkeypatch.setattr(device_rates, "measure_cpu", lambda threads: CPU)
+    monkeypatch.setattr(op_counts, "measure_cpu", lambda threads: CPU)
     with mr.use(engine="auto"):
         yield
 
@@ -379,7 +379,7 @@ def test_planning_is_quick():
     args = qkv(211, 307, requires_grad=True)
     _, bound, sizes, _ = attention._prepare(tuple(args), {})
     program = mr.op(attention.function).program(*args)
-    assert calls(dense_or_tiled.runs_dense, program, dict(bound), sizes, True) < 50_000
+    assert calls(call_cost.runs_dense, program, dict(bound), sizes, True) < 50_000
 
     fold = program.passes[0].fold
     leaves = [bound[str(e.attrs[0])] for e in program.passes[0].feeds]

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
-from monoidreduce.engines.auto import planner
+from monoidreduce import Col, Row, tuning
+from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, settings
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import dense_or_tiled, registry
-from monoidreduce.tuning import trial, tuner
+from monoidreduce.runtime import call_cost, registry
 from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.layers import BY_NAME
@@ -31,7 +30,7 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setenv("MONOIDREDUCE_ENGINE", "auto")
     internals.forget_cache_warnings(monkeypatch)
-    monkeypatch.setattr(tuner, "_sessions", {})
+    monkeypatch.setattr(tuning, "_sessions", {})
     internals.set_dense_limit(monkeypatch, 0)  # small calls too go by passes
     plan_records.forget()
     yield
@@ -52,8 +51,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(trial, "time", Clock())
-    return trial.time
+    monkeypatch.setattr(tuning, "time", Clock())
+    return tuning.time
 
 
 @mr.op
@@ -73,13 +72,13 @@ def drawn(rows=SHAPE[0], cols=SHAPE[1], d=8):
 
 def fold_of(op, *args):
     """One pass of a call, as engines see it."""
-    with registry.automatic(), tuner.record() as met:
+    with registry.automatic(), tuning.record() as met:
         op(*args)
     return met.folds[0]
 
 
 def tuned_choice(case, device):
-    return candidates.find_tuned(case, planner.fold_key(case, device))
+    return candidates.find_tuned(case, auto.fold_key(case, device))
 
 
 def few(monkeypatch, *choices):
@@ -94,7 +93,7 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     """The safe plan is made slow, so that the winner is known."""
     other = Choice("flash", (("tile", (1, 256, 256)),))
     few(monkeypatch, other)
-    real = planner.run_choice
+    real = auto.run_choice
 
     def perform(how, *call):
         if how != other:
@@ -108,13 +107,13 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     assert all(t.seconds < t.safe_seconds for t in found.folds)
     plan_records.forget()  # as in the next process
     call = fold_of(attention, *args)
-    assert planner.choose(*call) == other
-    assert planner.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
+    assert auto.choose(*call) == other
+    assert auto.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
     longer = fold_of(attention, *drawn(4 * SHAPE[0], SHAPE[1]))
-    assert tuned_choice(planner.make_case(*longer), call[2].device) is None  # another bucket
+    assert tuned_choice(auto.make_case(*longer), call[2].device) is None  # another bucket
     assert found.folds[0].key in [r.key for r in mr.cache.plans()]
     with mr.budget("10MB"):
-        assert tuned_choice(planner.make_case(*call), call[2].device) is None  # tuned without it
+        assert tuned_choice(auto.make_case(*call), call[2].device) is None  # tuned without it
 
 
 def test_tuning_a_layer_refuses_no_honest_plan():
@@ -144,7 +143,7 @@ def test_what_a_call_raises_is_raised():
         attention.tune(torch.ones(3, 4), torch.ones(3, 5), torch.ones(3, 4))
     with pytest.raises(mr.ArgumentError, match="was given int"):
         mr.tune(3)
-    assert tuner._current_recording is None and not tuner._recording_lock.locked()
+    assert tuning._current_recording is None and not tuning._recording_lock.locked()
 
 
 def test_nothing_to_tune_is_said():
@@ -156,7 +155,7 @@ def test_a_budget_bounds_the_candidates():
     q, k, v = drawn(1200, 1200)
     with mr.budget("2MB"):
         (found,) = attention.tune(q, k, v, backward=False, quiet=True).folds
-        case = planner.make_case(*fold_of(attention, q, k, v))
+        case = auto.make_case(*fold_of(attention, q, k, v))
         assert found.trials and all(candidates.can_run(case, t.choice) for t in found.trials)
     assert found.key.budget == "2000000"
 
@@ -194,8 +193,8 @@ RECORDS = {
 def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
-    case = planner.make_case(*call)
-    plan_records.remember(plan_records.Record(planner.fold_key(case, call[2].device), RECORDS[name]))
+    case = auto.make_case(*call)
+    plan_records.remember(plan_records.Record(auto.fold_key(case, call[2].device), RECORDS[name]))
     assert tuned_choice(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
@@ -207,7 +206,7 @@ def right(how, fold, leaves, sizes):
     return planner_perform(how, fold, leaves, sizes)
 
 
-planner_perform = planner.run_choice
+planner_perform = auto.run_choice
 
 
 def forgets_a_tile(how, fold, leaves, sizes):
@@ -311,7 +310,7 @@ def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
     assert found.winner == found.safe != FAST
     assert [t.choice for t in found.trials] == [FAST] and found.trials[0].refused and found.trials[0].seconds is None
     assert "1 refused" in str(found)
-    assert planner.choose(*fold_of(op, *args)) == found.safe
+    assert auto.choose(*fold_of(op, *args)) == found.safe
 
 
 def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
@@ -321,16 +320,18 @@ def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
     k = k * 0.01  # every column weighs the same
     fold, leaves, sizes = fold_of(attention, q, k, v + 1)
     choice = Choice("flash", (("tile", (1, 8, 16)),))
-    truth = right(candidates.default_choice(planner.make_case(fold, leaves, sizes)), fold, leaves, sizes)
+    truth = right(candidates.default_choice(auto.make_case(fold, leaves, sizes)), fold, leaves, sizes)
     assert (
-        trial.describe_difference(forgets_a_tile(Choice("flash"), fold, leaves, sizes), truth, trial.tolerance(leaves))
+        tuning.describe_difference(
+            forgets_a_tile(Choice("flash"), fold, leaves, sizes), truth, tuning.tolerance(leaves)
+        )
         == ""
     )
 
     def perform(how, *call):
         return (forgets_a_tile if how == choice else right)(Choice("flash"), *call)
 
-    problem = trial.find_error(perform, choice, Choice("flash"), fold, leaves, sizes, truth)
+    problem = tuning.find_error(perform, choice, Choice("flash"), fold, leaves, sizes, truth)
     assert "at 8 × 35" in problem and "wrong in" in problem
 
 
@@ -382,15 +383,15 @@ def test_a_guess_of_the_maximum_is_each_plans_own():
 
     safe, call = Choice("flash"), fold_of(attention, *drawn())
     truth = perform(safe, *call)
-    assert trial.describe_difference(perform(FAST, *call), truth, 2.0**-12) != ""
-    assert trial.find_error(perform, FAST, safe, *call, truth) == ""
-    of_another = trial.comparable_results(call[0], [*truth[:-1], truth[-1] + 40], *call[1:])
-    assert trial.describe_difference(of_another, trial.comparable_results(call[0], truth, *call[1:]), 2.0**-5) != ""
+    assert tuning.describe_difference(perform(FAST, *call), truth, 2.0**-12) != ""
+    assert tuning.find_error(perform, FAST, safe, *call, truth) == ""
+    of_another = tuning.comparable_results(call[0], [*truth[:-1], truth[-1] + 40], *call[1:])
+    assert tuning.describe_difference(of_another, tuning.comparable_results(call[0], truth, *call[1:]), 2.0**-5) != ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool])
 def test_poison_is_what_nobody_computes(dtype):
-    with trial.Poison():
+    with tuning.Poison():
         made = [torch.empty(3, dtype=dtype), torch.empty_like(torch.zeros(3, dtype=dtype)), torch.zeros(3).new_empty(3)]
     assert made[2].isnan().all()
     for t in made[:2]:
@@ -401,40 +402,40 @@ def test_poison_is_what_nobody_computes(dtype):
 def test_a_call_cut_short_is_the_same_call_on_fewer(name):
     layer = BY_NAME[name]
     args = layer.make(70, 90, torch.Generator().manual_seed(3), torch.float32)
-    with registry.automatic(), tuner.record() as met:
+    with registry.automatic(), tuning.record() as met:
         layer.op(*args)
     for fold, leaves, sizes in met.folds:
-        cut, short = trial.shorten(fold, leaves, sizes, Choice("flash", (("tile", (1, 8, 16)),)))
+        cut, short = tuning.shorten(fold, leaves, sizes, Choice("flash", (("tile", (1, 8, 16)),)))
         assert (short.rows, short.cols) == (35, 35)
         for e, v in zip(fold.leaves, cut, strict=True):
             if isinstance(v, torch.Tensor) and (e.rows or e.cols):
                 assert v.shape[v.dim() - 1 - (e.feature is not None)] == 35
-        found = planner.run_choice(Choice("flash"), fold, cut, short)
-        assert trial.describe_difference(planner.run_choice(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
+        found = auto.run_choice(Choice("flash"), fold, cut, short)
+        assert tuning.describe_difference(auto.run_choice(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
 
 
 def test_rounding_is_no_difference_and_more_is():
     truth = [torch.randn(50, 8, generator=torch.Generator().manual_seed(0))]
-    assert trial.describe_difference([truth[0] * (1 + 2.0**-14)], truth, 2.0**-12) == ""
-    assert "of 400 numbers" in trial.describe_difference([truth[0] * 1.1], truth, 2.0**-12)
-    assert "wrong in 1 of 3" in trial.describe_difference([torch.tensor([1, 2, 4])], [torch.tensor([1, 2, 3])], 0.1)
+    assert tuning.describe_difference([truth[0] * (1 + 2.0**-14)], truth, 2.0**-12) == ""
+    assert "of 400 numbers" in tuning.describe_difference([truth[0] * 1.1], truth, 2.0**-12)
+    assert "wrong in 1 of 3" in tuning.describe_difference([torch.tensor([1, 2, 4])], [torch.tensor([1, 2, 3])], 0.1)
     odd = [torch.tensor([torch.inf, torch.nan, 1.0])]
     assert (
-        trial.describe_difference(odd, odd, 2.0**-12)
+        tuning.describe_difference(odd, odd, 2.0**-12)
         == ""
-        != trial.describe_difference([odd[0].nan_to_num()], odd, 2.0**-12)
+        != tuning.describe_difference([odd[0].nan_to_num()], odd, 2.0**-12)
     )
 
 
 def test_the_clock_is_a_median(clock):
     times = iter([0.25, 0.5, 0.125])
-    assert trial.measure_seconds(lambda: clock.sleep(next(times)), torch.device("cpu"), 0.0) == 0.25
+    assert tuning.measure_seconds(lambda: clock.sleep(next(times)), torch.device("cpu"), 0.0) == 0.25
 
 
 @pytest.mark.parametrize(("best", "runs"), [(1e9, 26), (1e-9, 3)])
 def test_what_is_far_behind_is_not_run_often(best, runs):
     calls = []
-    trial.measure_seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
+    tuning.measure_seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
     assert len(calls) == runs
 
 
@@ -460,7 +461,7 @@ def test_every_step_tries_one_candidate_until_all_are_tried(monkeypatch):
             steps += 1
             assert steps < 50
         assert all(len(t) <= 1 for t in tried[:-1]) and len(set().union(*tried)) >= 5
-        assert not tuner._sessions
+        assert not tuning._sessions
         runs.clear()
         attention(*args)
     assert len(runs) == 1  # tuned: nothing is tried any more
@@ -478,9 +479,9 @@ def test_a_backward_is_tuned_in_passing_too():
 def test_the_environment_asks_for_it(monkeypatch):
     monkeypatch.setenv(settings.TUNE, "1")
     attention(*drawn())
-    assert tuner._sessions
+    assert tuning._sessions
     with mr.use(tune=False):
-        assert not tuner.is_requested()
+        assert not tuning.is_requested()
     monkeypatch.setenv(settings.TUNE, "yes")
     with pytest.raises(mr.EngineError, match="MONOIDREDUCE_TUNE is 'yes'"):
         attention(*drawn())
@@ -514,7 +515,7 @@ def small(monkeypatch):
 
 
 def road_of(*args):
-    with registry.automatic(), tuner.record() as met:
+    with registry.automatic(), tuning.record() as met:
         attention(*args)
     return met.calls[0]
 
@@ -522,7 +523,7 @@ def road_of(*args):
 @pytest.mark.parametrize("slow", ["passes", "dense"])
 def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
-    real, ran = dense_or_tiled.dense.write_dense, []
+    real, ran = call_cost.dense.write_dense, []
 
     def whole(*program):
         ran.append(1)
@@ -548,9 +549,9 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
 def test_a_wrong_dense_form_never_wins(small, monkeypatch):
     road, given, asks = road_of(*drawn())
     monkeypatch.setattr(type(road), "__call__", lambda self, *given: [2 * v for v in self.passes(*given)])
-    found = tuner.tune_call(road, given, asks)
+    found = tuning.tune_call(road, given, asks)
     assert found.winner.schedule == "flash" and "wrong in" in found.trials[0].refused
 
 
 def test_a_call_too_large_to_be_whole_is_not_tried_so():
-    assert tuner.tune_call(*road_of(*drawn())) is None  # DENSE_LIMIT is 0 here
+    assert tuning.tune_call(*road_of(*drawn())) is None  # DENSE_LIMIT is 0 here

@@ -80,7 +80,7 @@ def test_masks_broadcast_too(shape, seed):
     assert_equal(run(attention, args), run(plain, args))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 5), (1, 1, 4, 5), (3, 1, 5), (4, 1)], ids=str)
 def test_first_and_second_derivatives(shape, seed):
     args = (randn(2, 3, 4, 2), randn(2, 3, 5, 2), randn(2, 3, 5, 2), randn(*shape))
@@ -261,7 +261,7 @@ def test_a_shared_bias_costs_its_own_gradient_only(shape, monkeypatch):
     assert used.peak <= own + 24 * (args[0].numel() * 4) + 16 * TILE[0] * TILE[1] * 8, f"{used.peak:,} bytes"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "pair",
     [

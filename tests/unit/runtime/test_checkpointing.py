@@ -112,7 +112,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_call_of_an_op(way, engine):

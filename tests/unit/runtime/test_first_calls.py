@@ -172,7 +172,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("engine", ["auto", "eager"])
 @pytest.mark.parametrize("start", range(4))

@@ -71,7 +71,7 @@ def compare(f, compiled, args):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_fullgraph(name):
     f, shapes = CALLS[name]

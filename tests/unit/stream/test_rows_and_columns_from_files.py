@@ -71,7 +71,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_columns_of_every_kind_and_rows_in_blocks(kind, files, expected):
     source = SOURCES[kind](files)

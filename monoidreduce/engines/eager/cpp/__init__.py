@@ -24,9 +24,9 @@ from ....plan.settings import EnvironmentVariable
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, matmul, skip_small_tiles, tile_counter
+from ...common import batching, matmul, skip_small_tiles
+from ...common.batching import allocate_result
 from ...common.evaluate import Sizes
-from ...common.result_layout import allocate_result
 from ..tile_code import Reducer, TileCode
 from ..tile_walk import FoldCode, compile_fold, decide_tiles, merge_ranges, split_range, tile_ranges
 from . import compiler
@@ -133,7 +133,7 @@ NUMBER_TYPES = {"float": "float", "int": "I", "bool": "uint8_t"}
 def count_work(fold: Fold, sizes: Sizes) -> int:
     """Pairs times a rough number of operations of each."""
     per_pair = 16 + sum(sizes.of(letter) for letter in fold.letters)
-    return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair
+    return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair * sizes.repeats
 
 
 def _is_readable(e: Expr, v: Tensor, table: bool) -> bool:
@@ -224,7 +224,7 @@ def _run(
             arguments = (ctypes.c_int64 * len(head))(*head)
             kernel.call(ctypes.addressof(arguments))
     for (computed, many, rows, cols), tiles in tables.counts.items():
-        tile_counter.count_tile(computed, many, rows, cols, tiles)
+        skip_small_tiles.count_tile(computed, many, rows, cols, tiles)
     _finish_kept(fold, rooms, swapped)
     pairs = zip(fold.outputs, rooms, strict=True)
     return [t.sum(-2).to(sizes.compute) if kind_of(r).both_axes else t for (r, _), t in pairs]

@@ -21,7 +21,7 @@ from ....program.lower import Fold
 from ....program.primitives import PRIMITIVES
 from ....reductions import outputs_of
 from ..tile_code import Reducer
-from . import special_functions, support
+from . import primitive_text, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 from .tile_text import MOST_SORTED, PAD, TileText
 
@@ -117,7 +117,7 @@ class KernelText:
             f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
             support.TYPES,
             support.FUNCTIONS,
-            *([special_functions.FUNCTIONS] if special_functions.used_by(used) else []),
+            *([primitive_text.FUNCTIONS] if primitive_text.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
             support.TILES,
             *([_SETS] if self.mixed else []),

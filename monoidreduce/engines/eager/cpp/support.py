@@ -80,6 +80,47 @@ INLINE double exp_(double x) {
   return p * bits<double>((half + 1023) << 52) * bits<double>((k - half + 1023) << 52);
 }
 INLINE double exp_weight(double x) { return exp_(x); }
+// The same of what is at most 0, as a power of 2. Compilers make a dozen instructions of a comparison of floats whose
+// NaN must stay; compared as integers, which wrap, NaN of either sign pass.
+INLINE float exp_falling(float x) {
+  const U past = 0x7fffffu, u = bits<U>(x * 1.44269504f) + past, least = 0xc2fe0000u + past;  // -127
+  const float c = bits<float>((u < least ? u : least) - past);
+  const float n = c + 12582912.0f, r = c - (n - 12582912.0f);
+  float p = 0.000153533089f;
+  p = p * r + 0.00133989266f;
+  p = p * r + 0.00961843791f;
+  p = p * r + 0.0555033235f;
+  p = p * r + 0.240226479f;
+  p = p * r + 0.693147203f;
+  p = p * r + 1.0f;
+  return p * bits<float>((bits<U>(n) << 23) + 0x3f800000u);
+}
+INLINE double exp_falling(double x) { return exp_(x); }
+#ifdef __aarch64__  // GCC keeps the result of an omp simd maximum in memory
+typedef F Lanes __attribute__((vector_size(16), aligned(sizeof(F)), may_alias));
+INLINE F greatest_(const F* x, int n) {
+  const int each = 16 / sizeof(F);
+  Lanes lanes[4];
+  for (int l = 0; l < 4; l++) lanes[l] = Lanes{} - INF;
+  F top = -INF;
+  int j = 0;
+  for (; j + 4 * each <= n; j += 4 * each)
+    for (int l = 0; l < 4; l++) {
+      const Lanes y = *(const Lanes*)(x + j + l * each);
+      lanes[l] = y > lanes[l] ? y : lanes[l];
+    }
+  for (int l = 0; l < 4 * each; l++) top = lanes[l / each][l % each] > top ? lanes[l / each][l % each] : top;
+  for (; j < n; j++) top = x[j] > top ? x[j] : top;
+  return top;
+}
+#else
+INLINE F greatest_(const F* x, int n) {
+  F top = -INF;
+  _Pragma("omp simd reduction(max:top)")
+  for (int j = 0; j < n; j++) top = x[j] > top ? x[j] : top;
+  return top;
+}
+#endif
 INLINE double log_(double x) {  // of positive normal numbers
   const int64_t b = bits<int64_t>(x), e = ((b >> 52) & 2047) - 1023;
   double m = bits<double>((b & 0xfffffffffffffLL) | 0x3ff0000000000000LL), k = (double)(int32_t)e;

@@ -510,9 +510,9 @@ class TileText:
             free = [] if self.shared or read_again else list(self.slots.values())
             slot = free[0] if free else self.slot(("logit", red))
             write = [f"{slot}[j] = {x};"]
-        top, lines = self.name(), [f"const F* const unused_{r.place} = 0; (void)unused_{r.place};"]
-        lines = [f"F {top} = -INF;"]
-        lines += self.end_loop({"max": [top]}, [*write, f"{top} = {x} > {top} ? {x} : {top};"])
+        lines = self.end_loop({}, write) if write else []
+        top = self.name()
+        lines.append(f"const F {top} = greatest_({slot}, n);")
         peak, total = (f"*{self.k.output(red, count - k, 'i0 + i')}" for k in (1, 2))
         old, new, safe, shrink, sums = (self.name() for _ in range(5))
         lines += [
@@ -525,7 +525,7 @@ class TileText:
         weight = self.name()
         before, extra, behind, names = [f"F {sums} = 0;"], [], [], [sums]  # type: list[str], list[str], list[str], list[str]
         stored: dict[Expr, str] = {}
-        self.lines.append(f"const F {weight} = exp_weight({slot}[j] - {safe});")
+        self.lines.append(f"const F {weight} = exp_falling({slot}[j] - {safe});")
         for v, parts in enumerate(r.values, 1):
             feature = outputs_of(red)[v][0]
             width = 1 if feature is None else self.k.feature_width(feature)
@@ -548,7 +548,9 @@ class TileText:
                             extra.append(f"{slot}[j] = {weight};")
                 self._add(red, v, c, own, before, extra, behind, names, stored)
         extra.append(f"{sums} += {weight};")
-        lines += [*before, *self.end_loop({"+": names}, extra)]
+        loop = self.end_loop({"+": names}, extra)
+        any_number = [line.replace("exp_falling", "exp_weight") for line in loop]
+        lines += [*before, f"if ({new} < INF) {{", *loop, "} else {", *any_number, "}"]
         return [*lines, f"{total} = {total} * {shrink} + {sums};", *behind]
 
     def _kept_softmax(self, r: Reducer, red: Expr) -> list[str]:

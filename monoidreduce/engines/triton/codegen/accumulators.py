@@ -10,7 +10,7 @@ from ....program.expression import Expr
 from ....program.several import MIX, is_product
 from . import stored_sums
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Slices
+from .kernel_spec import TINY, Slices, padded, widen
 
 
 class Accumulator:
@@ -129,7 +129,9 @@ class Accumulator:
             v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], {nothing})")
 
     def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
-        """Σ weight (x_i - y_j): few features one by one; else by a product centred on the tile, so less cancels."""
+        """Σ weight (x_i - y_j): few features one by one; else by a product, of float32 vectors centred on the tile, so
+        less cancels. Of 16-bit vectors, and of those centred before the launch, the weights' total is multiplied by
+        the kept vectors once, after the loops."""
         v = self.v
         gap = apply("sub", x, y)
         if self.tiny:
@@ -137,24 +139,37 @@ class Accumulator:
         kept, folded, sign = (x, y, 1) if v.spec.folds(y) else (y, x, -1)
         weight = v.bind((weight, "gap"), weight, True)
         signed = f"{'-' if sign > 0 else ''}{weight}"
-        if v.spec.pieces:  # both sides were centred before the launch
+        if v.spec.pieces or v.spec.narrow:
             self.apart, self.sign = kept, "+" if sign > 0 else "-"
             v.inside.append(f"{self.name}_mass += tl.sum({weight}, 1)")
             self._product(signed, folded)
             return
         one, other = v.block(kept), v.block(folded)
-        if v.spec.narrow is None:
-            centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
-            one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
+        centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
+        one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
         whole = f"tl.sum({weight}, 1)[:, None] * {one}"
         v.inside.append(f"{self.name} += {whole}" if sign > 0 else f"{self.name} -= {whole}")
         self._product(signed, folded, other)
 
     def result(self) -> list[str]:
         if self.apart is not None:
-            mass = f"{self.name}_mass[:, None] * {self.v.reload_split_vectors(self.apart)}"
-            return [f"({self.name} {self.sign} {mass})"]
+            kept = [_reload_kept(self.v, self.apart, at) for at in self.slices]
+            return [f"({n} {self.sign} {self.name}_mass[:, None] * {k})" for n, k in zip(self.names, kept, strict=True)]
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
+
+
+def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
+    """A slice of a kept leaf's vectors in float32, loaded again: until here nothing holds registers for them."""
+    first, size = at
+    width = padded(v.spec.width(e.feature)) if v.spec.pieces else v.spec.room_of[e] or v.spec.width(e.feature)
+    lane, exists = v.slice_lane(size, width - first)
+    mask = f"mask=kept_in[:, None]{f' & {exists}[None, :]' if exists else ''}, other={v.spec.zero(e)}"
+    place = f"{v.pointer(e)} + {v.axis_offset(e, 'kept')}"
+    if v.spec.pieces:
+        parts = (f"tl.load({place} + {lane}[None, :] + {k * width}, {mask})" for k in range(3))
+        return f"of_thirds({', '.join(parts)})"
+    text = f'tl.load({place} + ({lane}[None, :] + {first}) * {e.attrs[0]}_f, {mask}, eviction_policy="evict_first")'
+    return widen(text, v.spec.type_of[e], v.spec.compute)
 
 
 def move_factors_to_weight(c: Contraction) -> Contraction:

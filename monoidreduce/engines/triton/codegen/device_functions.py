@@ -279,28 +279,36 @@ def quick_cosh(x):
     return half + 0.25 * quick_rcp(half)
 
 
-def sine_of_rest(x, turns, count):
-    # the sine of x - turns π, turns a multiple of 1/2; its sign follows the lowest bit of the count of half turns.
-    # Exact to 1e-5 of 1 up to 2²¹, beyond which neighbours in float32 lie a quarter apart: 0 there, NaN at infinity.
-    r = tl.fma(turns, -3.1415927410125732, x)
-    r = tl.fma(turns, 8.742277657347586e-08, r)
-    r = tl.where(tl.abs(x) < 2097152.0, tl.fma(turns, 3.430244902329324e-15, r), x * 0.0)
-    q = r * r
-    s = -0.16665483740020112 + q * (0.00831101770000767 + q * -0.0001846102793451776)
-    y = r * (0.9999989795274309 + q * s)
+def half_turns(x):
+    # x / π, rounded. 1.5 × 2²³: what is added to it is rounded to a whole number, which stands in the lowest bits
+    return tl.fma(x, 0.3183098861837907, 12582912.0)
+
+
+def rest_of_turns(x, turns):
+    # x less so many half turns, exact to 1e-5 up to 2²¹, beyond which neighbours in float32 lie a quarter apart: 0
+    # there, NaN at infinity. Of a sine and a cosine of one number the compiler computes it once
+    r = tl.fma(turns, 8.742277657347586e-08, tl.fma(turns, -3.1415927410125732, x))
+    return tl.where(tl.abs(x) < 2097152.0, tl.fma(turns, 3.430244902329324e-15, r), x * 0.0)
+
+
+def signed_by_turns(y, count):
     return (y.to(tl.int32, bitcast=True) ^ (count.to(tl.int32, bitcast=True) << 31)).to(tl.float32, bitcast=True)
 
 
 def quick_sin(x):
-    # 1.5 × 2²³: what is added to it is rounded to a whole number, which stands in the lowest bits
-    count = tl.fma(x, 0.3183098861837907, 12582912.0)
-    return sine_of_rest(x, count - 12582912.0, count)
+    count = half_turns(x)
+    r = rest_of_turns(x, count - 12582912.0)
+    q = r * r
+    s = -0.16665483740020112 + q * (0.00831101770000767 + q * -0.0001846102793451776)
+    return signed_by_turns(r * (0.9999989795274309 + q * s), count)
 
 
 def quick_cos(x):
-    # sin(x + π/2), in half turns
-    count = tl.fma(x, 0.3183098861837907, 0.5) + 12582912.0
-    return sine_of_rest(x, (count - 12582912.0) - 0.5, count)
+    count = half_turns(x)
+    r = rest_of_turns(x, count - 12582912.0)
+    q = r * r
+    s = -0.49991231101921824 + q * (0.04148757386753756 + q * -0.00127115294782419)
+    return signed_by_turns(0.999993282094165 + q * s, count)  # exact to 7e-6
 
 
 def log1p_unit(z):

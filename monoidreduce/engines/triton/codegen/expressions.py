@@ -19,16 +19,7 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import (
-    close_pairs,
-    device_functions,
-    k_loop,
-    lookups,
-    packed_vectors,
-    random_functions,
-    several,
-    special_functions,
-)
+from . import device_functions, k_loop, lookups, packed_vectors, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -70,7 +61,9 @@ class ExpressionWriter:
         self.pair_features = 0  # features of all vectors that are held per pair
         self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
+        self.shifts: list[
+            tuple[Expr, Expr]
+        ] = []  # of exponents, computed before the launch (``kernels/row_kernels.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.late = False  # whether in this loop a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
@@ -136,8 +129,8 @@ class ExpressionWriter:
         return self.number(target)
 
     def divided(self, block: str, name: str) -> str:
-        """Vectors divided by a number per kept index."""
-        return f"{block} / {name}[:, None]"
+        """Vectors divided by a number per kept index; one that is to be rounded to 16 bits is multiplied."""
+        return f"{block} * (1.0 / {name})[:, None]" if self.spec.narrow else f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
@@ -164,7 +157,7 @@ class ExpressionWriter:
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
-            return close_pairs.write_distance(self, e)
+            return several.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
@@ -545,7 +538,7 @@ class ExpressionWriter:
                 return square
             name = self.bind((e, "square"), square, True)
             if self.spec.exact:
-                close_pairs.recompute(self, e, name, norms)
+                several.recompute(self, e, name, norms)
             return name
 
         def factors(f: str) -> tuple[str, str]:
@@ -652,13 +645,6 @@ class ExpressionWriter:
     def split_blocks(self, e: Expr) -> str:
         """The 16-bit parts of a leaf's split float32 vectors, as arguments."""
         return ", ".join(self.block(e, k) for k in range(self.spec.pieces))
-
-    def reload_split_vectors(self, e: Expr) -> str:
-        """A kept leaf's float32 vectors, loaded again from their 16-bit parts, whose registers were reused."""
-        width = padded(self.spec.width(e.feature))
-        place = f"{self.pointer(e)} + kept_lane[:, None] * {e.attrs[0]}_s + {self.lane(e.feature, width)[0]}[None, :]"
-        parts = (f"tl.load({place} + {k * width}, mask=kept_in[:, None], other=0)" for k in range(3))
-        return f"of_thirds({', '.join(parts)})"
 
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""

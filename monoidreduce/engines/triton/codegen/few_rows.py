@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ....program.conditions import is_idle
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, node
-from ....program.lower import Fold
+from ....program.lower import Fold, is_idle
 from . import tile_ranges
 from .expressions import ExpressionWriter
 

@@ -222,7 +222,7 @@ def _read_otherwise(r: Expr) -> list[Expr]:
     found = []
     for a in r.args:
         for c in contractions(a, r.attrs[1]):
-            whole = not c.walk and c.minus is None
+            whole = not c.walk
             found += [] if whole else [e for e in topological([a]) if e.feature is not None]
     for e in topological(r.args):
         if e.op in ("sqdist", "fsum", "famax", "famin") or (e.op == "dot" and any(a.op != "leaf" for a in e.args)):

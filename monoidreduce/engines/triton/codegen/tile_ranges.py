@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....program.conditions import conditions, is_idle
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, topological
-from ....program.lower import Fold
+from ....program.lower import Fold, conditions, is_idle
 from ....program.normal_form import split_index_match
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")

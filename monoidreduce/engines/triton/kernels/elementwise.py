@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ...common import batching, result_layout
+from ...common import batching
 from ...common.evaluate import Allocator, Form, Sizes
-from ...common.one_sided import Side
+from ...common.torch_code import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
@@ -178,7 +178,7 @@ class ElementwiseLaunch:
     def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """A vector lies in memory as the first of the side's vectors that is given; None: contiguous."""
         given = [v for x, v in zip(side.leaves, leaves, strict=True) if x.feature is not None and isinstance(v, Tensor)]
-        return None if e.feature is None or not (given and shape) else result_layout.find_strides(shape, given[0])
+        return None if e.feature is None or not (given and shape) else batching.find_strides(shape, given[0])
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [room() for room in self.rooms]

@@ -17,26 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan.default_tiles import Tile
+from ....plan.tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.best import worst
-from ...common import matmul, unchanged_tensors
+from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..codegen.lookups import reads_bands_alone
 from ..codegen.stored_sums import is_stored
-from ..launch import descriptors, jit_module, parallel_compile
+from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import few_rows, hopper, spec_from_tensors, turned_values
+from ..schedules import few_rows, kernel_plan, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_template import EXTRA, TILE
+from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
-from . import exponent_shift, split_combine, topk
+from . import row_kernels, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 
@@ -96,7 +96,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     slower).
     """
     if kernel.staged:
-        return hopper.compiler_options(kernel.consumers)
+        return kernel_plan.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
@@ -112,7 +112,7 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
     options |= compiler_options(call.kernel, call.plan)
     with jit_module.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = parallel_compile.launch(kernel, grid, call.arguments, constants | options)
+        compiled = jit_module.launch(kernel, grid, call.arguments, constants | options)
         jit_module.report_resources(compiled)
         return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
@@ -222,10 +222,10 @@ class FoldLaunch:
         )
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        many = self.spec.deep or pairs >= least
+        short = spec_from_tensors.has_short_loops(self.spec)
+        many = self.spec.bounds if short else self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
-        many &= not spec_from_tensors.has_short_loops(self.spec)
-        by_turns = many and reads_bands_alone(self.fold.tables)
+        by_turns = many and not short and reads_bands_alone(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
@@ -410,7 +410,7 @@ class FoldLaunch:
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
         for n, t in self.shifts:
-            again = exponent_shift.prepare_replay(leaves[n], leaves[t], shape)
+            again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
             if again is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -480,7 +480,7 @@ class FoldLaunch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
-        made = exponent_shift.compute_shift(
+        made = row_kernels.compute_shift(
             number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
         )
         return made if self.line is None else descriptors.replace_base(self.line, made)
@@ -490,7 +490,7 @@ class FoldLaunch:
 
         ``asked``: the leaves that masks depend on."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = unchanged_tensors.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
+        edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found

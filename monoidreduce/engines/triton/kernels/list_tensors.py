@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ....domains import ColumnLists
-from ...common.evaluate import Sizes
-from ...common.listed_pairs import restore_domain
+from ...common.evaluate import Sizes, restore_domain
 
 
 class ListForm(NamedTuple):

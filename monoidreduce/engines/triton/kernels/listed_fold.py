@@ -24,10 +24,9 @@ from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ....reductions import kind_of
 from ....reductions.histogram import add_at
-from ...common import matmul, unchanged_tensors
+from ...common import bounded_cache, matmul
 from ...common.combine import split
-from ...common.evaluate import Form, Sizes, result_form
-from ...common.listed_pairs import restore_domain
+from ...common.evaluate import Form, Sizes, restore_domain, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
@@ -504,7 +503,7 @@ def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str)
     if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
         return make_lists(form, tensors, sizes, over)
     make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
-    return unchanged_tensors.compute_once(parts, make, sizes.device)
+    return bounded_cache.compute_once(parts, make, sizes.device)
 
 
 def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -514,7 +513,7 @@ def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Siz
         assert fold.domain is not None
         (form,), tensors = fold.domain.attrs, _find_domain(fold, leaves)
         make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
-        once = unchanged_tensors.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        once = bounded_cache.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
         found.append(once.view(*(1,) * len(sizes.batch), -1))
     return found
 

@@ -1,7 +1,7 @@
 """Gathers and scatters of single pairs: sums against ``index == t``, such as the gradient of a maximum.
 
-One axis holds the targets ``t`` (say rows), one each or a few. What the pairs weigh is computed from numbers by torch,
-products of their vectors by a kernel. Then
+One axis holds the targets ``t`` (say rows), one each or a few. What the pairs weigh is computed first, by one generated
+kernel (``pair_weights.py``). Then
 
 - a **gather** (one result per row) adds weight × the vector at the target, row by row, in one kernel;
 - a **scatter** (one result per column) sorts the pairs by their target, so that each column's are neighbours. A kernel
@@ -12,8 +12,9 @@ products of their vectors by a kernel. Then
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,36 +25,13 @@ from ....program.expression import Expr, topological
 from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
 from ..launch.launch_cache import Kernels
+from . import pair_weights
+from .pair_weights import PRODUCTS
 
 _TEXT = '''"""Sums over single pairs, each given by its place on one axis."""
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def matched_product(
-    out, place, near, far, side, other, matches, n_b, n_s, n_f, f_b, f_s, f_f,
-    DISTANCE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ENTRIES: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    batch = tl.program_id(1).to(tl.int64)
-    exists = at < side * matches
-    t = tl.load(place + batch * side * matches + at, mask=exists, other=-1).to(tl.int64)
-    hit = ((t >= 0) & (t < other) & exists)[:, None]
-    total = tl.zeros([ENTRIES], tl.float32)
-    for first in range(0, WIDTH, LANES):
-        lane = first + tl.arange(0, LANES)[None, :]
-        inside = hit & (lane < WIDTH)
-        x = tl.load(near + batch * n_b + (at // matches)[:, None] * n_s + lane * n_f, mask=inside, other=0)
-        y = tl.load(far + batch * f_b + t[:, None] * f_s + lane * f_f, mask=inside, other=0)
-        x = x.to(tl.float32)
-        y = y.to(tl.float32)
-        if DISTANCE:
-            total += tl.sum((x - y) * (x - y), 1)
-        else:
-            total += tl.sum(x * y, 1)
-    tl.store(out + batch * side * matches + at, total, mask=exists)
 
 
 @triton.jit
@@ -162,21 +140,25 @@ def join_runs(
 _kernels = Kernels(_TEXT)
 _PIECE = 16  # pairs that one program instance of the scatter adds, one after the other
 _WIDE = 128  # features of a program instance
-_PRODUCTS = ("dot", "sqdist")
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
 
 
 def takes(r: Expr, sizes: Sizes) -> bool:
     """True where kernels compute a pick: in float32, of targets and vectors as they are given."""
+    return sizes.compute is torch.float32 and sizes.rows > 0 < sizes.cols and _is_made_of_leaves(r)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_made_of_leaves(r: Expr) -> bool:
     target, value, _ = r.args
-    if sizes.compute is not torch.float32 or target.op != "leaf" or not sizes.rows or not sizes.cols:
+    if target.op != "leaf":
         return False
     if any(e.packing is not None for e in topological(r.args)):
         return False
     if r.attrs[0] != "picks" and (_operands(r) is None or (r.args[2] is ONE and _gathers(r))):
         return False  # numbers in their order are torch's own
-    for e in topological([value], stop=lambda e: e.op in _PRODUCTS):
-        if e.op in _PRODUCTS:
+    for e in topological([value], stop=lambda e: e.op in PRODUCTS):
+        if e.op in PRODUCTS:
             x, y = e.args
             if e.dtype != "float" or x.op != "leaf" or y.op != "leaf" or x.rows == y.rows or x.cols == y.cols:
                 return False
@@ -193,6 +175,7 @@ class Pairs:
         self.values, self.sizes, self.batch = values, sizes, batch
         self.places: dict[tuple[Expr, bool], Tensor] = {}
         self.weights: dict[tuple[Expr, Expr, bool], Tensor] = {}
+        self.sorted: dict[tuple[Expr, bool], tuple[Tensor, Tensor]] = {}
 
     def place(self, target: Expr, by_rows: bool) -> Tensor:
         """The targets ``[batch, side, matches]``."""
@@ -213,6 +196,19 @@ class Pairs:
             self.weights[value, target, by_rows] = found
         return found
 
+    def sort(self, target: Expr, by_rows: bool) -> tuple[Tensor, Tensor]:
+        """The pairs in the order of their targets, those without one last: the places of their sums among those of all
+        batch elements, and which pair each is."""
+        found = self.sorted.get((target, by_rows))
+        if found is None:
+            place, other = self.place(target, by_rows), self.sizes.cols if by_rows else self.sizes.rows
+            entries, beyond = place.numel(), len(place) * other
+            key = torch.empty(entries, dtype=torch.int32 if beyond < 2**31 else torch.int64, device=place.device)
+            given = (key, place, place[0].numel(), other, beyond, entries)
+            _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
+            found = self.sorted[target, by_rows] = key.sort(stable=True)
+        return found
+
 
 def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
     """A pick ``[batch, length(, features)]``; ``raised``: in float32, else vectors are as they were given."""
@@ -231,7 +227,10 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
         near, far = (pairs.values[e].expand(pairs.batch, *pairs.values[e].shape[1:]) for e in leaves)
     other = pairs.sizes.cols if by_rows else pairs.sizes.rows
     held = torch.float32 if raised or near.dtype != far.dtype else near.dtype
-    found = (_gather if _gathers(r) else _scatter)(place, weight, which, near, far, other, held)
+    if _gathers(r):
+        found = _gather(place, weight, which, near, far, other, held)
+    else:
+        found = _scatter(place, pairs.sort(target, by_rows), weight, which, near, far, other, held)
     return found.squeeze(-1) if vector is ONE else found
 
 
@@ -286,32 +285,26 @@ def _weigh_pairs(
 ) -> Tensor:
     """What each pair weighs ``[batch, side, matches]``, in float32."""
     (value,) = one_number_per_match((value,), target)
-    evaluator, safe = MatchedPairs(sizes, {}), None
-    for e in topological([value], stop=lambda e: e.op in _PRODUCTS):
-        if e.op in _PRODUCTS:
-            evaluator.memo[e] = _multiply_pairs(e, values, place, by_rows)
+    leaves: Iterable[Expr] = pair_weights.list_leaves(value)
+    if target.feature is None:
+        found = {e: values[e] for e in leaves}
+    else:
+        names = {str(e.attrs[0]): v for e, v in values.items()}
+        found = {e: names[str(e.attrs[0]).removesuffix("/match")] for e in leaves}
+    weight = pair_weights.weigh(value, found, sizes, place, by_rows)
+    if weight is not None:
+        return weight
+    evaluator = MatchedPairs(sizes, {})
+    safe = place.clamp(0, (sizes.cols if by_rows else sizes.rows) - 1)
+    for e in topological([value], stop=lambda e: e.op in PRODUCTS):
+        if e.op in PRODUCTS:
+            evaluator.memo[e] = pair_weights.weigh(e, found, sizes, place, by_rows)
         elif e.op in ("leaf", "row_index", "col_index"):
-            if safe is None:  # needed where something is read at the target
-                own = e.op == "leaf" and (e.rows if by_rows else e.cols)
-                safe = None if own else place.clamp(0, (sizes.cols if by_rows else sizes.rows) - 1)
-            there = place if safe is None else safe
-            evaluator.memo[e] = gather_leaf(e, dict(values), by_rows, slice(0, place.shape[1]), there, sizes)
+            evaluator.memo[e] = gather_leaf(e, dict(values), by_rows, slice(0, place.shape[1]), safe, sizes)
     weight = evaluator.to_compute(evaluator(value), value)
     if not isinstance(weight, Tensor):
         return torch.full(place.shape, float(weight), dtype=torch.float32, device=place.device)
     return weight.expand(place.shape).contiguous()
-
-
-def _multiply_pairs(e: Expr, values: Mapping[Expr, Any], place: Tensor, by_rows: bool) -> Tensor:
-    """⟨x_i, y_t⟩, or |x_i - y_t|², of all pairs."""
-    batch, side, matches = place.shape
-    near, far = (values[a].expand(batch, *values[a].shape[1:]) for a in sorted(e.args, key=lambda a: a.rows != by_rows))
-    out = torch.empty(place.shape, dtype=torch.float32, device=place.device)
-    width = near.shape[-1]
-    constants = dict(DISTANCE=e.op == "sqdist", WIDTH=width, LANES=min(_padded(width), _WIDE), ENTRIES=32)
-    arguments = (out, place, near, far, side, far.shape[1], matches, *near.stride(), *far.stride())
-    _kernels("matched_product", (-(-side * matches // 32), batch), arguments, constants)
-    return out
 
 
 def _gather(
@@ -329,15 +322,18 @@ def _gather(
 
 
 def _scatter(
-    place: Tensor, weight: Tensor, which: int, near: Tensor, far: Tensor, other: int, held: torch.dtype
+    place: Tensor,
+    in_order: tuple[Tensor, Tensor],
+    weight: Tensor,
+    which: int,
+    near: Tensor,
+    far: Tensor,
+    other: int,
+    held: torch.dtype,
 ) -> Tensor:
     batch, side, matches = place.shape
     width, entries, beyond = near.shape[-1], place.numel(), batch * other
-    out = torch.zeros(batch, other, width, dtype=held, device=place.device)
-    key = torch.empty(entries, dtype=torch.int32 if beyond < 2**31 else torch.int64, device=place.device)
-    given = (key, place, side * matches, other, beyond, entries)
-    _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
-    key, order = key.sort(stable=True)
+    out, (key, order) = torch.zeros(batch, other, width, dtype=held, device=place.device), in_order
     pieces = -(-entries // _PIECE)
     rest = torch.empty(pieces, 2, width, dtype=torch.float32, device=place.device)
     lanes = min(_padded(width), _WIDE)

@@ -22,12 +22,12 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, result_layout
+from ...common import batching
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import pick
 from .diagonal_bands import Bands, rewrite_fold
@@ -191,9 +191,9 @@ def merge_batches_and_strides(
     """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = result_layout.summed_batch(fold, r, leaves, sizes)
+        batch = batching.summed_batch(fold, r, leaves, sizes)
         shape, _ = result_form(r, k, sizes, batch)
-        strides = result_layout.find_strides(shape, result_layout.find_model(fold, r, k, leaves))
+        strides = batching.find_strides(shape, batching.find_model(fold, r, k, leaves))
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
@@ -243,7 +243,7 @@ def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not hopper.runs_warp_specialized(sizes.device):
+    if not kernel_plan.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ...common import unchanged_tensors
+from ...common import bounded_cache
 from ...common.evaluate import Sizes
-from ...common.one_sided import Side
-from ...common.torch_code import Step, batch_index
+from ...common.torch_code import Side, Step, batch_index
 from ..codegen.kernel_spec import Unsupported
 from ..launch import jit_module
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches
@@ -74,7 +73,7 @@ def record(
                 if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return None  # what is constants must not lie in a graph's memory
                 parts = ("batch_index", sizes.batch, sizes.device)
-                same = unchanged_tensors.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
+                same = bounded_cache.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
                 constants[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]

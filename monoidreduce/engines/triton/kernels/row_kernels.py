@@ -6,12 +6,16 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.evaluate import Allocator
+from ..codegen.exponents import LOG2E
+from ..launch import jit_module
 from ..launch.launch_cache import Kernels
 
 _TEXT = '''"""Sums over the features of each row."""
@@ -105,3 +109,53 @@ def _one(device: torch.device) -> Allocator:
 
 
 _SCALED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# The shift of an exponent along the folded axis, made before the launch: (number + logarithm of a total) × log2(e).
+#
+# torch takes four operations for it, each a launch of its own.
+
+_SHIFT = f'''"""Shifts of exponents."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shift(out, number, total, size, LANES: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    here = at < size
+    of_total = tl.load(total + at, mask=here, other=0.0)
+    seen = tl.where(tl.abs(of_total) == float("inf"), float("inf"), of_total)  # a total of nothing hides all
+    tl.store(out + at, (tl.load(number + at, mask=here, other=0.0) + seen) * {LOG2E!r}, mask=here)
+'''
+_LANES = 1024
+_shift_kernels = Kernels(_SHIFT)
+
+
+def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
+    """Whether one kernel makes the shifts of so many numbers."""
+    plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
+    return plain and jit_module.can_relaunch(number.device)
+
+
+def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The shifts, of this shape; infinite where the total is of nothing."""
+    if fits_kernel(number, total, math.prod(shape)):
+        found = torch.empty_like(number)
+        _launch_shift(found, number, total)
+        return found.view(shape)
+    seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
+    return (number + seen).mul_(LOG2E).expand(shape).contiguous()
+
+
+def replay_shift(number: Any, total: Any, shape: tuple[int, ...]) -> Callable[..., None] | None:
+    """What launches the kernel again for tensors like these, after it did once; None where torch makes the shifts."""
+    return (
+        _launch_shift(torch.empty_like(number), number, total) if fits_kernel(number, total, math.prod(shape)) else None
+    )
+
+
+def _launch_shift(out: Tensor, number: Tensor, total: Tensor) -> Callable[..., None] | None:
+    size = out.numel()
+    return _shift_kernels("shift", (-(-size // _LANES),), (out, number, total, size), {"LANES": _LANES})

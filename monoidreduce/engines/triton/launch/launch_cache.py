@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ...common.bounded_cache import BoundedCache
-from . import jit_module, parallel_compile
+from . import jit_module
 
 _MOST = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
 Again = Callable[..., Any]
@@ -46,7 +46,7 @@ class LaunchCache:
     def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
         """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
         again = self.made.get(key)
-        if parallel_compile.is_collecting():
+        if jit_module.is_collecting():
             return again or first()
         if again is not None:
             again(*arguments)
@@ -86,7 +86,7 @@ class Kernels:
                 given.append(address)
         key = tuple(found)
         again = self.kept.made.get(key)
-        if again is None or parallel_compile.is_collecting():
+        if again is None or jit_module.is_collecting():
             return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
         again(*given)
         report(again, arguments)
@@ -103,7 +103,7 @@ class Kernels:
         device = arguments[0].device
         with jit_module.use_device(device):
             kernel = getattr(jit_module.load_module(self.text), name)
-            compiled = parallel_compile.launch(kernel, grid, arguments, {**constants, **options})
+            compiled = jit_module.launch(kernel, grid, arguments, {**constants, **options})
             return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), device)
 
 

@@ -1,6 +1,6 @@
 """How a program's launches are repeated: a recipe for each kernel, and all of them as one replay.
 
-A program whose steps are all launches is run once by the engine (``kernels/record_launches.py``); each kernel says how
+A program whose steps are all launches is run once by the engine (``kernels/prepared_fold.py``); each kernel says how
 it is launched again on other tensors of the same kind, as a :class:`Recipe`. :class:`ProgramReplay` turns these into
 the steps of ``replay.py``: one function without look-ups or loops, since at small sizes Python overhead dominates.
 """

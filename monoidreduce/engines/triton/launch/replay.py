@@ -4,7 +4,7 @@ What a call does on the host (which panels, which views, which arguments a kerne
 sizes and the kinds of its tensors, and takes longer than the device takes for a small problem. So it is done once and
 written out: allocations, views and addresses at fixed offsets, torch operations, launches.
 
-There are two sources of steps. :class:`Recorder` watches a walk over panels while it runs (``panel/panel_replay.py``).
+There are two sources of steps. :class:`Recorder` watches a walk over panels while it runs (``panel/kernel_step.py``).
 ``launch_recipes.py`` derives them from a program whose steps are all launches, with names for the Python numbers that
 may change from call to call. Both are written by :class:`Replay`.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.evaluate import Allocator
-from ...common.generated_code import FunctionWriter, function_text, run_text, tuple_text
+from ...common.torch_code import FunctionWriter, function_text, run_text, tuple_text
 from . import descriptors, encoded_descriptors, jit_module, launch_cache
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time

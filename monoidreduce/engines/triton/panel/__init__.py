@@ -1,9 +1,7 @@
 """The panel schedule on a GPU: vendor GEMMs fill panels, generated kernels do the rest.
 
-``kernel_step.py`` runs a loop over panels. It asks ``memory_plan.py`` what fits, takes memory from ``arena.py`` and
-adds up in ``accumulators.py``. ``fuse_stages.py`` says what one kernel does. Weights are written by ``row_kernel.py``,
-or by a GEMM with an epilogue (``epilogue.py``, ``epilogue_kernels.py``, ``pingpong_epilogue.py``); ``row_factor.py``
-holds what is known late of a row, ``stored_weights.py`` keeps weights in the memory of gradients. ``contraction.py``
-and
-``sparse_contraction.py`` are GEMMs of weights and vectors.
+``kernel_step.py`` runs a loop over panels. It takes memory from ``arena.py``, which also plans what fits, and adds up
+in ``accumulators.py``, which also keeps weights in the memory of gradients. Weights are written by ``row_kernel.py``,
+which fuses stages, or by a GEMM with an epilogue (``epilogue.py``, ``epilogue_kernels.py``); ``row_factor.py`` holds
+what is known late of a row, ``contraction.py`` has GEMMs of weights and vectors.
 """

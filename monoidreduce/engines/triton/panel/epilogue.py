@@ -9,7 +9,7 @@ the device: rows whose guessed maximum was too far off are recomputed there, exa
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,16 @@ from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop
+from ..codegen import kernel_text
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors
-from ..schedules import hopper, spec_from_tensors
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong.gemm_template import DEEPEST, EXTRA, TILE
-from . import pingpong_epilogue, row_kernel
-from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, list_reads, write_kernel
-from .fuse_stages import fuse_stages, shift_indices, split_stage
+from ..schedules.pingpong import gemm_fold
+from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
+from . import epilogue_kernels, row_kernel
+from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
 from .row_factor import (
     LabelTerm,
     LateFactor,
@@ -38,6 +40,82 @@ from .row_factor import (
     split_label_column,
     split_row_factor,
 )
+from .row_kernel import RowValues, fuse_stages, list_arguments, shift_indices, split_stage
+
+# GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
+#
+# The kernels of ``epilogue_kernels.py`` with the same arguments and the same arithmetic of pairs; ``tl`` is Gluon's
+# language here. The template is ``engines/triton/schedules/pingpong/gemm_fold.py``.
+
+
+@functools.lru_cache(maxsize=1024)
+def write_pingpong_kernel(
+    name: str, epilogue: Epilogue, spec: Spec, masked: bool, wide: bool = False
+) -> kernel_text.Kernel | None:
+    """Write one of the kernels; None where it reads scalars per column, for which there are no registers, where
+    features are too many, or where Gluon lacks an operation or would need its layout.
+
+    ``wide``: with tiles of more columns, and one more argument: the descriptor of their blocks."""
+    multiplied = find_operands(find_product(epilogue))
+    if epilogue_kernels.has_column_scalars(spec) or (
+        spec.width(multiplied[0].feature) > gemm_fold.DEEPEST and not wide
+    ):
+        return None
+    plain = epilogue_kernels.write_kernel(name, epilogue, spec, masked)
+    v = RowValues(spec)
+    v.loop(masked)
+    outs, lines = _WRITERS[name](v, epilogue, WRITES[wide].folded // EXTRA)
+    signature = list_arguments(spec, outs, list(plain.leaves))
+    generated = {"before": v.before, "epilogue": lines}
+    return gemm_fold.write_weights(wide, plain, spec, multiplied, signature, generated)
+
+
+_HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
+_STORE = "store_tile(out_box, staging, tile * KEPT, start, {}.to(tl.bfloat16))"
+
+
+def _write_weights(v: ExpressionWriter, epilogue: Epilogue, strips: int) -> tuple[list[str], list[str]]:
+    def weigh(k: int) -> str:
+        if epilogue.label is None:
+            return v.full(epilogue.weight)
+        hit, nothing, others = epilogue.weight.args  # each row's own column is left out
+        v.inside.append(f"weight = {v.full(others)}")
+        before, v.inside = v.inside, []
+        lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
+        met = v.bind("met", gemm_fold.holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
+        v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
+        return "weight"
+
+    return ["out_box"], epilogue_kernels.write_strips(v, epilogue, weigh, _STORE, _HALF, strips)
+
+
+def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, strips: int, store: str) -> tuple[list[str], list[str]]:
+    made: list[tuple[str, str]] = []
+
+    def logits(k: int) -> str:
+        n, s, factor = epilogue_kernels.bind_softmax(v, epilogue)
+        made.append((n, factor))
+        v.inside.append(f"{n}_half{k} = {s}")
+        return ""
+
+    def weigh(k: int) -> str:
+        weighed = epilogue_kernels.weigh_exponentials if store else epilogue_kernels.add_exponentials
+        return weighed(v, epilogue, n, f"{n}_half{k}{factor}", "+=" if k else "=")
+
+    lines = epilogue_kernels.write_strips(v, epilogue, logits, "", _HALF, strips)
+    (n, factor), v.inside = made[0], []
+    most = functools.reduce("tl.maximum({}, {})".format, (f"tl.max({n}_half{k}, 1)" for k in range(strips)))
+    epilogue_kernels.bind_reference(v, n, f"{most}{factor}")
+    lines += [*v.inside, *epilogue_kernels.write_strips(v, epilogue, weigh, store, _HALF, strips)]
+    return epilogue_kernels.GUESSED_OUTPUTS, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
+
+
+_WRITERS: dict[str, Callable[[ExpressionWriter, Epilogue, int], tuple[list[str], list[str]]]] = {
+    "write_weights": _write_weights,
+    "write_guessed": functools.partial(_write_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_write_guessed, store=""),
+}
+
 
 # A guess reads 64 columns. GEMMs of few features end often: with two smaller tiles on an SM, one multiplies while the
 # other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)
@@ -73,7 +151,7 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 def is_wide(width: int) -> bool:
     """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
     registers for them."""
-    return width > _WIDE_FEATURES and hopper.has_registers_for_wide_tiles()
+    return width > _WIDE_FEATURES and kernel_plan.has_registers_for_wide_tiles()
 
 
 def is_fast_on(device: torch.device) -> bool:
@@ -108,7 +186,7 @@ class EpilogueGemm:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        pingpong = (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device)
+        pingpong = (wide or width <= DEEPEST) and kernel_plan.runs_warp_specialized(sizes.device)
         return plan_kernel(name, width, pingpong, wide)
 
     def write_weights(
@@ -149,7 +227,7 @@ class PreparedGemm:
         self.copied = leaves if all(fits) and descriptors.are_supported(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
         large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
-        large = large and hopper.runs_warp_specialized(here.device)
+        large = large and kernel_plan.runs_warp_specialized(here.device)
         width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
         self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
@@ -214,7 +292,7 @@ class PreparedGemm:
 
     def _write_pingpong(self, name: str, values: Mapping[Expr, Any], plan: KernelPlan) -> Any:
         spec, masked = self._make_spec(name, values), self.here.cols % plan.block_folded != 0
-        return pingpong_epilogue.write_kernel(name, self.gemm.epilogue, spec, masked, self.wide)
+        return write_pingpong_kernel(name, self.gemm.epilogue, spec, masked, self.wide)
 
     def _prepare_kernel(self, name: str, values: Mapping[Expr, Any], tiles: int) -> row_kernel.PreparedKernel:
         plan, pingpong = self.plans[name], self.pingpong and name in GEMMS

@@ -34,8 +34,7 @@ from ..codegen import k_loop, kernel_text
 from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
-from ..codegen.label_gather import LabelColumnWriter
-from ..codegen.reductions import TOOLS
+from ..codegen.reductions import TOOLS, LabelColumnWriter
 from .row_factor import LabelTerm, LateFactor
 from .row_kernel import RowValues, assemble_kernel
 

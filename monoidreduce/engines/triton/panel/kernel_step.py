@@ -10,32 +10,131 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....plan import budget
 from ....plan.panel_layout import InPlaceLayout, PanelLayout
 from ....program.expression import Expr
-from ....program.lower import Fold
+from ....program.lower import Fold, Lowered
 from ....reductions import outputs_of
-from ...common import combine, matmul
+from ...common import combine, matmul, skip_small_tiles
+from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ...common.one_sided import FoundSide, find_sides
+from ...common.torch_code import FoundSide, find_sides
 from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import launch_cache, parallel_compile
-from . import panel_replay, row_kernel
-from .accumulators import Accumulators, PanelWeights
-from .arena import Arena
+from ..launch import jit_module, launch_cache
+from ..launch.replay import Replay, record
+from . import epilogue, row_kernel
+from .accumulators import Accumulators, PanelWeights, StoredWeights
+from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
-from .fuse_stages import OFFSETS, fuse_stages, shift_reduction
-from .memory_plan import MemoryPlan
-from .stored_weights import StoredWeights
+from .row_kernel import OFFSETS, fuse_stages, shift_reduction
+
+# Walks over panels, replayed (``launch/replay.py``).
+#
+# A walk is found by its program, its sizes, the kinds of its tensors, its numbers and the settings. The first of a kind
+# runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory
+# is free: they are chosen each time, and the recording is used only where they are the same.
+
+_FEW = 4  # recordings of one kind, with different panels
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+Walk = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recorded walk."""
+
+    replay: Replay
+    plans: tuple  # the tiles of its kernels
+    choices: tuple[tuple[Any, Any], ...]  # what chose the panels of each of its parts, and the panels
+
+    def is_current(self, is_bounded: bool) -> bool:
+        """Whether the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
+        return self.plans == _plans() and (
+            is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
+        )
+
+
+@dataclass
+class _Kind:
+    """Walks of one kind. The program is held, so that its id stays its own."""
+
+    program: Lowered
+    failed: bool = False  # it cannot be recorded
+    recordings: list[_Recording] = field(default_factory=list)
+
+
+_KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of lengths
+_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # walks that ran once: they may not again, and push out no others
+
+
+def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+    """What ``walk`` returns, by a replay where there is one."""
+    key = _key(program, inputs, sizes, room)
+    kind = None if key is None else _KINDS.find(key) or _second(key, program)
+    if kind is None or kind.failed:
+        return walk(program, inputs, sizes, room)
+    is_bounded = bool(room) or budget.requested() is not None
+    for known in kind.recordings:
+        if known.is_current(is_bounded):
+            found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
+            return walk(program, inputs, sizes, room) if found is None else list(found)
+    if len(kind.recordings) >= _FEW:
+        return walk(program, inputs, sizes, room)
+    return _record(kind, walk, inputs, sizes, room)
+
+
+def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
+    """All that a walk depends on but its tiles; None where it may depend on more."""
+    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not jit_module.can_relaunch(sizes.device):
+        return None
+    if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
+        return None
+    key: list[Any] = [id(program), room, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key += [*sizes.letters.values(), *inputs]
+    grad, first = torch.is_grad_enabled(), dict[int, int]()
+    for at, v in enumerate(inputs.values()):
+        if not isinstance(v, Tensor):
+            key += (type(v), v, v == 0 and str(v))  # zeros have signs
+        elif type(v) not in _PLAIN or v.device != sizes.device or (grad and v.requires_grad):
+            return None
+        else:
+            address = v.data_ptr()
+            key += (v.dtype, v.shape, v.stride(), address & 15, first.setdefault(address, at))
+    return tuple(key)
+
+
+def _second(key: tuple, program: Lowered) -> _Kind | None:
+    """The kind of a walk that ran before, to be recorded; None where it did not."""
+    if _ONCE.pop(key, None) is None:
+        _ONCE.keep(key, True)
+        return None
+    return _KINDS.keep(key, _Kind(program))
+
+
+def _record(kind: _Kind, walk: Walk, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+    tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
+    found, replay, choices = record(lambda *_: walk(kind.program, inputs, sizes, room), tensors, sizes.device)
+    if replay is None:
+        kind.failed = True
+    else:
+        kind.recordings.append(_Recording(replay, _plans(), choices))
+    return found
+
+
+def _plans() -> tuple:
+    """The tiles of all kernels on panels."""
+    return (*epilogue.PLANS.values(), *epilogue.SHALLOW.values(), *row_kernel.PLANS.values())
+
 
 _BOTH = frozenset({"rows", "cols"})
 
@@ -47,7 +146,7 @@ class KernelStep:
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:
-        return panel_replay.repeated(run, *given)
+        return repeated(run, *given)
 
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
         self.loop, self.sizes = loop, sizes
@@ -302,7 +401,7 @@ class KernelStep:
         key = (here.cols, here.device, self.directions, *here.letters.values())
         if key in gemm.compiled:
             return
-        if parallel_compile.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
+        if jit_module.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
             gemm.compiled.add(key)
 
     def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:

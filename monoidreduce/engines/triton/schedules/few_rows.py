@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....plan.default_tiles import FEW_ROWS
+from ....plan.tiles import FEW_ROWS
 from ....program.expression import Expr, topological
 from ....program.philox import DRAWS
 from ..codegen import few_rows

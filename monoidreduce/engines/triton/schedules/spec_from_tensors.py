@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import default_tiles
-from ....plan.default_tiles import Family
+from ....plan import tiles
+from ....plan.tiles import Family
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -23,11 +23,11 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
-from . import float32_split, stored_distances, turned_values
+from . import distances, float32_split, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
 # What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[stored_distances.Norm, ...], tuple[Expr, ...]]
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[distances.Norm, ...], tuple[Expr, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -35,6 +35,9 @@ VERY_MANY = 2**28  # and from which on it is worth more
 # guess takes one tile more, a ring buffer its start-up. H200, 128 x 16 heads of 128 rows: 48 us instead of 61 (64
 # features), 92 instead of 98 (128); 64 x 16 heads of 256 rows: 66 instead of 74 (64), but 124 instead of 116 (128).
 _SHORT = {64: 256, 128: 128}
+# The same with a condition on indices; descriptors then copy the blocks. H200, causal, 64 and 128 features: 128 rows 51
+# and 96 us (59 and 106 where blocks are loaded), 256 rows 60 and 115 (68 and 128), 512 rows 46 and 74 (49 and 77).
+_SHORT_MASKED = {64: 512, 128: 512}
 _SHORT_PAIRS = 2**22
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
@@ -54,7 +57,7 @@ def describe_fold(
 ) -> tuple[Spec, Before]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
-    fold, norms = stored_distances.rewrite_fold(fold, values, sizes, pairs)
+    fold, norms = distances.rewrite_fold(fold, values, sizes, pairs, torch.Size(batch).numel())
     rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
@@ -64,7 +67,9 @@ def describe_fold(
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
     folded = sizes.cols if over == "cols" else sizes.rows
-    few = folded <= next((n for features, n in _SHORT.items() if widest <= features), 0)
+    masked = tile_ranges.whole_tile_conditions(fold) and not condition_leaves(fold)
+    shortest = _SHORT_MASKED if masked else _SHORT
+    few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
     types, rooms, casts = [], [], []
     for e in fold.leaves:
@@ -129,7 +134,8 @@ def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | N
 
 def has_short_loops(spec: Spec) -> bool:
     """Whether a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
-    return spec.narrow == "bfloat16" and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
+    guesses = any(spec.narrow == str(kind)[6:] for kind in _GUESSED)
+    return guesses and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
 
 
 def _is_softmax(fold: Fold) -> bool:
@@ -149,9 +155,7 @@ def convert_leaves(
 ) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
     splits, casts, norms, turned = before
-    found = float32_split.split_leaves(splits, values, len(batch)) | stored_distances.compute_norms(
-        norms, values, len(batch)
-    )
+    found = float32_split.split_leaves(splits, values, len(batch)) | distances.compute_norms(norms, values, len(batch))
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):
@@ -177,7 +181,7 @@ def family(device: torch.device) -> Family | None:
     if not _is_present(device):
         return None
     known = torch.cuda.get_device_properties(device)
-    found = default_tiles.family(known.major, known.minor)
+    found = tiles.family(known.major, known.minor)
     return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 

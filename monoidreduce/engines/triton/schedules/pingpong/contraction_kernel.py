@@ -2,7 +2,7 @@
 
 A tile is 192 kept indices, three runs of 64 (the rows of one wgmma), and 128 features. The producer copies blocks of
 weights and vectors into one ring buffer, ahead of both consumers; a consumer runs the K loop of its tile while the
-other stores its own (``order`` barriers, as in ``gemm_template.py``). Results go through shared memory in pieces of 64
+other stores its own (``order`` barriers, as in ``gemm_fold.py``). Results go through shared memory in pieces of 64
 features of a run. What is added to comes through the same slots: a consumer asks for the first pieces before it
 multiplies, and for another whenever one was written. ``engines/triton/panel/contraction.py`` launches these kernels.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ...codegen import kernel_text
 from .. import gluon_parts
 from ..gluon_parts import GROUP_ROWS, Partitions, allocate, allocate_barriers, fill
-from .gemm_template import ORDER_INIT
+from .gemm_fold import ORDER_INIT
 
 
 @dataclass(frozen=True)

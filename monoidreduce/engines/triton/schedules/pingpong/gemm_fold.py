@@ -1,17 +1,19 @@
 """GEMMs of many features with a fold as their epilogue, by two ping-pong consumers.
 
 The epilogue of a GEMM leaves the matrix units idle unless another warp group has something to multiply. Two consumer
-warp groups have neighbouring kept tiles: while one folds, the other multiplies (``gemm_template.py``).
+warp groups have neighbouring kept tiles: while one folds, the other multiplies.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.kernel_lines import Lines
@@ -20,10 +22,377 @@ from ...codegen import compiler, k_loop, kernel_text, tile_ranges
 from ...codegen import reductions as kinds
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
-from .. import gluon_parts, hopper
+from .. import gluon_parts, kernel_plan
+from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
 from ..kernel_plan import KernelPlan
-from . import gemm_template
-from .gemm_template import FOLDS, TILE
+
+# The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
+#
+# ``gemm_fold.py`` fills it with folds, ``engines/triton/panel/epilogue.py`` with weights that are written. Two consumer
+# warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of its
+# own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
+# buffer. A consumer may look at the ring only when the other has seen all of its own blocks (the ``order`` barriers):
+# before that, it could take the last round's blocks for this one's.
+#
+# A wide tile has 64 folded indices more, ``extra``, whose products are ``extra_score``: it reads fewer bytes for every
+# product, and needs more registers.
+
+TILE = 128  # kept and folded indices of a tile
+EXTRA = 64  # folded indices more of a wide tile
+# Features of folds and of weights, in narrow and in wide tiles: beyond, the compiler's larger tiles are as fast or
+# faster on a chip at its power limit, since they read less. (H200, forwards of 4096 features in turns with others:
+# 4096 x 128256 pairs 5.9 ms by ping-pong in wide tiles, 6.9 by the compiler's schedule; 8192 x 128256 12.0 and 13.6.)
+DEEPEST = 3072
+WIDE_DEEPEST = 8192
+
+
+@dataclass(frozen=True)
+class GemmSchedule:
+    """How an instance of the kernel runs. Two consumers with a tile of 128 kept indices each."""
+
+    stages: int  # blocks of both operands in the ring: all of shared memory that is left
+    wide: bool = False  # whether tiles have ``EXTRA`` folded indices more
+    registers: tuple[int, int] = (
+        232,
+        40,
+    )  # of a thread: in the second consumer, in the producer; the first has the rest
+
+    @property
+    def folded(self) -> int:
+        """Folded indices of a tile."""
+        return TILE + EXTRA if self.wide else TILE
+
+
+# By whether tiles are wide. A fold walks the folded axis for 256 kept indices of its own; weights go through shared
+# memory, which leaves less of it to the ring.
+FOLDS = {False: GemmSchedule(stages=7), True: GemmSchedule(stages=5, wide=True, registers=(240, 24))}
+WRITES = {False: GemmSchedule(stages=6), True: GemmSchedule(stages=4, wide=True, registers=(240, 24))}
+
+_K_LOOP = """
+@gluon.jit
+def load_tile(kept_box, folded_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row, col, k_block):
+    # producer: begin to copy the blocks of a tile's K loop, each as soon as its slot is empty
+    for d in range(0, {blocks}):
+        slot = k_block % {stages}
+        mbarrier.wait(empty.index(slot), (k_block // {stages} & 1) ^ 1)
+        mbarrier.expect(full.index(slot), kept_box.block_type.nbytes + folded_box.block_type.nbytes{extra_bytes})
+        copy(kept_box, [row, d * {depth}], full.index(slot), kept_ring.index(slot))
+        copy(folded_box, [col, d * {depth}], full.index(slot), folded_ring.index(slot))
+        {copy_extra}
+        k_block += 1
+    return k_block
+
+
+@gluon.jit
+def multiply_tile(
+    kept_ring, folded_ring, {extra_ring}full, empty, order, k_block, phase, {scores}, GROUP: tl.constexpr
+):
+    # consumer: the K loop of a tile, when the other consumer has ended its own
+    mbarrier.wait(order.index(GROUP), phase)
+    for d in range(0, {blocks}):
+        slot = k_block % {stages}
+        mbarrier.wait(full.index(slot), k_block // {stages} & 1)
+        block = folded_ring.index(slot).permute((1, 0))
+        score = warpgroup_mma(kept_ring.index(slot), block, score, use_acc=d > 0, is_async=True)
+        {multiply_extra}
+        {scores} = warpgroup_mma_wait({products}, deps=[{scores}])
+        mbarrier.arrive(empty.index((k_block + {stages} - 1) % {stages}), pred=d > 0)
+        k_block += 1
+    mbarrier.arrive(order.index(1 - GROUP))
+    {scores} = warpgroup_mma_wait(0, deps=[{scores}])
+    mbarrier.arrive(empty.index((k_block - 1) % {stages}))
+    return {scores}
+"""
+
+# Weights are written, tile by tile in any order. They go through shared memory, by TMA.
+_WRITE = """
+
+@gluon.jit
+def producer(
+    {parameters}
+):
+    turns = tl.cdiv(folded_size, FOLDED)
+    k_block = 0
+    for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
+        tile, turn = grouped(program, tiles, turns, 16)
+        row, col = tile * KEPT, turn * FOLDED
+        k_block = load_tile(
+            {kept}_box, {folded}_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row, col, k_block
+        )
+
+
+@gluon.jit
+def store_tile(box, staging, row, col, block):
+    # wait until the block before has left shared memory
+    tma.store_wait(0)
+    staging.store(block)
+    fence_async_shared()
+    write(box, [row, col], staging)
+
+
+@gluon.jit
+def consumer(
+    {parameters}
+):
+    HALF: tl.constexpr = {half}
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
+    PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    turns = tl.cdiv(folded_size, FOLDED)
+    b0 = tl.cast(0, tl.int64)
+    staging = staging.index(GROUP)
+    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
+    half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
+    k_block = GROUP * {blocks}
+    phase = 1 - GROUP
+    first = tl.program_id(0) + GROUP * tl.num_programs(0)
+    for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
+        tile, turn = grouped(program, tiles, turns, 16)
+        kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
+        kept_in = kept_at < kept_size
+        {before}
+        {zero_scores}
+        {multiply}
+        scores0, scores1 = halved(score)
+        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
+        {third_strip}
+        {epilogue}
+    tma.store_wait(0)
+"""
+
+# Pairs are folded: a consumer walks the folded axis for kept indices of its own.
+_FOLD = """
+
+@gluon.jit
+def producer(
+    {parameters}
+):
+    {opening}
+    k_block = 0
+    for turn in range(begin, end):
+        for group in tl.static_range(2):
+            row = (tile * 2 + group) * KEPT
+            k_block = load_tile(
+                {kept}_box, {folded}_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row,
+                turn * FOLDED, k_block
+            )
+
+
+@gluon.jit
+def consumer(
+    {parameters}
+):
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
+    PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {strip}, 16])
+    ROWS: tl.constexpr = tl.SliceLayout(1, PAIRS)
+    {opening}
+    tile = tile * 2 + GROUP
+    kept_at = tile * KEPT + tl.arange(0, KEPT, ROWS)
+    kept_in = kept_at < kept_size
+    kept_lane = tl.arange(0, KEPT, ROWS).to(INT)
+    {before}
+
+    # running values
+    {zero_scores}
+    {begin}
+
+    k_block = GROUP * {blocks}
+    phase = 1 - GROUP
+    for turn in range(begin, whole_steps):
+        {multiply}
+        {whole}
+    if RAGGED:
+        # the end of the folded axis
+        for turn in range(tl.maximum(begin, whole_steps), end):
+            {zero_scores}
+            {multiply}
+            {cut}
+
+    # results
+    {results}
+"""
+
+
+def write_fold(
+    wide: bool,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    """A GEMM with a fold as its epilogue; see :func:`write_weights` for the arguments."""
+    return _write(FOLDS[wide], _FOLD, plain, spec, operands, signature, lines)
+
+
+def write_weights(
+    wide: bool,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    """A GEMM that writes weights, in place of another rendering (``plain``); None where Gluon lacks a word of it.
+
+    ``wide``: in wide tiles, with one argument more; ``operands``: what is multiplied, the kept side first;
+    ``signature``: the arguments, and those not to specialise on; ``lines``: generated ones, by the hole they fill."""
+    return _write(WRITES[wide], _WRITE, plain, spec, operands, signature, lines)
+
+
+def _write(
+    schedule: GemmSchedule,
+    template: str,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    writes, stages, wide = template is _WRITE, schedule.stages, schedule.wide
+    arguments, unspecialized = signature
+    arguments = [*arguments, "extra_box"] if wide else arguments
+    extra = ["extra_ring"] if wide else []
+    partitions = Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
+    narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
+    blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
+    holes: dict[str, str | int] = {
+        "kept": kept,
+        "folded": folded,
+        "tile": TILE,
+        "half": EXTRA,
+        "strip": EXTRA if wide else TILE,
+        "depth": k_loop.DEPTH,
+        "blocks": blocks,
+        "stages": stages,
+    }
+    body = fill(
+        _K_LOOP + template,
+        **holes,
+        **_tile_holes(wide, blocks),
+        parameters=partitions.parameters(),
+        **lines,
+    )
+    rings = [("kept_ring", f"{kept}_box"), ("folded_ring", f"{folded}_box"), *((ring, "extra_box") for ring in extra)]
+    staging = allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
+    runs = [("consumer", 0), ("consumer", 1), ("producer", 0)]
+    own = "KEPT" if writes else "KEPT // 2"
+    body += fill(
+        gluon_parts.ENTRY,
+        unspecialized=repr(unspecialized),
+        name=plain.name,
+        arguments=partitions.entry(),
+        allocate=[
+            *(allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
+            staging if writes else "staging = 0",
+            *(allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
+        ],
+        depth=stages,
+        init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
+        init_others=ORDER_INIT,
+        specialize=partitions.specialize(
+            [(function, group, own) for function, group in runs], ", ".join(map(str, schedule.registers))
+        ),
+    )
+    generated = [line for block in lines.values() for line in block]
+    return gluon_parts.assemble(spec, plain, gluon_parts.STORE_IMPORTS, body, generated, consumers=2)
+
+
+ORDER_INIT = ["for k in tl.static_range(2):", "    mbarrier.init(order.index(k), count=1)"]
+
+
+def _tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
+    """What a wide tile has besides: a block more to copy and to multiply."""
+    scores, extra_ring = ("score, extra_score", "extra_ring, ") if wide else ("score", "")
+    zeros = f"tl.zeros([KEPT, {TILE}], tl.float32, SCORES)"
+    zeros += f", tl.zeros([KEPT, {EXTRA}], tl.float32, PAIRS)" if wide else ""
+    rings = f"kept_ring, folded_ring, {extra_ring}full, empty, order"
+    extra = {
+        "copy_extra": [
+            f"copy(extra_box, [col + {TILE}, d * {k_loop.DEPTH}], full.index(slot), extra_ring.index(slot))",
+        ],
+        "multiply_extra": [
+            "block = extra_ring.index(slot).permute((1, 0))",
+            "extra_score = warpgroup_mma(kept_ring.index(slot), block, extra_score, use_acc=d > 0, is_async=True)",
+        ],
+        "third_strip": ["scores2 = extra_score"],
+    }
+    return {
+        "extra_ring": extra_ring,
+        "extra_box": "extra_box, " if wide else "",
+        "extra_bytes": " + extra_box.block_type.nbytes" if wide else "",
+        "scores": scores,
+        "products": "2" if wide else "1",
+        "zero_scores": [f"{scores} = {zeros}"],
+        "multiply": [
+            f"{scores} = multiply_tile({rings}, k_block, phase, {scores}, GROUP)",
+            f"k_block += 2 * {blocks}",
+            "phase ^= 1",
+        ],
+        **{hole: found if wide else [] for hole, found in extra.items()},
+    }
+
+
+# The epilogue of a fold, strip by strip of a tile's folded indices
+
+_Strips = tuple[tuple[str, int, int], ...]  # what holds a strip's products, from where on, and how wide it is
+_STRIPS: dict[bool, _Strips] = {
+    False: (("score", 0, TILE),),
+    True: (("extra_score", TILE, EXTRA), ("score", 0, TILE)),
+}
+# where labels are looked for: strips of 64 indices need no registers that wide tiles have not
+_LABEL_STRIPS: dict[bool, _Strips] = {
+    False: _STRIPS[False],
+    True: (("first", 0, EXTRA), ("second", EXTRA, EXTRA), ("extra_score", TILE, EXTRA)),
+}
+_OWN_NAMES = ("start", "folded_lane", "folded_at", "folded_in", "pairs")  # names that differ from strip to strip
+
+
+def fold_strips(lines: Sequence[str], wide: bool, masked: bool) -> list[str]:
+    """The lines that fold ``pairs``, for each strip of a tile: on the products where they lie, since there are no
+    registers for others. The strips' layouts have different names, and hold everything alike."""
+    found = []
+    for name, at, width in _STRIPS[wide]:
+        found += [*_enter_strip(at, width, masked), f"{name} = tl.convert_layout({name}, PAIRS)"]
+        found += _rename(lines, {"FOLDED": str(width), "pairs": name})
+    return [*found, "score = tl.convert_layout(score, SCORES)"]
+
+
+def pick_labels(own: str, lines: Sequence[str], wide: bool) -> list[str]:
+    """Lines that matter only in strips that hold some kept index's label (``own``); other strips are skipped."""
+    found = ["first, second = halved(score)"] if wide else []
+    for k, (name, at, width) in enumerate(_LABEL_STRIPS[wide]):
+        own_lines = [*_enter_strip(at, width, False), f"pairs = tl.convert_layout({name}, PAIRS)"]
+        own_lines += _rename(lines, {"FOLDED": str(width)})
+        own_lines.append(f"next_own = {next_label(own, f'start + {width}')}")
+        found.append(f"if next_own < turn * FOLDED + {at + width}:")
+        found += indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
+    return found
+
+
+def next_label(own: str, start: str) -> str:
+    """The first folded index from ``start`` on that is some kept index's label."""
+    return f"tl.min(tl.min(tl.where({own} >= {start}, {own}, 2147483647), 1), 0)"
+
+
+def holds_label(own: str) -> str:
+    """Whether a tile holds some kept index's label."""
+    return f"{next_label(own, 'turn * FOLDED')} < (turn + 1) * FOLDED"
+
+
+def _enter_strip(at: int, width: int, masked: bool) -> list[str]:
+    return [
+        f"start = turn * FOLDED + {at}",
+        f"folded_lane = tl.arange(0, {width}, tl.SliceLayout(0, PAIRS)).to(INT)",
+        f"folded_at = start + tl.arange(0, {width}, tl.SliceLayout(0, PAIRS))",
+        *(["folded_in = folded_at < folded_size"] if masked else []),
+    ]
+
+
+def _rename(lines: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Generated lines with other names."""
+    words = re.compile(rf"\b(?:{'|'.join(names)})\b")
+    return [words.sub(lambda found: names[found[0]], line) for line in lines]
+
 
 KEPT = 2 * TILE  # kept indices of an instance; a fold with fewer would leave a consumer without work
 # Features above which wide tiles are faster, since they read less. (H200, a forward of 65536 x 65536 pairs of 768
@@ -34,7 +403,7 @@ _NARROW_FEATURES = 512
 
 def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices; None where it has no such kernel."""
-    if not hopper.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
+    if not kernel_plan.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
         return None
     return KEPT, FOLDS[_prefers_wide_tiles(spec)].folded, 4, 1
 
@@ -42,13 +411,13 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """Whether a fold is faster in wide tiles. They have no registers for numbers per folded index."""
     many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
-    return many and not _has_folded_numbers(spec) and hopper.has_registers_for_wide_tiles()
+    return many and not _has_folded_numbers(spec) and kernel_plan.has_registers_for_wide_tiles()
 
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     tile = (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
-    return plan.boxes == 2 and tile and hopper.runs_warp_specialized(device)
+    return plan.boxes == 2 and tile and kernel_plan.runs_warp_specialized(device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +429,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args
-    if spec.width(kept.feature) > (gemm_template.WIDE_DEEPEST if _prefers_wide_tiles(spec) else gemm_template.DEEPEST):
+    if spec.width(kept.feature) > (WIDE_DEEPEST if _prefers_wide_tiles(spec) else DEEPEST):
         return None
     if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
@@ -82,7 +451,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     if plain.shifts or any(r.helpers for r in reductions):
         return None
     signature = kernel_text.list_arguments(spec, list(plain.leaves), 0)
-    return gemm_template.write_fold(wide, plain, spec, (kept, folded), signature, lines)
+    return write_fold(wide, plain, spec, (kept, folded), signature, lines)
 
 
 def _has_registers(spec: Spec) -> bool:
@@ -101,16 +470,16 @@ def _write_epilogue(v: _PairValues, reductions: list[Lines], wide: bool, masked:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, PickLines)]
     lines = _add_row_layout(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
-    found = gemm_template.fold_strips(lines, wide, masked)
+    found = fold_strips(lines, wide, masked)
     for pick in picks:
         lines = _add_row_layout(kernel_text.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
-        found = gemm_template.pick_labels(v.own_place(pick.reduction.args[0]), lines, wide) + found
+        found = pick_labels(v.own_place(pick.reduction.args[0]), lines, wide) + found
     return found
 
 
 def _find_first_label(v: _PairValues, reductions: list[Lines]) -> list[str]:
     own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, PickLines)]
-    return [f"next_own = {gemm_template.next_label(name, 'begin * FOLDED')}" for name in own]
+    return [f"next_own = {next_label(name, 'begin * FOLDED')}" for name in own]
 
 
 class _PairValues(ExpressionWriter):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
@@ -34,7 +34,7 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known, make
-from .. import gluon_parts, hopper, spec_from_tensors
+from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     GROUP_ROWS,
     Partitions,
@@ -115,7 +115,7 @@ _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
     kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES))
-    return plan.boxes == 2 and kept and hopper.runs_warp_specialized(device)
+    return plan.boxes == 2 and kept and kernel_plan.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -124,7 +124,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
 
     Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    if not hopper.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
+    if not kernel_plan.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
     short = spec_from_tensors.walks_are_short(spec)
     few = count * length < schedule.kept * spec_from_tensors.processors(device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.default_tiles import Tile
+from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
@@ -25,7 +25,7 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import write_look_up_band
 from ...codegen.reductions import known
-from .. import gluon_parts, hopper, spec_from_tensors
+from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     GROUP_ROWS,
     PACK_PAIRS,
@@ -66,7 +66,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
     A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
     enough. A single warp group leaves room for another instance, as the compiler's do."""
-    if not hopper.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+    if not kernel_plan.runs_warp_specialized(device) or write_kernel(spec, even) is None:
         return None
     work, processors = divide_work(spec), spec_from_tensors.processors(device)
     kept = count_kept(work)
@@ -80,7 +80,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
     tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
-    return plan.boxes == 2 and tile and hopper.runs_warp_specialized(device)
+    return plan.boxes == 2 and tile and kernel_plan.runs_warp_specialized(device)
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:

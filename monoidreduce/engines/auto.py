@@ -1,8 +1,4 @@
-"""The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
-
-Gathers what a choice depends on (a :class:`~monoidreduce.plan.op_counts.Case`, and the key of a tuned plan), asks
-``plan/candidates.py``, and calls the engine that the choice names. The other engines know nothing of choices.
-"""
+"""The engine ``auto``: runs every fold by the schedule that the cost model or a tuned plan chose."""
 
 from __future__ import annotations
 
@@ -15,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import candidates, device_rates, plan_records, settings, tiles
-from ...plan.op_counts import Case, round_length
-from ...plan.schedule import Choice
-from ...program.expression import Expr, index, size
-from ...program.lower import Fold, Lowered, digest_fold
-from .. import eager, panel, triton
-from ..common import matmul
-from ..common.evaluate import Sizes
-from ..eager import tile_code, tile_walk
-from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
-from ..triton.kernels import topk
+from ..plan import candidates, op_counts, plan_records, settings, tiles
+from ..plan.op_counts import Case, round_length
+from ..plan.schedule import Choice
+from ..program.expression import Expr, index, size
+from ..program.lower import Fold, Lowered, digest_fold
+from . import eager, panel, triton
+from .common import matmul
+from .common.evaluate import Sizes
+from .eager import tile_code, tile_walk
+from .panel.panel_program import as_program, split_into_loops, split_softmax_means
+from .triton.kernels import topk
+
+# The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
+#
+# Gathers what a choice depends on (a :class:`~monoidreduce.plan.op_counts.Case`, and the key of a tuned plan), asks
+# ``plan/candidates.py``, and calls the engine that the choice names. The other engines know nothing of choices.
 
 _CHOICES: dict[tuple, tuple[Fold, Choice, Choice]] = {}  # as reported, and as executed (see _choose)
 _MOST = 4096
@@ -140,7 +141,7 @@ def fold_key(case: Case, device: torch.device) -> plan_records.Key:
     """What a tuned plan of a fold depends on."""
     types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
-    return plan_records.make_key(case.name, "", lengths, case.letters, types, device_rates.device_name(device))
+    return plan_records.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
 
 
 def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> plan_records.Key:
@@ -150,7 +151,7 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
     types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
-    letters, device = sorted(sizes.letters.items()), device_rates.device_name(sizes.device)
+    letters, device = sorted(sizes.letters.items()), op_counts.device_name(sizes.device)
     return plan_records.make_key(name, "call ", lengths, letters, types, device)
 
 
@@ -196,7 +197,7 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
         str(dtype)[6:],
         dtype.itemsize,
         sizes.compute.itemsize,
-        device_rates.get_rates(sizes.device),
+        op_counts.get_rates(sizes.device),
         gpu=sizes.device.type == "cuda",
         tile=tile_code.bytes_per_pair(fold, code, sizes),
         fixed=tile_code.fixed_bytes(code),

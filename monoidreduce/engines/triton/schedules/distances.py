@@ -1,8 +1,9 @@
-"""Squared distances of vectors stored in 8 bits, as products: |s x|² + |t y|² - 2 s t ⟨x, y⟩.
+"""Squared distances of vectors of 16 or 8 bits, as products: |s x|² + |t y|² - 2 s t ⟨x, y⟩.
 
-The squared norms of stored vectors are computed once, before the launch, and scales stay outside of the product: so it
-is one of the vectors as they are stored, on the matrix units for 8 bits where both sides are. Digits cancel for close
-pairs as they do with 16-bit vectors: by less than vectors were rounded when they were stored.
+The squared norms are computed once, before the launch: a kernel then has the vectors for matrix products alone, as in
+any layer of inner products. Scales of stored vectors stay outside of the product: so it is one of the vectors as they
+are stored, on the matrix units for 8 bits where both sides are. Digits cancel for close pairs by less than vectors were
+rounded when they were stored; products of 16-bit numbers are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import TINY, WIDEST, padded
 from ..launch.launch_cache import Kernels
 
-MANY = 2**18  # pairs from which on norms are computed before the launch
+MANY = 2**18  # pairs from which on norms of stored vectors are computed before the launch
+MANY_SIXTEEN = 2**24  # and of 16-bit vectors, in all batch elements: a kernel of fewer computes them in its tiles
 _TEXT = '''"""Squared norms of vectors."""
 
 import triton
@@ -50,9 +52,13 @@ class Norm:
     norm: Expr
 
 
-def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> tuple[Fold, tuple[Norm, ...]]:
-    """The fold with products in place of distances of stored vectors, from each other or from 16-bit ones."""
-    if pairs < max(MANY, 2) or sizes.compute is not torch.float32 or not any(e.is_stored for e in fold.leaves):
+def rewrite_fold(
+    fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int, batch: int = 1
+) -> tuple[Fold, tuple[Norm, ...]]:
+    """The fold with products in place of distances of stored or 16-bit vectors; ``pairs``: of each of ``batch``
+    elements."""
+    stored = pairs >= max(MANY, 2) and any(e.is_stored for e in fold.leaves)
+    if sizes.compute is not torch.float32 or not (stored or (pairs > 1 and pairs * batch >= MANY_SIXTEEN)):
         return fold, ()
     sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
     small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
@@ -65,7 +71,7 @@ def _rewrite(fold: Fold, vectors: frozenset[Expr]) -> tuple[Fold, tuple[Norm, ..
     changed, norms = {}, dict[Expr, Expr]()
     for e in topological(fold.reductions):
         sides = [constructors.split_scale(a) for a in e.args] if e.op == "sqdist" else []
-        if not sides or not any(v.is_stored for _, v in sides) or not vectors.issuperset(v for _, v in sides):
+        if not sides or not vectors.issuperset(v for _, v in sides):
             continue
         total = const(0.0)
         for scale, v in sides:

@@ -1,1 +1,0 @@
-"""Folds over columns that arrive in chunks."""

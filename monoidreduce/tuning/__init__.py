@@ -1,1 +1,0 @@
-"""Trials and the tuner: measure candidate plans on the user's own tensors and keep the fastest correct one."""
