@@ -47,7 +47,7 @@ from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
-MYPY_KNOWS_ROW = False  # with monoidreduce.mypy_plugin, mypy takes it for True
+MYPY_KNOWS_ROW = False  # with monoidreduce.integrations.mypy_plugin, mypy takes it for True
 Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
 _MEASURED = 256  # kinds of calls whose measurements are kept
 

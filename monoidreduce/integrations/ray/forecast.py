@@ -20,7 +20,6 @@ from ...plan import communication
 from ...plan.communication import ClusterCost
 from ...plan.cost import Scheduled
 from . import folds
-from .block import RowBlock
 from .schedule import make_grid
 
 _ROWS, _COLUMNS = 2048, 16384  # of the piece that is measured, at first
@@ -138,7 +137,9 @@ def _seconds_of_a_pair(
     empty = {n: t[:0] for n, t in chunks[0][1].items()}
     while True:
         given = vectors("rows", rows)
-        block = RowBlock(lambda given=given: folds.make_stream(fold, given, empty, options), 0, rows, 2 * cols, empty)  # type: ignore[misc]
+        block = folds.RowBlock(
+            lambda given=given: folds.make_stream(fold, given, empty, options), 0, rows, 2 * cols, empty
+        )  # type: ignore[misc]
         took = []
         for _ in range(3):  # the first one compiles
             results: dict[int, list[Tensor]] = {}

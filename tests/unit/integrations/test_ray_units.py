@@ -13,8 +13,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.integrations import ray as mr_ray
 from monoidreduce.integrations.ray import driver
-from monoidreduce.integrations.ray.block import RowBlock
-from monoidreduce.integrations.ray.folds import make_stream
+from monoidreduce.integrations.ray.folds import RowBlock, make_stream
 from monoidreduce.integrations.ray.schedule import Grid, Node, Schedule, Task, make_grid
 from monoidreduce.integrations.ray.worker import Worker, name_outputs
 

@@ -72,7 +72,9 @@ def test_mypy_strict_passes(tmp_path):
 @pytest.mark.slow
 def test_mypy_knows_what_an_op_returns_by_the_plugin(tmp_path):
     settings, script = tmp_path / "mypy.ini", tmp_path / "script.py"
-    settings.write_text("[mypy]\nstrict = true\nfollow_imports = silent\nplugins = monoidreduce.mypy_plugin\n")
+    settings.write_text(
+        "[mypy]\nstrict = true\nfollow_imports = silent\nplugins = monoidreduce.integrations.mypy_plugin\n"
+    )
     script.write_text(
         "import torch\nfrom torch import Tensor\nimport monoidreduce as mr\nfrom monoidreduce import Col, Row\n\n"
         "class Head(torch.nn.Module):\n"

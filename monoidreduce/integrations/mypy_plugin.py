@@ -1,8 +1,8 @@
 """A mypy plugin: the body of an op is checked, and calling the op gives what its body returns.
 
-For mypy's settings, ``plugins = ["monoidreduce.mypy_plugin"]``. Without it scripts pass as well, but mypy takes the
-letter of ``Row["f"]`` for the name of a type, so ``@mr.op`` tells it to leave the function alone, and calls give
-``Any``.
+For mypy's settings, ``plugins = ["monoidreduce.integrations.mypy_plugin"]``. Without it scripts pass as well, but mypy
+takes the letter of ``Row["f"]`` for the name of a type, so ``@mr.op`` tells it to leave the function alone, and calls
+give ``Any``.
 """
 
 from __future__ import annotations
