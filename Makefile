@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	@$(BIN)/python -m tests.support.transformers_test_classes || echo "transformers' test class could not be downloaded: tests with it are skipped."
 	@echo "$(VENV) is ready."
 	@touch $@
 

@@ -262,10 +262,7 @@ class HeadLogits:
 
     def logprobs(self, target: Tensor) -> Tensor:
         """The log-probability of each row's token."""
-        given = (self.hidden, self.weight, target.to(self.device))
-        if self.low_rank is not None:  # a term that the other layer does not have; the loss of a row is the same number
-            return -linear_cross_entropy(*given, reduction="none", **self.head_options())
-        return linear_logprobs(*given, **self.head_options())
+        return linear_logprobs(self.hidden, self.weight, target.to(self.device), **self.head_options())
 
 
 def cross_entropy(

@@ -1,22 +1,25 @@
 """Megatron-core's vocabulary-parallel cross-entropy: from its logits, and from hidden states without any logits.
 
+    fuse_loss(model)                                                              # a GPTModel, in place
     loss = vocab_parallel_cross_entropy(logits, labels)                           # the signature of Megatron's own
     loss = linear_vocab_parallel_cross_entropy(hidden, output_weight, labels)     # [s, b, h] in, [s, b] out
 
-Both take the tensor-parallel group from ``megatron.core.parallel_state``, or as ``tp_group``; then Megatron-core need
-not be installed. Nothing of Megatron-core is changed.
+The functions take the tensor-parallel group from ``megatron.core.parallel_state``, or as ``tp_group``; then
+Megatron-core need not be installed. Nothing of Megatron-core itself is changed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..ops.cross_entropy import loss_of_hidden, loss_of_logits
 
-__all__ = ["linear_vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy"]
+__all__ = ["fuse_loss", "linear_vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def vocab_parallel_cross_entropy(
@@ -90,6 +93,70 @@ def linear_vocab_parallel_cross_entropy(
     """
     options, group = {"bias": bias, "softcap": softcap}, _find_group(tp_group)
     return loss_of_hidden(hidden, weight, target, label_smoothing, sequence_parallel, vocab_size, options, group)
+
+
+class DeferredLogits:
+    """What a fused model's output layer returns in the place of its logits: they are built when something else than
+    the model's loss asks for them."""
+
+    def __init__(self, layer: Any, hidden: Tensor, weight: Tensor | None):
+        self.layer, self.hidden, self.weight = layer, hidden, weight
+
+    def __getattr__(self, name: str) -> Any:
+        logits, _ = type(self.layer).forward(self.layer, self.hidden, self.weight)
+        return getattr(logits, name)
+
+
+def fuse_loss(model: Model, *, vocab_size: int | None = None) -> Model:
+    """Make Megatron's ``GPTModel`` compute its loss from hidden states: no rank builds its [s, b, v] logits.
+
+    The model (returned, and changed in place) then answers ``model(tokens, positions, mask, labels=labels)`` with the
+    same losses [b, s], by :func:`linear_vocab_parallel_cross_entropy`: tied or untied weights, sequence parallelism
+    and multi-token prediction as the model has them. Without labels it returns its logits as before. A stage of a
+    pipeline that has no output layer is left as it is. ``vocab_size`` as in
+    :func:`linear_vocab_parallel_cross_entropy`.
+
+    Raises :class:`ArgumentError` for another kind of model, for an output layer that gathers its logits, and for
+    ``defer_embedding_wgrad_compute``, which keeps what the layer would have computed.
+    """
+    owner, layer = type(model).__name__, getattr(model, "output_layer", None)
+    if not hasattr(model, "compute_language_model_loss"):
+        raise ArgumentError(
+            detail=f"fuse_loss was given {owner}, which is no language model of Megatron-core",
+            fix="Give a GPTModel, before it is wrapped; or call linear_vocab_parallel_cross_entropy yourself",
+        )
+    if layer is None:
+        return model
+    if getattr(layer, "gather_output", True) or getattr(layer.config, "defer_embedding_wgrad_compute", False):
+        raise ArgumentError(
+            detail=f"the output layer of {owner} gathers its logits (parallel_output=False) or defers the gradient of "
+            "its weight (defer_embedding_wgrad_compute)",
+            fix="Make the model with parallel_output=True and without the deferral, or keep its own loss",
+        )
+    own_loss, own_forward = type(model).compute_language_model_loss, type(layer).forward  # type: ignore[attr-defined]
+
+    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        if runtime_gather_output:
+            return own_forward(layer, input_, weight, runtime_gather_output)
+        return DeferredLogits(layer, input_, weight), None
+
+    def compute_language_model_loss(labels: Tensor, logits: Any) -> Tensor:
+        if not isinstance(logits, DeferredLogits):
+            return own_loss(model, labels, logits)
+        loss = linear_vocab_parallel_cross_entropy(
+            logits.hidden,
+            layer.weight if logits.weight is None else logits.weight,
+            labels.transpose(0, 1).contiguous(),
+            bias=None if layer.skip_bias_add else layer.bias,
+            sequence_parallel=layer.sequence_parallel,
+            vocab_size=vocab_size,
+            tp_group=layer.tp_group,
+        )
+        return loss.transpose(0, 1).contiguous()
+
+    layer.forward = forward
+    model.compute_language_model_loss = compute_language_model_loss  # type: ignore[assignment]
+    return model
 
 
 def _find_group(tp_group: Any) -> Any:

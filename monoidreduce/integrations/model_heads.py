@@ -36,6 +36,12 @@ class Head:
 
 def read_head(head: nn.Module | None, owner: str) -> Head:
     """What a model's head multiplies with. ``owner`` is the name of the model's class, for errors."""
+    if any(hasattr(p, "ds_id") for p in (() if head is None else head.parameters())):
+        raise ArgumentError(
+            detail=f"the head of {owner} is partitioned by DeepSpeed ZeRO-3, which gathers weights only while their "
+            "module is called, and a loss without logits does not call the head",
+            fix=f"Shard with FSDP2 (fully_shard) or ZeRO-2, or {ADVICE}",
+        )
     if type(head).__module__.startswith("peft."):
         return _read_wrapper(head, owner)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

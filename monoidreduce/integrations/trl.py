@@ -236,7 +236,8 @@ def _read_head(model: PreTrainedModel, settings: _Settings) -> tuple[Head, dict[
     """The head, and what the configuration says is done to its logits, as TRL reads it."""
     if is_deepspeed_zero3_enabled():
         raise ArgumentError(
-            detail="DeepSpeed ZeRO-3 is on, which takes the head's weights away between forward and backward",
+            detail=f"DeepSpeed ZeRO-3 partitions {type(model).__name__}, and takes the head's weights away between "
+            "forward and backward",
             fix="Leave fuse out, or shard with FSDP2 or ZeRO-2",
         )
     layer = model.get_output_embeddings()

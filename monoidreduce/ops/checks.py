@@ -221,6 +221,12 @@ def tensor(
             fix=f"Give a tensor, a numpy array or an array with DLPack, of shape {shape}",
         )
     if value.dim() < least or (most is not None and value.dim() > most):
+        if hasattr(value, "ds_id"):
+            raise ArgumentError(
+                detail=f"{name} is a parameter that DeepSpeed ZeRO-3 has partitioned: nothing of it is here now",
+                fix="ZeRO-3 gathers weights while their own module is called. Make the module that calls this layer a "
+                "leaf (deepspeed.utils.set_z3_leaf_modules(model, [its class])), or shard with FSDP2 or ZeRO-2",
+            )
         raise ShapeError(
             detail=f"{name} has shape {tuple(value.shape)}, but {shape} was expected", fix="Add or drop dimensions"
         )

@@ -85,6 +85,7 @@ class _LogProbsOptions(TypedDict, total=False):
     temperature: float | Tensor
     ignore_index: int
     mask: Tensor | None
+    low_rank: tuple[Tensor, Tensor] | None
 
 
 class _Asked(_LogProbsOptions, total=False):

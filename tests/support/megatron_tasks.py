@@ -1,13 +1,24 @@
 """Megatron-core's vocabulary-parallel cross-entropy beside ours, on ranks of which some are tensor-parallel."""
 
+import contextlib
+import types
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module import language_module
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce.integrations.megatron import linear_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
+from monoidreduce.integrations.megatron import (
+    fuse_loss,
+    linear_vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 
 SEQUENCE, BATCH, HIDDEN, VOCABULARY, PADDED = 8, 3, 5, 22, 24
 
@@ -120,3 +131,86 @@ def _fault() -> str:
     else:
         return "no error"
     return "same" if linear_vocab_parallel_cross_entropy(hidden, own, target).isfinite().all() else "not finite"
+
+
+def gpt_models(group: Any, ranks: int) -> dict[str, str]:
+    """Losses and gradients of Megatron's GPTModel, with its own loss, with ours of its logits, and fused."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    try:
+        nowhere = types.SimpleNamespace(fork=contextlib.nullcontext)
+        with (  # its attention allocates on a GPU, and draws from a GPU's generator
+            mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+            mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: nowhere),
+        ):
+            return {
+                f"tied {tied}, padded {vocabulary}": _gpt_model(tied, vocabulary)
+                for tied, vocabulary in ((False, PADDED), (True, PADDED), (False, VOCABULARY))
+            } | {"refused": _refused()}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _make_gpt(tied: bool, **options: Any) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=4, use_cpu_initialization=True, attention_dropout=0.0,
+        hidden_dropout=0.0, tensor_model_parallel_size=_ranks(), **options,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return GPTModel(config, get_gpt_layer_local_spec(), PADDED, SEQUENCE, share_embeddings_and_output_weights=tied)
+
+
+def _step(model: GPTModel, labels: Tensor, mask: Tensor) -> list[Tensor]:
+    places = torch.arange(SEQUENCE).expand(BATCH, -1)
+    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    loss = model(labels.roll(1, 1), places, hidden, labels=labels)
+    _masked(loss, mask).backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def _gpt_model(tied: bool, vocabulary: int) -> str:
+    _, _, target, mask = _numbers(torch.float32)
+    labels, mask = target.T.contiguous(), mask.T.contiguous()
+    plain, fused = _make_gpt(tied), fuse_loss(_make_gpt(tied), vocab_size=vocabulary)
+    if vocabulary != PADDED:  # Megatron counts padding as classes: its own model can leave them out by a bias alone
+        expected = _step(_without_padding(plain), labels, mask)
+    else:
+        expected = _step(plain, labels, mask)
+    answers = {"fused": _step(fused, labels, mask)}
+    if vocabulary == PADDED:
+        ours = types.SimpleNamespace(vocab_parallel_cross_entropy=vocab_parallel_cross_entropy)
+        with mock.patch.object(language_module, "tensor_parallel", ours):
+            answers["logits"] = _step(_make_gpt(tied), labels, mask)
+    for name, found in answers.items():
+        answer = _near(name, list(zip(found, expected, strict=True)), 1e-5)
+        if answer != "same":
+            return answer
+    places, hidden = torch.arange(SEQUENCE).expand(BATCH, -1), torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    logits = [model(labels, places, hidden) for model in (fused, _make_gpt(tied))]
+    return _near("logits without labels", [tuple(logits)], 1e-5)
+
+
+def _without_padding(model: GPTModel) -> GPTModel:
+    """The logits of classes that are padding, minus infinity."""
+    first = parallel_state.get_tensor_model_parallel_rank() * PADDED // _ranks()
+    padding = torch.arange(first, first + PADDED // _ranks()) >= VOCABULARY
+    own = model.output_layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return own(*args, **kwargs)[0].masked_fill(padding, -1e30), None
+
+    model.output_layer.forward = forward
+    return model
+
+
+def _refused() -> str:
+    gathering = _make_gpt(False)
+    gathering.output_layer.gather_output = True
+    for model, words in ((torch.nn.Linear(3, 4), "given Linear"), (gathering, "of GPTModel gathers")):
+        try:
+            fuse_loss(model)
+        except mr.ArgumentError as error:
+            if words not in str(error):
+                return str(error)
+        else:
+            return f"{words}: no error"
+    return "same"

@@ -1,8 +1,9 @@
-"""A pytest plugin for transformers' own tests: models get our attention where they would have had SDPA.
+"""transformers' own tests with our attention: models get it where they would have had SDPA.
 
-Loaded with ``-p`` by ``tests/unit/integrations/test_transformers_own_tests.py``, in a process whose tests are those of
-a checkout of transformers. Models that are made without a choice, or with "sdpa", are given ours where they can be
-served; "eager" stays what it is, so that transformers' comparisons of the two become comparisons with ours.
+A pytest plugin, loaded with ``-p`` by ``tests/unit/integrations/test_transformers_own_tests.py`` in a process whose
+tests are those of a checkout of transformers. Models that are made without a choice, or with "sdpa", are given ours
+where they can be served; "eager" stays what it is, so that transformers' comparisons of the two become comparisons with
+ours.
 """
 
 from transformers import PreTrainedModel
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 from monoidreduce.integrations.transformers import NAME, register
 from monoidreduce.integrations.transformers_dispatch import Dispatch, dispatch
 
-register()
 choose = PreTrainedModel.get_correct_attn_implementation
 
 
@@ -20,4 +20,6 @@ def choose_ours(self, requested_attention, *args, **kwargs):
     return choose(self, requested_attention, *args, **kwargs)
 
 
-PreTrainedModel.get_correct_attn_implementation = choose_ours
+def pytest_configure():
+    register()
+    PreTrainedModel.get_correct_attn_implementation = choose_ours

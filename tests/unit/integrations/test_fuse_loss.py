@@ -407,6 +407,30 @@ def test_heads_that_are_refused():
         fuse_loss(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
 
 
+def partition(weight):
+    """As DeepSpeed ZeRO-3 leaves a parameter whose module is not being called."""
+    weight.ds_id, weight.ds_shape = 7, weight.shape
+    weight.data = weight.new_empty(0)
+
+
+def test_weights_that_zero_3_partitioned_are_refused():
+    """Before the model is fused, and after; in modules of ours too."""
+    refused = pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM is partitioned by DeepSpeed.* FSDP2")
+    model, fused = make(), fuse_loss(make().train())
+    for each in (model, fused):
+        partition(each.lm_head.weight)
+    for check in (True, False):
+        with refused:
+            fuse_loss(model, check=check)
+    for call in (lambda: fused(**batch()), lambda: causal_lm_loss(model, batch())):
+        with refused:
+            call()
+    head = mr.nn.LinearCrossEntropyLoss(8, 20)
+    partition(head.linear.weight)
+    with pytest.raises(mr.ArgumentError, match=r"weight is a parameter that DeepSpeed .*set_z3_leaf_modules"):
+        head(torch.randn(3, 8), torch.arange(3))
+
+
 def test_attention_weights_are_not_returned_from_a_fused_model_either():
     register()
     model = make()
