@@ -47,7 +47,6 @@ from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
-MYPY_KNOWS_ROW = False  # with monoidreduce.integrations.mypy_plugin, mypy takes it for True
 Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
@@ -547,10 +546,10 @@ def _summed(value: Any) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-if MYPY and not MYPY_KNOWS_ROW:
+if MYPY:
     # Mypy takes the letter of ``Row["f"]`` for the name of a type, in any class and behind any alias. It leaves a
-    # function alone that ``no_type_check`` decorates, and takes it for Any: so that is what ``op`` is to mypy without
-    # the plugin.
+    # function alone that ``no_type_check`` decorates, and takes it for Any: so that is what ``op`` is to mypy, unless
+    # ``integrations/mypy_plugin.py`` takes the letters out and puts the function below in the place of this statement.
     from typing import no_type_check as op
 else:
 

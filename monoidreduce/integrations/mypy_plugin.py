@@ -22,7 +22,6 @@ from mypy.nodes import (
     TryStmt,
     WithStmt,
 )
-from mypy.options import Options
 from mypy.plugin import Plugin
 from mypy.types import CallableType, Type, UnboundType, UnionType
 
@@ -33,15 +32,23 @@ class DeclarationsPlugin(Plugin):
     """Takes the letters out of the declarations of ops before mypy looks for types of these names: ``Row["f"]`` is then
     a ``Row``, which is a tensor to type checkers."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        if "MYPY_KNOWS_ROW" not in options.always_true:
-            options.always_true.append("MYPY_KNOWS_ROW")  # the decorator of ops asks it (op.py)
-
     def get_additional_deps(self, file: MypyFile) -> list[tuple[int, str, int]]:
+        if file.fullname == "monoidreduce.op":
+            _unhide_op(file)
         for statement in file.defs:  # called for every file that was parsed, before names are looked up
             _visit(statement)
         return []
+
+
+def _unhide_op(file: MypyFile) -> None:
+    """Put ``op`` itself in the place of the statement that hides it from mypy."""
+    for place, statement in enumerate(file.defs):
+        if not isinstance(statement, IfStmt) or statement.else_body is None:
+            continue
+        asked = statement.expr[0]
+        if isinstance(asked, NameExpr) and asked.name == "MYPY":
+            file.defs[place : place + 1] = statement.else_body.body
+            return
 
 
 def _visit(statement: Statement) -> None:
