@@ -28,9 +28,10 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 
-from . import gpu_works, host
+from . import gpu_works, host, language_works
 from .cpu import commit, environment
 from .gpu_right import attention64, attention128, causal64, causal128, correctness, dense_mlp, mlp
+from .measure import peak_on_gpu
 
 # Speed ----------------------------------------------------------------------------------------------------------------
 
@@ -147,10 +148,8 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
 
 
 def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict], only: str) -> None:
-    works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds(), *gpu_works.indexers()]
-    works += gpu_works.long_lists()
-    works += [*gpu_works.own_monoids(), *gpu_works.stored_operands()]
-    works += [*gpu_works.attention_statistics(), *gpu_works.packed_codes()]
+    works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds()]
+    works += [*gpu_works.stored_operands(), *language_works.works()]
     for work in works:
         if not any(word in work.name for word in only.split("|")):
             continue
@@ -174,11 +173,20 @@ def _row(
     contenders = {"ours": (ours, how)} | {k: (fn, {"strict": False}) for k, fn in others.items()}
     times = in_turns(contenders, args, backward)
     with mr.use(**how):
-        memory = _guarded(extra, ours, args)
+        memory = _guarded(extra if backward else extra_forward, ours, args)
     row = {"work": name, "ours": times.pop("ours"), "MB": memory, **times}
     _show(row)
     rows.append(row)
     save("speed", rows)
+
+
+def extra_forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Peak memory, in MB, of a forward without gradients beyond inputs and result."""
+    with torch.no_grad():
+        result = fn(*args)
+        own = result.numel() * result.element_size() / 1e6
+        del result
+        return (peak_on_gpu(lambda: fn(*args)) - own,)
 
 
 def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:

@@ -342,10 +342,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _any_scaled(args, kwargs):
-            raise ArgumentError(
-                detail=f"{self.function.__name__}.stream was given mr.scaled(...)",
-                fix="A stream takes plain tensors: dequantize() the rows, and each chunk of columns as it comes",
-            )
+            op, call = self._store((), given)
+            return op.stream(**call.values)
         rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
         cut = {n: _argument(p, "cols") for n, p in columns.items()}
         return Stream(self._streamed, cut, given, rows)
@@ -411,7 +409,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             )
         self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
         forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
-        return getattr(self, self._name_variant("stored", *forms)), domain_call.DomainCall((), given)
+        op = getattr(self, self._name_variant("stored", *forms)) if forms else self
+        return op, domain_call.DomainCall((), given)
 
     def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
         """The op over the pairs that the keyword ``cols`` says."""

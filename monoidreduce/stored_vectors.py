@@ -11,10 +11,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .engines.common.unpack import unpack
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
@@ -22,7 +23,7 @@ from .program.declarations import STORED, Parameter
 
 # What has a scale of its own: all vectors, a batch element, a vector, a block of a vector's features
 _NUMBER, _BATCH, _VECTOR, _BLOCK = "number", "batch", "vector", "block"
-_WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Form(NamedTuple):
@@ -48,6 +49,7 @@ class Scaled:
     wide: torch.dtype = torch.float32  # the type that the vectors stand for
     bits: int = 8
     block: int = 0  # features that share a scale, where the scales have a dimension of blocks; else 0
+    master: Tensor | None = None  # what was rounded: it is given the gradient of the vectors
 
     @property
     def shape(self) -> torch.Size:
@@ -77,8 +79,9 @@ class Scaled:
         scale, own = self.scale, self.values.dim() - 1 + bool(self.block)
         if isinstance(scale, Tensor) and scale.dim() == own and len(scale) == len(self.values):
             scale = scale[at]
-        found = replace(self, values=self.values[at], scale=scale)
-        return found if isinstance(at, slice) else found.dequantize()
+        master = None if self.master is None else self.master[at]
+        found = replace(self, values=self.values[at], scale=scale, master=master)
+        return found if isinstance(at, slice) else found.pass_through(torch.float32)
 
     def unsqueeze(self, dim: int) -> Scaled:
         """The same vectors with one more batch dimension, counted from the end as in torch."""
@@ -95,12 +98,13 @@ class Scaled:
         scale, at = self.scale, dim + (not self.block)
         if isinstance(scale, Tensor) and scale.dim() >= -at:
             scale = change(scale, at, scale.shape[at] == 1)
-        return replace(self, values=change(self.values, dim, False), scale=scale)
+        master = None if self.master is None else change(self.master, dim, False)
+        return replace(self, values=change(self.values, dim, False), scale=scale, master=master)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Scaled:
         """The same vectors on another device."""
         move = lambda t: t.to(device, non_blocking=non_blocking) if isinstance(t, Tensor) else t
-        return replace(self, values=move(self.values), scale=move(self.scale))
+        return replace(self, values=move(self.values), scale=move(self.scale), master=move(self.master))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors as a plain tensor, for comparison: as many times larger as ``dtype`` is.
@@ -116,8 +120,26 @@ class Scaled:
             scale.to(dtype) if isinstance(scale, Tensor) else scale
         )
 
+    @property
+    def asks(self) -> bool:
+        """Whether the master is differentiated."""
+        if self.master is None:
+            return False
+        moves = forward_ad._current_level >= 0 and forward_ad.unpack_dual(self.master).tangent is not None
+        return moves or (torch.is_grad_enabled() and self.master.requires_grad)
+
+    def pass_through(self, dtype: torch.dtype) -> Tensor:
+        """The vectors as a plain tensor, whose gradient is also the master's (straight-through estimator)."""
+        wide, master = self.dequantize(dtype), self.master
+        if master is None:
+            return wide
+        if forward_ad._current_level >= 0 or torch.compiler.is_compiling():  # the same, which tracers know
+            return wide + (master - master.detach()).to(dtype)
+        return _StraightThrough.apply(wide, master)
+
     def __repr__(self) -> str:
         more = (f", block={self.block}" if self.block else "") + (f", bits={self.bits}" if self.bits != 8 else "")
+        more += "" if self.master is None else f", master={shown(self.master)}"
         return f"mr.scaled({shown(self.values)}, {shown(self.scale)}{more})"
 
     @property
@@ -133,6 +155,27 @@ class Scaled:
         return Form(scales, self.wide, self.bits, self.block)
 
 
+Vectors: TypeAlias = Tensor | Scaled  # of a layer's argument that may be stored
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounded vectors, as if nothing had been rounded: their gradient is that of what they were rounded from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(wide: Tensor, master: Tensor) -> Tensor:
+        return wide.view_as(wide)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        return g[0], g[0].to(ctx.dtype)
+
+
 def scaled(
     values: Tensor,
     scale: Tensor | float,
@@ -140,6 +183,7 @@ def scaled(
     block: int | None = None,
     bits: int = 8,
     wide: torch.dtype | None = None,
+    master: Tensor | None = None,
 ) -> Scaled:
     """Vectors stored as small numbers with a scale, for any ``Row["f"]`` or ``Col["f"]`` of an op.
 
@@ -157,6 +201,11 @@ def scaled(
     ``bits=4``: two numbers in a byte. ``values`` [..., N, f / 2] are uint8; feature 2 i is the lower half of byte i and
     feature 2 i + 1 the upper half, each stored with an offset of 8: the numbers are ``(byte & 15) - 8`` and
     ``(byte >> 4) - 8``, from -8 to 7.
+
+    ``master`` [..., N, f]: the vectors before they were rounded, where these are trained. Its values do not count: it
+    is given the gradient of the vectors that the layer computed with (straight-through estimator), in its own type. A
+    call that is differentiated by it makes these vectors whole, in the type of the layer's other arguments: as much
+    memory as the master takes in that type. Calls without gradients read what is stored.
 
     On GPUs with matrix units for 8 bits (NVIDIA's, from Ada on), products of vectors that are stored in 8 bits on both
     sides, without blocks of features, are taken as they are stored: of int8 exactly, of FP8 with sums of 14 bits or
@@ -187,15 +236,31 @@ def scaled(
         raise ArgumentError(detail=f"scale was given {shown(scale)}", fix="Give a number or a tensor of them")
     if block is not None and (not isinstance(block, int) or isinstance(block, bool) or block < 1):
         raise ArgumentError(detail=f"block was given {shown(block)}", fix="Give how many share a scale, 1 or more")
-    if wide is not None and wide not in _WIDE:
+    if wide is not None and wide not in WIDE:
         raise DTypeError(detail=f"wide was given {wide}", fix="Give float64, float32, float16 or bfloat16")
     wide = wide or (scale.dtype if isinstance(scale, Tensor) else torch.float32)
-    found = Scaled(values, scale if isinstance(scale, Tensor) else float(scale), wide, bits)
+    found = Scaled(values, scale if isinstance(scale, Tensor) else float(scale), wide, bits, master=master)
+    if master is not None:
+        _check_master(found, master)
     if block is not None:
         return _with_blocks(found, block)
     if isinstance(scale, Tensor):
         _check_scale(found, scale, found.shape[:-1], "one number, or {} of them: one for each vector")
     return found
+
+
+def _check_master(found: Scaled, master: Tensor) -> None:
+    if not isinstance(master, Tensor) or master.dtype not in WIDE:
+        raise DTypeError(
+            detail=f"master was given {shown(master)}", fix="Give a tensor of float64, float32, float16 or bfloat16"
+        )
+    if master.shape != found.shape:
+        raise ShapeError(
+            detail=f"master has shape {tuple(master.shape)}, but the vectors have {tuple(found.shape)}",
+            fix="Give what the stored numbers were rounded from",
+        )
+    if master.device != found.device:
+        raise DeviceError(detail=f"values are on {found.device}, but master on {master.device}")
 
 
 def _with_blocks(found: Scaled, block: int) -> Scaled:
@@ -246,12 +311,17 @@ def scale_name(name: str) -> str:
 
 
 def split_arguments(given: Mapping[str, Any]) -> tuple[list[tuple[str, Form]], dict[str, Any]]:
-    """The form of each argument that is scaled, and all arguments with the scales apart."""
+    """The form of each argument that is scaled, and all arguments with the scales apart. Those whose masters ask for a
+    gradient are plain tensors."""
     forms: list[tuple[str, Form]] = []
     apart: dict[str, Any] = {}
+    floats = [v.dtype for v in given.values() if isinstance(v, Tensor) and v.dtype in WIDE and v.dim()]
     for name, value in given.items():
         if not isinstance(value, Scaled):
             apart[name] = value
+            continue
+        if value.asks:
+            apart[name] = value.pass_through(floats[0] if floats else value.wide)
             continue
         form = value.form
         forms.append((name, form))

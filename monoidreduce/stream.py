@@ -40,6 +40,7 @@ from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
 from .saved_runs import SavedRun, check_out
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
+from .stored_vectors import WIDE, Scaled
 
 Ranges = tuple[tuple[int, int], ...]  # disjoint intervals [start, stop) of column numbers, in order, none adjacent
 
@@ -306,6 +307,8 @@ class Stream:
         """An iterable of chunks, and whether it was made here of arrays or files."""
         if not sources:
             raise ArgumentError(detail="over was given no columns", fix=f"Give {', '.join(self._columns)}")
+        if any(isinstance(s, Scaled) for s in sources):
+            return _cut_stored(sources), False
         if len(sources) == 1 and not isinstance(sources[0], Mapping) and not is_source_of_arrays(sources[0]):
             return sources[0], False
         if len(sources) == 1 and isinstance(sources[0], Mapping):
@@ -389,7 +392,7 @@ class Stream:
 
     def _named(self, values: Any, opened: bool = False) -> dict[str, Any]:
         """A chunk by name, with tensors in place of arrays; ``opened``: of sources, which are taken as they are."""
-        if isinstance(values, Tensor) or is_array(values):
+        if isinstance(values, Tensor | Scaled) or is_array(values):
             values = (values,)
         needed = [n for n, p in self._columns.items() if not p.optional]
         if isinstance(values, Mapping):
@@ -410,7 +413,17 @@ class Stream:
     def _tensors(self, values: dict[str, Any], opened: bool) -> dict[str, Any]:
         if opened or all(isinstance(v, Tensor) or v is None for v in values.values()):
             return values
-        return {n: self._border.take(v, n) for n, v in values.items()}
+        return {n: self._widen(n, v) if isinstance(v, Scaled) else self._border.take(v, n) for n, v in values.items()}
+
+    def _widen(self, name: str, stored: Scaled) -> Tensor:
+        """A chunk of stored columns as a plain tensor, in the type of the rows."""
+        if stored.asks:
+            raise ArgumentError(
+                detail=f"{name} has a master that asks for a gradient, which a stream does not give",
+                fix="Give all columns at once, or call it under torch.no_grad()",
+            )
+        rows = (v.dtype for v in self._rows.values() if isinstance(v, Tensor) and v.dim())
+        return stored.dequantize(next((d for d in rows if d in WIDE), stored.wide))
 
     def _ready(self, named: Mapping[str, Any], name: str = "") -> Prepared:
         """What is known of the op for chunks like this one, made by the first and then kept; with ``name``, it must be
@@ -438,6 +451,18 @@ class Stream:
 
     def _rows_ask(self) -> bool:
         return any(isinstance(v, Tensor) and v.requires_grad for v in self._rows.values())
+
+
+def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Chunks of columns that are stored, and of tensors beside them."""
+    wrong = next((s for s in sources if not isinstance(s, Tensor | Scaled) or len(s) != len(sources[0])), None)
+    wrong = next((s for s in sources if isinstance(s, Scaled) and s.dim() != 2), wrong)
+    if wrong is not None:
+        raise ArgumentError(
+            detail=f"over was given {shown(wrong)} among columns that are stored",
+            fix="Give mr.scaled(...) of [N, f] and tensors of as many columns, or an iterable of chunks",
+        )
+    return [tuple(s[k : k + SIZE] for s in sources) for k in range(0, max(1, len(sources[0])), SIZE)]
 
 
 def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -250,13 +250,13 @@ class ChunkedProgram:
     def row_feeds(self, p: Pass, known: Mapping[Expr, Any], total: int | None) -> dict[int, Any]:
         """The feeds of a pass that do not depend on the chunk, by their position."""
         evaluate = Evaluator(self.chunk_sizes(0, total or 0, total), self.inputs, dict(known))
-        return {k: from_layout(evaluate(f), f) for k, f in enumerate(p.feeds) if not f.cols}
+        return {k: evaluate.feed(f) for k, f in enumerate(p.feeds) if not f.cols}
 
     def leaves(self, p: Pass, kept: Mapping[int, Any], chunk: Chunk, total: int | None) -> list[Any]:
         """All feeds of a pass for one chunk."""
         start, count, columns = chunk
         evaluate = Evaluator(self.chunk_sizes(start, count, total), {**self.inputs, **columns})
-        return [kept[k] if k in kept else from_layout(evaluate(f), f) for k, f in enumerate(p.feeds)]
+        return [kept[k] if k in kept else evaluate.feed(f) for k, f in enumerate(p.feeds)]
 
     def fold(self, fold: Fold, leaves: list[Any], chunk: Chunk, total: int | None) -> list[State]:
         """The states of a fold over one chunk."""
@@ -450,7 +450,7 @@ class _SourceBackward:
         (p,) = program.program.passes
         walk, total = self.job.walk, self.job.total
         evaluate = self._evaluator(program, walk.chunk_sizes(chunk[0], chunk[1], total), leaves)
-        mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
+        mine = walk.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
         results = subproblem.finish_states(p.fold, mine)
         for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
             for n in nodes if r.attrs[1] not in ("cols", "both") else ():

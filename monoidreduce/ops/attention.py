@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..domains import Domain, Jagged
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..stored_vectors import Scaled
+from ..stored_vectors import Scaled, Vectors
 from . import checks, grouping
 from . import language as mr
 
@@ -173,9 +173,9 @@ class _DecodeOptions(TypedDict, total=False):
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Vectors,
+    k: Vectors,
+    v: Vectors,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -185,9 +185,9 @@ def attention(
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Vectors,
+    k: Vectors,
+    v: Vectors,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -197,9 +197,9 @@ def attention(
 ) -> AttentionOutput: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Vectors,
+    k: Vectors,
+    v: Vectors,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -211,9 +211,9 @@ def attention(
     rows={"q": "vectors"}, cols={"k": "vectors", "v": "vectors", "attn_mask": "numbers", "bias": "numbers"}
 )
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Vectors,
+    k: Vectors,
+    v: Vectors,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -305,9 +305,9 @@ def attention(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -362,9 +362,9 @@ attention_in_blocks = checks.public_layer(_attend)
 
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    q: Vectors,
+    k_cache: Vectors,
+    v_cache: Vectors,
     lengths: Tensor,
     *,
     return_lse: Literal[False] = False,
@@ -372,9 +372,9 @@ def attention_decode(
 ) -> Tensor: ...
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    q: Vectors,
+    k_cache: Vectors,
+    v_cache: Vectors,
     lengths: Tensor,
     *,
     return_lse: Literal[True],
@@ -382,13 +382,19 @@ def attention_decode(
 ) -> AttentionOutput: ...
 @overload
 def attention_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, return_lse: bool, **options: Unpack[_DecodeOptions]
+    q: Vectors,
+    k_cache: Vectors,
+    v_cache: Vectors,
+    lengths: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[_DecodeOptions],
 ) -> Tensor | AttentionOutput: ...
 @checks.public_layer(rows={"q": "vectors"}, cols={"k_cache": "vectors", "v_cache": "vectors"})
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    q: Vectors,
+    k_cache: Vectors,
+    v_cache: Vectors,
     lengths: Tensor,
     *,
     scale: float | Tensor | None = None,

@@ -295,7 +295,7 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
     one_device({"x": x, name: value})
 
 
-def truths(name: str, value: Any, x: Tensor) -> None:
+def truths(name: str, value: Any, x: Any) -> None:
     """Raise unless ``value`` is one truth value for each row of x."""
     per_row(name, value, x)
     if value.dtype is not torch.bool:
@@ -420,7 +420,7 @@ def flatten_rows(x: Any, *columns: Any) -> Any:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def unflatten_rows(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Any, rows: Tensor) -> Tensor:
     """A result [M] or [M, N] of ``rows = flat(x)`` with the leading dimensions of x again."""
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 

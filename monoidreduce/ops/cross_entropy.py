@@ -13,6 +13,7 @@ from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from ..runtime import layer_replay
 from ..runtime.fused_expressions import label_share, label_share_kernel
+from ..stored_vectors import Vectors
 from . import checks, heads
 from . import language as mr
 
@@ -144,8 +145,8 @@ class _HeadOptions(TypedDict, total=False):
 
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor,
     *,
     return_lse: Literal[False] = False,
@@ -154,8 +155,8 @@ def linear_cross_entropy(
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor,
     *,
     return_lse: Literal[True],
@@ -164,8 +165,8 @@ def linear_cross_entropy(
 ) -> CrossEntropy: ...
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor,
     *,
     return_lse: bool = False,
@@ -174,8 +175,8 @@ def linear_cross_entropy(
 ) -> CrossEntropy: ...
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor,
     *,
     return_lse: bool = False,
@@ -187,8 +188,8 @@ def linear_cross_entropy(
     cols={"weight": "vectors", "bias": "numbers", "class_weights": "numbers"},
 )
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor,
     *,
     bias: Tensor | None = None,
@@ -338,14 +339,14 @@ def _check(
     return given
 
 
-def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, given: bool) -> tuple[Any, Any, Any]:
+def _next_tokens(x: Any, target: Tensor, weights: Tensor | None, shift: int, given: bool) -> tuple[Any, Any, Any]:
     """Each row with the target ``shift`` places later."""
     later = target[..., shift:, :] if given else target[..., shift:]
     return x[..., : max(x.shape[-2] - shift, 0), :], later, None if weights is None else weights[..., shift:]
 
 
 def _fold_against_labels(
-    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any], reduction: str
+    rows: Tensor, weight: Any, labels: checks.Labels, ignore_index: int, options: dict[str, Any], reduction: str
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """The numbers of each row, or (unless ``reduction`` is "none") their sums, and which rows they are of.
 
@@ -380,16 +381,14 @@ def _select_rows(y: Tensor, kept: Tensor | None) -> Tensor:
     return y if kept is None else y.index_select(0, kept)
 
 
-def _restore_rows(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
+def _restore_rows(y: Tensor, x: Any, kept: Tensor | None = None) -> Tensor:
     """A number for each row of x, 0 for those that were left out."""
     if kept is not None:
         y = y.new_zeros(math.prod(x.shape[:-1])).index_copy(0, kept, y)
     return y if x.dim() == 2 else y.reshape(x.shape[:-1])
 
 
-def _fold_against_probabilities(
-    rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]
-) -> dict[str, Tensor]:
+def _fold_against_probabilities(rows: Tensor, weight: Any, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
     """The numbers of each row against given probabilities."""
     near = best = None
     if agreement.divides_cols():  # other ranks have other classes, and perhaps the likeliest

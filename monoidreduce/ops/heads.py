@@ -71,7 +71,7 @@ def needs_shift(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype.itemsize > 2
 
 
-def check_low_rank(x: Tensor, weight: Tensor, low_rank: Any) -> tuple[Any, Any]:
+def check_low_rank(x: Any, weight: Any, low_rank: Any) -> tuple[Any, Any]:
     """Check the pair that makes a low-rank term of the logits; returns its rows and columns, None without it."""
     if low_rank is None:
         return None, None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ShapeError
+from ..stored_vectors import Vectors
 from . import checks, heads
 from . import language as mr
 
@@ -100,8 +101,8 @@ class _Asked(_LogProbsOptions, total=False):
 
 @overload
 def linear_logprobs(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor | None = None,
     *,
     ids: None = None,
@@ -112,13 +113,15 @@ def linear_logprobs(
     **options: Unpack[_LogProbsOptions],
 ) -> Tensor: ...
 @overload
-def linear_logprobs(x: Tensor, weight: Tensor, target: Tensor | None = None, **options: Unpack[_Asked]) -> LogProbs: ...
+def linear_logprobs(
+    x: Vectors, weight: Vectors, target: Tensor | None = None, **options: Unpack[_Asked]
+) -> LogProbs: ...
 @checks.public_layer(
     rows={"x": "first", "target": "first", "ids": "first"}, cols={"weight": "vectors", "bias": "numbers"}
 )
 def linear_logprobs(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     target: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -211,7 +214,7 @@ def _check_head(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any) 
     return head | {"temperature": temperature}
 
 
-def _check_tokens(x: Tensor, weight: Tensor, target: Any, ids: Any, ignore_index: Any) -> tuple[Any, Any]:
+def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any) -> tuple[Any, Any]:
     """The targets (:class:`checks.Labels`) and the ids as int64 [M, K], None for what was not given."""
     labels = wanted = None
     if target is not None:
@@ -243,7 +246,7 @@ def _rows_that_count(mask: Tensor | None, labels: checks.Labels | None) -> Tenso
     return ignored[mask[ignored]]
 
 
-def _row_numbers(head: dict[str, Any], x: Tensor) -> dict[str, Any]:
+def _row_numbers(head: dict[str, Any], x: Any) -> dict[str, Any]:
     """The head's options for the op: one temperature a row is a number of the row, or, beside inputs of another type,
     a matrix of one column, which keeps its own."""
     each = head["temperature"]
@@ -263,7 +266,7 @@ def _select_rows(y: Any, name: str, kept: Tensor) -> Any:
     return y.index_select(0, kept) if name in _PER_ROW and y is not None else y
 
 
-def _restore_rows(y: Tensor, x: Tensor, kept: Tensor | None, seen: Tensor | None) -> Tensor:
+def _restore_rows(y: Tensor, x: Any, kept: Tensor | None, seen: Tensor | None) -> Tensor:
     """A result for each row of x: 0 (-1 for an index) for those that were left out, or that ``seen`` says do not
     count."""
     tail, nothing = y.shape[1:], 0 if y.is_floating_point() else -1
@@ -321,8 +324,8 @@ def _entropy(
 
 @checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_entropy(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     *,
     bias: Tensor | None = None,
     softcap: float | Tensor | None = None,

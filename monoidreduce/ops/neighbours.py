@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import arrays
+from ..stored_vectors import Vectors
 from ..stream import Stream
 from . import checks, grouping, point_index
 from . import language as mr
@@ -149,7 +150,7 @@ def _with_prepare(layer: Any) -> KnnLayer:
 
 @_with_prepare
 @checks.public_layer(rows={"x": "vectors"}, cols={"y": "vectors"})
-def knn(x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:
+def knn(x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:
     """The k nearest y of each x, nearest first.
 
     The same as ``torch.cdist(x, y).topk(k, largest=False)`` (for ``"dot"`` and ``"cosine"``, similarities,
@@ -230,8 +231,8 @@ def _maxsim(
 
 @checks.public_layer(rows={"q": "vectors"}, cols={"d": "vectors"})
 def maxsim(
-    q: Tensor,
-    d: Tensor,
+    q: Vectors,
+    d: Vectors,
     *,
     normalize: bool = False,
     q_lengths: Tensor | None = None,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..domains import Pages
 from ..errors import ShapeError
+from ..stored_vectors import Vectors
 from . import checks
 from .attention import AttentionOutput, Window, attention
 
@@ -26,9 +27,9 @@ class _PagedOptions(TypedDict, total=False):
 
 @overload
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Vectors,
+    k_pages: Vectors,
+    v_pages: Vectors,
     pages: Pages,
     *,
     return_lse: Literal[False] = False,
@@ -36,9 +37,9 @@ def attention_paged(
 ) -> Tensor: ...
 @overload
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Vectors,
+    k_pages: Vectors,
+    v_pages: Vectors,
     pages: Pages,
     *,
     return_lse: Literal[True],
@@ -46,13 +47,13 @@ def attention_paged(
 ) -> AttentionOutput: ...
 @overload
 def attention_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages, *, return_lse: bool, **options: Unpack[_PagedOptions]
+    q: Vectors, k_pages: Vectors, v_pages: Vectors, pages: Pages, *, return_lse: bool, **options: Unpack[_PagedOptions]
 ) -> Tensor | AttentionOutput: ...
 @checks.public_layer
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Vectors,
+    k_pages: Vectors,
+    v_pages: Vectors,
     pages: Pages,
     *,
     scale: float | Tensor | None = None,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..stored_vectors import Vectors
 from . import checks, heads
 from . import language as mr
 
@@ -155,8 +156,8 @@ def _count_draws(top_p: float, classes: int) -> int:
 
 @checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_sample(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     seed: int | Tensor,
     *,
     bias: Tensor | None = None,
@@ -247,8 +248,8 @@ def _topk(
 
 @checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
 def linear_topk(
-    x: Tensor,
-    weight: Tensor,
+    x: Vectors,
+    weight: Vectors,
     k: int,
     *,
     bias: Tensor | None = None,
@@ -292,7 +293,7 @@ def _argmax(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
 
 
 @checks.public_layer(rows={"x": "first"}, cols={"weight": "vectors", "bias": "numbers"})
-def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+def linear_argmax(x: Vectors, weight: Vectors, *, bias: Tensor | None = None) -> Tensor:
     """The class of the largest logit of each row, the first of equals, as greedy decoding takes it.
 
     The same as ``F.linear(x, weight, bias).argmax(-1)``, without ever allocating the M × V logits. (A softcap or a

@@ -46,7 +46,8 @@ INSTEAD: dict[str, str] = {
         _BEFORE,
     ),
     **dict.fromkeys(
-        ("median", "nanmedian", "quantile", "nanquantile", "percentile", "kthvalue", "mode", "sort", "argsort"),
+        ("median", "nanmedian", "quantile", "nanquantile", "percentile", "kthvalue", "mode", "sort", "argsort",
+         "msort"),
         _ORDER,
     ),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "diff", "trapezoid"), _RUNNING),
@@ -65,15 +66,54 @@ INSTEAD: dict[str, str] = {
     ),
     **dict.fromkeys(("tril", "triu", "tril_indices", "triu_indices"), _TRIANGLE),
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones"), _PLAIN),
-    **dict.fromkeys(("rand_like", "randn_like", "bernoulli", "normal", "uniform_"), _DRAW),
     **dict.fromkeys(
-        ("flatten", "ravel", "chunk", "split", "roll", "flip", "repeat", "tile", "movedim", "swapaxes", "broadcast_to"),
+        ("rand_like", "randn_like", "bernoulli", "normal", "uniform_", "poisson", "binomial", "alpha_dropout",
+         "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
+        _DRAW,
+    ),
+    "gumbel_softmax": "Write mr.softmax_mean((s + mr.gumbel(seed)) / tau, value); mr.sample(s, seed) draws one column",
+    **dict.fromkeys(
+        ("flatten", "ravel", "chunk", "split", "roll", "flip", "repeat", "tile", "movedim", "swapaxes", "broadcast_to",
+         "squeeze", "unsqueeze", "atleast_1d", "atleast_2d", "atleast_3d", "expand_as", "fliplr", "flipud"),
         _AXES,
     ),
+    **dict.fromkeys(("clone", "contiguous"), "Nothing is changed in place in a body: leave it out"),
     **dict.fromkeys(("nonzero", "argwhere", "unique", "bincount", "histc", "histogram", "isin"), _COUNT),
     **dict.fromkeys(("allclose", "isclose", "equal", "array_equal"), "Write (a - b).abs() <= tolerance"),
     "mse_loss": "Write (a - b).square(), and fold it with mr.mean",
     "l1_loss": "Write (a - b).abs(), and fold it with mr.mean",
+    **dict.fromkeys(
+        ("smooth_l1_loss", "huber_loss"),
+        "With d = (a - b).abs(), write torch.where(d < 1, 0.5 * d * d, d - 0.5), and fold it with mr.mean",
+    ),
+    "binary_cross_entropy_with_logits": "Write F.softplus(s) - s * target, and fold it with mr.mean",
+    "binary_cross_entropy": "Of logits s, write F.softplus(s) - s * target, and fold it with mr.mean",
+    "soft_margin_loss": "Write F.softplus(-target * s), and fold it with mr.mean",
+    **dict.fromkeys(
+        ("hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss", "cosine_embedding_loss"),
+        "Write the hinge, torch.relu(margin - target * s), and fold it with mr.mean",
+    ),
+    **dict.fromkeys(
+        ("triplet_margin_loss", "triplet_margin_with_distance_loss"),
+        "With columns as negatives, fold torch.relu(near - mr.sqdist(x, y) + margin) with mr.mean; near is a Row",
+    ),
+    "kl_div": "Write mr.sum(torch.xlogy(p, p) - p * log_q); of two softmaxes over columns, "
+    "mr.softmax_mean(t, t - s) + mr.logsumexp(s) - mr.logsumexp(t)",
+    "poisson_nll_loss": "Write torch.exp(s) - target * s, and fold it with mr.mean",
+    "gaussian_nll_loss": "Write 0.5 * (torch.log(v) + (a - b).square() / v), and fold it with mr.mean",
+    **dict.fromkeys(("cross", "linalg_cross"), "Write its features: x[1] * y[2] - x[2] * y[1], and so on"),
+    "glu": "Take both halves as vectors: a * torch.sigmoid(b)",
+    **dict.fromkeys(
+        ("searchsorted", "bucketize"),
+        "Look the place up in a table, mr.lookup(table, index), or add conditions: (x > edge).to(torch.int64)",
+    ),
+    **dict.fromkeys(
+        ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+         "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+         "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+         "legendre_polynomial_p"),
+        "Write its recurrence with Python's own loop, p, last = 2 * x * p - last, p, whose length is a number",
+    ),
     "cosine_similarity": "Write F.normalize(x, dim=-1) @ F.normalize(y, dim=-1)",
     **dict.fromkeys(
         ("bitwise_count", "bit_count", "popcount"), "Write mr.popcount(x, bits=32), with the width of the numbers"
@@ -95,7 +135,8 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("gcd", "lcm"), "It takes a loop, which a body does not have: tabulate it before the call"),
     **dict.fromkeys(
         ("i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0",
-         "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "spherical_bessel_j0", "airy_ai", "zeta",
+         "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0",
+         "scaled_modified_bessel_k1", "spherical_bessel_j0", "airy_ai", "zeta",
          "gammainc", "gammaincc", "igamma", "igammac"),
         "It has no closed form in the functions of a body: of one side's numbers, apply it before the call; of a "
         "pair's, write the polynomial that is exact enough",

@@ -1,10 +1,12 @@
-"""Which indices are equal along every diagonal of the pairs: functions of ``row_index - col_index``."""
+"""Forms of the index by which pairs read a table: equal along every diagonal (functions of ``row_index - col_index``),
+or a number of the row plus a number of the column (places of a picture, blocks of pairs)."""
 
 from __future__ import annotations
 
 import functools
 
-from .expression import Expr, topological
+from .constructors import apply
+from .expression import Expr, const, topological
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,3 +39,31 @@ def _slope(e: Expr, known: dict[Expr, tuple[int, int] | None]) -> tuple[int, int
         sign = 1 if e.op == "add" else -1
         return args[0][0] + sign * args[1][0], args[0][1] + sign * args[1][1]
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def split_index(index: Expr) -> tuple[Expr, Expr] | None:
+    """A number per row and one per column whose sum is the index; None where it is no such sum."""
+    parts: dict[Expr, tuple[Expr, Expr] | None] = {}
+    for e in topological([index], stop=lambda n: not n.is_pair):
+        parts[e] = _split(e, [parts.get(a) for a in e.args])
+    return parts[index]
+
+
+def _split(e: Expr, args: list[tuple[Expr, Expr] | None]) -> tuple[Expr, Expr] | None:
+    """The parts of a sum, given those of its arguments."""
+    if not e.is_pair:
+        return (const(0), e) if e.cols else (e, const(0))
+    if e.dtype != "int" or e.op not in ("add", "sub", "neg", "mul") or None in args:
+        return None
+    one, other = args[0], args[-1]
+    assert one is not None and other is not None
+    if e.op == "neg":
+        return apply("neg", one[0]), apply("neg", one[1])
+    if e.op != "mul":
+        return apply(e.op, one[0], other[0]), apply(e.op, one[1], other[1])
+    number = next((a for a in e.args if not (a.rows or a.cols)), None)
+    if number is None:
+        return None
+    own = one if e.args[1] is number else other
+    return apply("mul", own[0], number), apply("mul", own[1], number)

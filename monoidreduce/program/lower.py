@@ -142,7 +142,13 @@ def _find_gradients(p: Pass, program: Lowered, leaves: Sequence[Expr | None]) ->
     for (r, k), nodes in zip(p.fold.outputs, p.results, strict=True):
         places = [n for n, e in enumerate(program.outputs) if e in nodes]
         leaf = leaves[places[0]] if len(places) == 1 else None
-        if leaf is None or leaf not in p.feeds or k or r.attrs[0] != "sum" or not used.isdisjoint(nodes):
+        if (
+            leaf is None
+            or leaf not in p.feeds
+            or k
+            or r.attrs[0] not in ("sum", "histogram")
+            or not used.isdisjoint(nodes)
+        ):
             continue
         e = program.outputs[places[0]]
         if (e.rows, e.cols, e.feature) == (leaf.rows, leaf.cols, leaf.feature):

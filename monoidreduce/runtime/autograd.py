@@ -32,6 +32,7 @@ from ..engines.common.gradient_program import (
     load_saved,
     zero_gradient,
 )
+from ..engines.common.matmul import SIXTEEN
 from ..engines.common.others import other_gradients, split_cotangents
 from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
@@ -538,7 +539,8 @@ def _pass_gradients(
         return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
-    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers)
+    narrow = any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in leaves])
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, narrow)
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)
@@ -548,12 +550,17 @@ def _pass_gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _pass_gradient_program(
-    fold: Fold, form: SavingFold | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold,
+    form: SavingFold | None,
+    wanted: tuple[bool, ...],
+    given: tuple[bool, ...],
+    numbers: tuple[bool, ...],
+    narrow: bool,
 ) -> GradientProgram:
     if form is None:
-        return build_gradient_program(fold, wanted, given, numbers)
+        return build_gradient_program(fold, wanted, given, numbers, narrow=narrow)
     saved = tuple((k, e) for k, e in row_gradients(form, given) if wanted[k])
-    return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names))
+    return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names), narrow)
 
 
 # The arithmetic of one side

@@ -399,7 +399,8 @@ def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[
     """The shape of a result after the sum over the batch that its kernel makes, if it does."""
     batch = batching.summed_batch(fold, r, leaves, sizes)
     real = matmul.dry_run_sizes.get() or sizes
-    if r not in fold.gradient_of or batch == sizes.batch or not triton.sums_batch(batch, r, real):
+    named = r in fold.gradient_of and r.attrs[0] == "sum"
+    if not named or batch == sizes.batch or not triton.sums_batch(batch, r, real):
         return shape
     return *batch, *shape[len(batch) :]
 

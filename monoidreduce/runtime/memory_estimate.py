@@ -235,7 +235,7 @@ def _run_on_meta(call: FoldCall, run: Callable[[list[Any], Sizes], Any]) -> int:
 
 def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
     """Gathers and kernels one after the other, each beside the results of those before it."""
-    call = replace(call, fold=ready.inner, leaves=tuple(ready.extend(call.leaves)), sizes=ready.sizes)
+    call = replace(call, fold=ready.inner, leaves=tuple(ready.extend(call.leaves) or call.leaves), sizes=ready.sizes)
     sizes = call.sizes
     made = dict(zip(call.fold.outputs, result_forms(call.fold, call.leaves, sizes, sizes.device), strict=True))
     done = peak = 0

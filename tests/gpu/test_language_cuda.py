@@ -43,7 +43,7 @@ def check(op, dense, args, dtype, most=None):
 
 
 @dtypes
-@pytest.mark.parametrize("case", [c for c in table_cases.CASES if c.name != "graph"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", table_cases.CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("sizes", [(150, 300, 64), (1100, 900, 128)], ids=str)
 def test_tables(case, sizes, dtype):
     rows, cols, features = sizes

@@ -12,7 +12,7 @@ from monoidreduce.reductions.histogram import sum_diagonals
 from tests.support import table_cases as tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
-CASES = [pytest.param(case, id=case.name) for case in tables.CASES if case.name != "graph"]  # pairs have no kernel
+CASES = [pytest.param(case, id=case.name) for case in tables.CASES]
 PLAN = KernelPlan(16, 16, 4, 1)
 
 

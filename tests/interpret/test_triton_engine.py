@@ -336,7 +336,7 @@ def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
 
 
 def has_no_kernel(layer, args):
-    """Whether a layer has a top-k or an argument given per pair."""
+    """Whether a layer has a top-k or numbers given per pair."""
     if any(p.axis == "pairs" for p in layer.parameters):
         return True
     reductions = [r for p in layer.op.program(*args).passes for r in p.fold.reductions]

@@ -331,8 +331,10 @@ CASES = [
     ),
     # all vectors in 8 bits; 4 bits with scales of blocks
     Case("FP8 attention 128", forward(attention), _all_stored(torch.float8_e4m3fn, 3), hopper=True),
+    Case("FP8 causal attention 128", forward(causal_attention), _all_stored(torch.float8_e4m3fn, 3), hopper=True),
     Case("INT8 neighbours 128", forward(nearest), _all_stored(torch.int8, 2), lean=False),
     Case("4-bit attention 128", forward(attention), _four_bits, lean=False),
+    Case("4-bit attention 128, float64", forward(attention), _four_bits, torch.float64, lean=False),
     Case("4-bit wide argmax", forward(best), _four_bits_wide, lean=False),
     # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
     *(

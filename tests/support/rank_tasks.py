@@ -1,5 +1,6 @@
 """What the ranks are asked to do. Each function runs on every rank of a world and returns something picklable."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support import (
     listed_cases,
     logmeanexp,
     own_monoids,
+    scaled_cases,
     table_cases,
 )
 from tests.support import several_vectors as several_vectors_cases
@@ -754,6 +756,22 @@ def several_vectors(group: Any, name: str, divided: tuple[str, ...], args: list[
     with mr.shard(**{axis: group for axis in divided}):
         value = several_vectors_cases.CASES[name].op(*given)
         return [value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), given)]
+
+
+def stored_vectors(group: Any, divided: tuple[str, ...], args: list[Tensor], made: list[Any]) -> list[Tensor]:
+    """Attention whose keys and values are stored, on this rank's part: its values, and the gradients of the rows and of
+    the keys' master. ``made``: what the keys and the values are stored as, without their master."""
+    rank, size = group.rank(), group.size()
+    parts = _split(torch.arange(len(args[1])), 0, rank, size) if "cols" in divided else torch.arange(len(args[1]))
+    few = slice(int(parts[0]), int(parts[-1]) + 1)
+    x = (_split(args[0], 0, rank, size) if "rows" in divided else args[0]).clone().requires_grad_()
+    master = args[1][few].clone().requires_grad_()
+    k, v = (mr.scaled(t.view(kind), scale, **how)[few] for t, kind, scale, how in made)
+    with mr.shard(**{axis: group for axis in divided}):
+        value = scaled_cases.attention(x, k, v)
+        (gradient,) = torch.autograd.grad((value * value.detach().cos()).sum(), x)
+        trained = scaled_cases.attention(x, dataclasses.replace(k, master=master), v)
+        return [value.detach(), gradient, *torch.autograd.grad((trained * value.detach().cos()).sum(), master)]
 
 
 def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:

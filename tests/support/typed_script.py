@@ -61,8 +61,9 @@ def main() -> tuple[int, ...]:
     alone = ops.linear_logprobs(q[0], k[0], torch.arange(50), temperature=2.0)
     asked = ops.linear_logprobs(q[0], k[0], torch.arange(50), return_entropy=True, top_k=3)
     near = ops.knn(q[0], k[0], 3)
+    stored: Tensor = ops.attention(q, mr.scaled(torch.zeros(2, 50, 8, dtype=torch.int8), 0.5), v)
     pooled = ops.max_pool_product(q[0], k[0])
-    sizes = [*plain.shape, *both.lse.shape, *scored.lse.shape, *alone.shape, *asked.topk_indices.shape]
+    sizes = [*stored.shape, *plain.shape, *both.lse.shape, *scored.lse.shape, *alone.shape, *asked.topk_indices.shape]
     sizes += [
         *near.indices.shape,
         *pooled.shape,

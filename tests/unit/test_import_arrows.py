@@ -67,10 +67,11 @@ PACKAGES: dict[str, set[str]] = {
     "sources": {"errors", "arrays", "files"},
     "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk
     "block_runs": COMMON | {"engines.stream", "sources", "saved_runs"},
-    "stream": COMMON | {"engines.ranks", "engines.stream", "files", "sources", "saved_runs", "block_runs"},
+    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
+    "stream": COMMON
+    | {"engines.ranks", "engines.stream", "files", "sources", "saved_runs", "block_runs", "stored_vectors"},
     "autotune": {"errors", "arrays", "plan", "runtime", "tuning", "sources"},
     "explain": COMMON | {"engines.eager", "engines.triton", "runtime"},
-    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "op": COMMON
     | {"engines.ranks", "engines.stream", "runtime", "block_runs", "stream", "autotune", "explain", "stored_vectors"},
     "ops": COMMON | {"engines.ranks", "runtime", "files", "sources", "block_runs", "stream", "stored_vectors", "op"},

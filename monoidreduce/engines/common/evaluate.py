@@ -260,6 +260,10 @@ class Evaluator:
                 self.memo[n] = self._node(n)
         return self.memo[e]
 
+    def feed(self, e: Expr) -> Value:
+        """What a pass is fed with: the value, or stored vectors as they are, which engines widen tile by tile."""
+        return self.inputs[e.attrs[0]] if e.is_stored else from_layout(self(e), e)
+
     def _node(self, e: Expr) -> Value:
         if e.packing is not None:
             scale, width = self.inputs[e.args[0].attrs[0]] if e.args else None, self.sizes.of(str(e.feature))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.collect import collect_weights
 from ...program.compile import compile_program
 from ...program.expression import Expr
 from ...program.gradient import differentiate_fold
@@ -79,14 +80,18 @@ def build_gradient_program(
     numbers: tuple[bool, ...] | None = None,
     saved: tuple[tuple[int, Expr], ...] = (),
     saved_names: tuple[str, ...] = (),
+    narrow: bool = False,
 ) -> GradientProgram:
     """The gradient program of a fold, for the leaves ``wanted`` and the results whose cotangents are ``given``.
 
     ``saved``: gradients that the forward has prepared, as (leaf, expression); ``saved_names``: the names of the further
-    inputs that they read."""
+    inputs that they read; ``narrow``: whether vectors have 16 bits, so that weights may be multiplied out."""
     prepared = dict(saved)
     rest = tuple(want and k not in prepared for k, want in enumerate(wanted))
     results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
+    if narrow:
+        collected = iter(collect_weights(tuple(e for e in others if e is not None)))
+        others = [None if e is None else next(collected) for e in others]
     outputs = [prepared.get(k, e) for k, e in enumerate(others)]
     names = [*(e.attrs[0] for e in (*results, *cotangents)), *saved_names]
     return GradientProgram.of(fold.leaves, names, outputs, wanted, numbers or (False,) * len(wanted), fold.exact)

@@ -76,7 +76,8 @@ def _groups(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[tuple[tuple
     sequences share have one result."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for k, r in enumerate(fold.reductions):
-        over, leaf = ("rows" if r.attrs[1] == "rows" else "cols"), fold.gradient_of.get(r)
+        over = "rows" if r.attrs[1] == "rows" else "cols"
+        leaf = None if kind_of(r).both_axes else fold.gradient_of.get(r)
         merged: tuple[int, ...] = ()
         if leaf is not None and fold.domain is not None:
             value = leaves[fold.leaves.index(leaf)]

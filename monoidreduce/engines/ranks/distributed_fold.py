@@ -314,7 +314,7 @@ def execute_program(
     """Run a lowered program: feed each pass, fold it, then evaluate the outputs (in the evaluator's layout)."""
     evaluate = Evaluator(sizes, inputs)
     for p in program.passes:
-        feeds = [from_layout(evaluate(e), e) for e in p.feeds]
+        feeds = [evaluate.feed(e) for e in p.feeds]
         results = _Pass.apply(Context(p.fold, sizes, engine), *feeds)
         for value, nodes in zip(results, p.results, strict=True):
             for n in nodes:

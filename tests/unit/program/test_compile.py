@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.engines.common.gradient_program import build_gradient_program
 from monoidreduce.program.compile import compile_program, list_stages, run_passes
 from monoidreduce.program.gradient import FoldGradient
 from monoidreduce.program.lower import Lowered
@@ -134,6 +135,25 @@ def test_signs_and_order_of_operations():
     text = format_outputs(traced(signs, (5,), (7,), (5,)))
     assert "(x - (y - a)) / (x * (y + a))" in text
     assert "where((x < y) & (y < a), -(x + y), 0.0)" in text
+
+
+def test_weights_of_16_bit_gradients_have_few_numbers():
+    """Attention's values, entropy and distance: three means and three cotangents of a row become three numbers. In
+    float32 they stay differences, which keep the digits of what is near its mean."""
+
+    @mr.op
+    def three(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        s = q @ k
+        gap = (mr.row_index - mr.col_index).abs().float()
+        return mr.softmax_mean(s, v), mr.softmax_mean(s, s), mr.softmax_mean(s, gap)
+
+    (one,) = compile_program(traced(three, (5, 4), (7, 4), (7, 3))).passes
+    counts = []
+    for narrow in (False, True):
+        made = build_gradient_program(one.fold, (True,) * 3, (True,) * len(one.fold.outputs), narrow=narrow)
+        (fold,) = [p.fold for p in made.program.passes]
+        counts.append(sum(e.rows and e.feature is None for e in fold.leaves))
+    assert counts == [8, 6]  # two of the weight itself, a rest and two coefficients; the scale of a result
 
 
 @pytest.mark.parametrize("name", ["elu", "hardswish", "softsign", "leaky_relu", "selu"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import ops, stream
 from tests.support import scaled_cases as cases
 from tests.support.allocations import Watch
 from tests.support.comparison import use_small_tiles
@@ -174,8 +174,6 @@ def test_wrong_ones_are_refused():
         cases.near(stored, stored, stored)
     with pytest.raises(mr.ArgumentError, match="unknown keyword 'z'"):
         cases.near(stored, z=stored)
-    with pytest.raises(mr.ArgumentError, match="plain tensors"):
-        cases.near.stream(stored)
     with pytest.raises(mr.ShapeError, match="no batch dimension"):
         stored.unsqueeze(-1)
 
@@ -251,3 +249,97 @@ def test_wrong_blocks_and_bits_are_refused():
         mr.scaled(bytes4, scale.requires_grad_(), bits=4, block=4)
     with pytest.raises(mr.DTypeError, match="wide was given"):
         mr.scaled(bytes4, 1.0, bits=4, wide=torch.int8)
+
+
+def _with_master(kind, dtype=torch.float64):
+    master = torch.randn(2, 9, 8, dtype=dtype, requires_grad=True)
+    stored = (cases.PACKED[kind] if isinstance(kind, str) else lambda x: store(x, kind))(master.detach())
+    block = stored.block or None
+    return master, lambda w: mr.scaled(stored.values, stored.scale, block=block, bits=stored.bits, master=w)
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, "4 bits, blocks of 16"], ids=str)
+def test_masters_are_given_the_gradient_of_what_was_rounded(kind, engine):
+    w, make = _with_master(kind)
+    x, v = torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(2, 9, 3, dtype=torch.float64)
+    wide = make(w).dequantize(torch.float64).requires_grad_()
+    for op, rest in ((cases.attention, (v,)), (cases.mlp, (v,)), (cases.near, ())):
+        with mr.use(engine=engine):
+            found = op(x, make(w), *rest)
+            (gradient,) = torch.autograd.grad(found.square().sum(), w)
+        exact = op(x, wide, *rest)
+        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), wide)[0])
+
+
+def test_masters_in_transforms_of_other_types_and_without_gradients():
+    w, make = _with_master(torch.int8, torch.float32)
+    x, v = torch.randn(2, 5, 8), torch.randn(2, 9, 3)
+    loss = lambda w: cases.mlp(x, make(w), v).square().sum()
+    (expected,) = torch.autograd.grad(loss(w), w)
+    torch.testing.assert_close(torch.func.grad(loss)(w.detach()), expected)
+    t = torch.randn_like(w)
+    torch.testing.assert_close(torch.func.jvp(loss, (w.detach(),), (t,))[1], (expected * t).sum())
+    compiled = torch.compile(lambda w: cases.mlp(x, make(w), v).square().sum(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(w), w)[0], expected)
+    both = cases.mlp(x, make(w), make(w)).sum()  # all vectors of the layer but its rows
+    assert torch.autograd.grad(both, w)[0].isfinite().all()
+    half = cases.mlp(x.bfloat16(), make(w), v.bfloat16())
+    assert half.dtype is torch.bfloat16 and torch.autograd.grad(half.sum(), w)[0].dtype is torch.float32
+    second = torch.autograd.grad(torch.autograd.grad(loss(w), w, create_graph=True)[0].sum(), w)[0]
+    assert second.abs().sum() > 0
+    with torch.no_grad(), mr.use(engine="eager"), Watch([x, v, w]) as watch:
+        found = cases.mlp(x, make(w), v)
+    torch.testing.assert_close(found, cases.mlp(x, make(w.detach()), v))
+    assert watch.largest < w.numel() * 4 + 1
+
+
+def test_masters_of_slices_heads_and_layers():
+    w, make = _with_master(torch.int8, torch.float32)
+    stored = make(w)
+    assert stored[1:].master.shape == (1, 9, 8) and stored.unsqueeze(-3).master.shape == (2, 1, 9, 8)
+    assert repr(stored).endswith("master=float32[2, 9, 8])")
+    x, labels = torch.randn(5, 8), torch.randint(0, 9, (5,))
+    one = torch.randn(9, 8, requires_grad=True)
+    kept = store(one.detach(), torch.int8)
+    loss = ops.linear_cross_entropy(x, mr.scaled(kept.values, kept.scale, master=one), labels)
+    wide = kept.dequantize().requires_grad_()
+    exact = ops.linear_cross_entropy(x, wide, labels)
+    torch.testing.assert_close(torch.autograd.grad(loss, one)[0], torch.autograd.grad(exact, wide)[0])
+    with pytest.raises(mr.ShapeError, match="master has shape"):
+        mr.scaled(kept.values, kept.scale, master=one[1:])
+    with pytest.raises(mr.DTypeError, match="master was given"):
+        mr.scaled(kept.values, kept.scale, master=kept.values)
+
+
+@pytest.mark.parametrize("name", ["int8", *cases.PACKED])
+def test_streams(name, monkeypatch):
+    monkeypatch.setattr(stream, "SIZE", 4)
+    make = cases.PACKED.get(name, lambda x: store(x, torch.int8))
+    q, k, v = (torch.randn(n, d, dtype=torch.float64) for n, d in ((5, 32), (11, 32), (11, 6)))
+    k, v, rows = make(k), make(v), make(q)
+    wide = widen((k, v), torch.float64)
+    q.requires_grad_()
+    found, exact = cases.attention.stream(q).over(k, v), cases.attention(q, *wide)
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), q)[0], torch.autograd.grad(exact.square().sum(), q)[0]
+    )
+    torch.testing.assert_close(
+        cases.attention.stream(rows).over([(k[:7], v[:7]), (k[7:], v[7:])]),
+        cases.attention(rows.dequantize(torch.float64), *wide),
+    )
+    by_chunks = cases.attention.stream(q.detach())
+    by_chunks.update(k=k, v=wide[1])
+    torch.testing.assert_close(by_chunks.result(), exact.detach())
+
+
+def test_streams_refuse_what_they_cannot_do():
+    master = torch.randn(6, 8, requires_grad=True)
+    kept = store(master.detach(), torch.int8)
+    trained = mr.scaled(kept.values, kept.scale, master=master)
+    with pytest.raises(mr.ArgumentError, match="has a master"):
+        cases.best.stream(torch.randn(3, 8)).over(trained)
+    with pytest.raises(mr.ArgumentError, match="among columns that are stored"):
+        cases.attention.stream(torch.randn(3, 8)).over(kept, master[1:])

@@ -2,9 +2,12 @@
 
 Where the index is equal along diagonals, a program instance owns a band of them: it walks down the band, tile by tile,
 and the same place of every tile lies on the same diagonal, so that tiles are added as they are. At the end the sum of
-all tiles is skewed once, and added up along its diagonals. For any other index a program instance owns kept indices, as
-in other kernels, and some entries of the table; of each tile it visits the entries between the least and the greatest
-that occur, and computes nothing where none does. So maps of blocks, and tables of few entries, cost few visits.
+all tiles is skewed once, and added up along its diagonals. Where the index is a number of the row plus one of the
+column, tiles that read the same entries at the same places are added as they are, too: those of all batch elements that
+share the table and, where the index repeats itself along diagonals (places of a picture), those a period apart. At the
+end the instance visits the entries between the least and the greatest of its tiles. For any other index a program
+instance owns kept indices, as in other kernels, and some entries of the table; of each tile it visits the entries
+between the least and the greatest that occur, and computes nothing where none does.
 """
 
 from __future__ import annotations
@@ -25,13 +28,71 @@ _TILE = [
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_histogram(spec: Spec, entries: int) -> Kernel:
+def compile_histogram(spec: Spec, entries: int, alike: tuple[int, int] | None = None) -> Kernel:
     """The kernel of a spec whose one reduction is a histogram; raises Unsupported where there is none.
 
-    ``entries``: how many a program instance holds, a power of two; 0: it walks along diagonals."""
+    ``entries``: how many a program instance holds, a power of two; 0: it walks along diagonals. ``alike``: it adds up
+    tiles that are alike; after how many tiles along a diagonal the index repeats itself (0: never), and how many
+    entries lie between the least and the greatest of a tile."""
     v = ExpressionWriter(spec)
-    body = _walk_rows(v, entries) if entries else _walk_diagonals(v)
+    if alike is not None:
+        body = _walk_alike(v, *alike)
+    else:
+        body = _walk_rows(v, entries) if entries else _walk_diagonals(v)
     return compiler.describe_kernel(v, compiler.write_function(spec, body), {}, False)
+
+
+def _walk_alike(v: ExpressionWriter, period: int, width: int) -> list[str]:
+    """``out0`` is ``[batch elements that share no table, classes of tiles, parts, width]``: the sums of ``width``
+    entries from the least of a class on. Batch elements that share a table come first, and are divided into parts."""
+    value, index, _ = v.spec.fold.reductions[0].args
+    own = ("tile =", "kept_at =", "kept_in =", "batch =", "part =")
+    fixed = [line for line in write_prologue(v.spec) if not line.startswith(own)]
+    if period:  # a band of diagonals, and where on it: from there on in steps of a period
+        pick = [
+            f"band, turn = group // {period}, group % {period}",
+            "shift = band - (kept_tiles - 1)  # from a kept tile to the folded tile that it meets",
+            "begin = tl.maximum(0, -shift)",
+            f"begin += (turn - begin % {period} + {period}) % {period}",
+            "end = tl.minimum(kept_tiles, folded_tiles - shift)",
+        ]
+    else:
+        pick = ["begin = group // folded_tiles", "shift = group % folded_tiles - begin", "end = begin + 1"]
+    enter = [
+        "kept_at = tile * KEPT + tl.arange(0, KEPT)",
+        "kept_in = kept_at < kept_size",
+        "start = (tile + shift) * FOLDED",
+        *_TILE,
+    ]
+    places = ExpressionWriter(v.spec)
+    places.loop(True)
+    at = places.full(index)
+    return [
+        "part = tl.program_id(0) % parts",
+        "group = tl.program_id(0) // parts % (tiles // parts)",
+        "rests = tl.num_programs(0) // tiles",
+        "sharing = batches // rests",
+        "kept_tiles = tl.cdiv(kept_size, KEPT)",
+        "folded_tiles = tl.cdiv(folded_size, FOLDED)",
+        *pick,
+        f"total = tl.zeros([KEPT, FOLDED], {v.float})",
+        "for one in range(part, sharing, parts):",
+        "    batch = one * rests + tl.program_id(0) // tiles",
+        *(f"    {line}" for line in fixed),
+        f"    for tile in range(begin, end, {period or 1}):",
+        *(f"        {line}" for line in (*enter, *_add_tile(v, value))),
+        "# the entries of a tile, those beyond the ends too: it is the same in all of them",
+        "tile = begin",
+        *(line for line in fixed if not line.startswith(("b", "rest"))),
+        *enter,
+        *places.before,
+        *places.inside,
+        f"place = {at}.to(tl.int32)",
+        "first = tl.min(place)",
+        f"out = out0 + tl.cast(tl.program_id(0), tl.int64) * {width}",
+        f"for one in range(0, {width}):",
+        "    tl.store(out + one, tl.sum(tl.sum(tl.where(place == first + one, total, 0), 1), 0))",
+    ]
 
 
 def _walk_diagonals(v: ExpressionWriter) -> list[str]:

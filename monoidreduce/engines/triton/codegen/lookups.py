@@ -1,8 +1,9 @@
 """Lookups in a kernel's text: an entry of a table for every pair.
 
 They are loads through the L1 cache: the entries of neighbours are neighbours, or the same. Hand-scheduled kernels look
-up bands alone, which have an entry for every diagonal in order (``kernels/diagonal_bands.py``): all places that a
-thread reads are constants away from one another, and no tile reaches beyond the band.
+up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/diagonal_bands.py``): all places that
+a thread reads are constants away from one another, and no tile reaches beyond the band. Others are read at a number of
+the row plus one of the column (``kernels/summed_places.py``), which are never outside of the table.
 """
 
 from __future__ import annotations
@@ -26,15 +27,33 @@ def is_band(table: Expr) -> bool:
     return table.op == "leaf" and str(table.feature).startswith("band")
 
 
-def reads_bands_alone(tables: frozenset[Expr]) -> bool:
+def has_bands(tables: frozenset[Expr]) -> bool:
+    """True when some of these tables are bands."""
+    return any(map(is_band, tables))
+
+
+def name_sum(place: int) -> str:
+    """The feature of a table that is the leaf at a place of a fold, and is read at sums of two numbers."""
+    return f"sum{place}"
+
+
+def is_summed(table: Expr) -> bool:
+    """True for a leaf that is read at a number of the row plus one of the column, never outside of it."""
+    return table.op == "leaf" and str(table.feature).startswith("sum")
+
+
+def are_prepared(tables: frozenset[Expr]) -> bool:
     """True when hand-scheduled kernels have all of these tables."""
-    return all(is_band(e) for e in tables)
+    return all(is_band(e) or is_summed(e) for e in tables)
 
 
 def write_lookup(v: Any, table: Expr, index: Expr) -> str:
     """The text of a lookup; NaN, or 0 of integers, outside of the table. ``v``: the kernel's writer."""
     if hasattr(v, "pair_layout") and is_band(table):
         return _look_up_band(v, table)
+    if is_summed(table):
+        row, col = map(v.number, index.args)  # both of 32 bits, as their sum is
+        return v._loaded(f"tl.load({v.base(table)} + ({row} + {col}))", table, v.spec.type_of[table])
     if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)

@@ -28,10 +28,16 @@ def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, side: str, 
     ``side``: ``"kept"`` or ``"folded"``; ``masked``: whether the tile may reach beyond that axis."""
     bits, block = e.packing or (8, 0)
     length = "KEPT" if side == "kept" else "FOLDED"
-    text = _load(v, e, first, size * bits // 8, v.spec.width(e.feature) * bits // 8, side, masked, 8 // bits)
-    text = f"both_halves({text})" if bits == 4 else text
+    kind, width = v.spec.type_of[e], v.spec.width(e.feature)
+    if bits == 4 and kind == "int32":  # beside float64 products, which fail to compile with a shorter type: one by one
+        lane = v.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        text = _load(v, e, first, size, width, side, masked, 1, 2)
+        text = f"((({text} >> ({lane} % 2 * 4)[None, :]) & 15) - 8)"
+    else:
+        text = _load(v, e, first, size * bits // 8, width * bits // 8, side, masked, 8 // bits)
+        text, kind = (f"both_halves({text})", "int8") if bits == 4 else (text, kind)
     float_type = "float64" if v.spec.compute == "float64" else "float32"
-    text = widen(text, v.spec.type_of[e] if bits == 8 else "int8", float_type)
+    text = widen(text, kind, float_type)
     if block:
         text = f"{text} * {_scales(v, e, first, size, block, side, masked, length)}"
     return f"({text})" if wanted == float_type else f"({text}).to(tl.{wanted})"
@@ -88,7 +94,8 @@ def write_component(v: ExpressionWriter, e: Expr, f: str) -> str:
     bits, block = e.packing or (8, 0)
     if bits == 4:
         place, half = (str(int(f) // 2), str(int(f) % 2 * 4)) if f.isdigit() else (f"({f} // 2)", f"({f} % 2 * 4)")
-        number = f"(({v.load_component(e, place)} >> {half}) & 15).to(tl.int8) - 8"
+        short = "" if v.spec.type_of[e] == "int32" else ".to(tl.int8)"
+        number = f"(({v.load_component(e, place)} >> {half}) & 15){short} - 8"
         text = f"({number}).to({v.float})"
     else:
         text = widen(v.load_component(e, f), v.spec.type_of[e], v.spec.compute)

@@ -39,12 +39,14 @@ def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
     """The conditions that bounds are computed from, and the truth that whole tiles are written for.
 
     One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
-    false almost everywhere.
+    false almost everywhere. So is what is given per pair: its ranges would be read from all pairs.
     """
     chosen: dict[Expr, bool] = {}
     for c in conditions(fold):
         if len(chosen) == _MOST_CONDITIONS:
             break
+        if any(e.op == "leaf" and e.is_pair for e in topological([c])):
+            continue
         hot, _ = split_index_match(c)
         if hot is None:
             chosen[c] = True

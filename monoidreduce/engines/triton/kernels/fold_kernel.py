@@ -27,7 +27,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
-from ..codegen.lookups import reads_bands_alone
+from ..codegen.lookups import are_prepared
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
@@ -93,11 +93,12 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
 
     A softmax over narrow vectors in small tiles runs four program instances per multiprocessor as long as a thread has
     at most 128 registers; by default the compiler takes a few more (causal attention of 64 features on an H200: 20 %
-    slower).
+    slower). What is given per pair needs more of them.
     """
     if kernel.staged:
         return kernel_plan.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
+    small = small and not any(e.is_pair for e in kernel.leaves)
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
 
@@ -225,12 +226,13 @@ class FoldLaunch:
         short = spec_from_tensors.has_short_loops(self.spec)
         many = self.spec.bounds if short else self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
-        by_turns = many and not short and reads_bands_alone(self.fold.tables)
+        by_turns = many and not short and are_prepared(self.fold.tables)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
-            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors)
+            widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
+            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 
@@ -245,7 +247,7 @@ class FoldLaunch:
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
         takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = reads_bands_alone(self.fold.tables)
+        by_turns = are_prepared(self.fold.tables)
         by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()

@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....program.diagonals import is_along_diagonals
+from ....program.diagonals import is_along_diagonals, split_index
+from ....program.expression import topological
 from ....program.lower import Fold
 from ....reductions import kind_of
+from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import padded
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from .diagonal_bands import DiagonalIndex, add_diagonals
-from .fold_kernel import FoldLaunch, Leaves
+from .fold_kernel import FoldLaunch, Layouts, Leaves
+from .summed_places import evaluate_places
 
 _MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
+_MOST_WIDTH = 1024  # entries between the least and the greatest of tiles that are alike, all of which are visited
+_LONGEST = 16  # tiles, after which an index may repeat itself along a diagonal
+_INSTANCES = 4  # of a multiprocessor, where batch elements that share a table can be divided
+
+
+@dataclass(frozen=True)
+class AlikeTiles:
+    """Tiles that read the same entries at the same places, in classes."""
+
+    period: int  # tiles along a diagonal after which the index repeats itself; 0: it does not
+    sharing: int  # batch elements that share a table, and so the classes
+    first: Tensor  # the least entry of each class
+    width: int  # entries from the least to the greatest, of the class that has most
+
+
+def find_alike_tiles(rows: Tensor, cols: Tensor, block: int, sharing: int) -> AlikeTiles | None:
+    """The classes of tiles of ``block`` × ``block`` pairs that read the entries ``rows[i] + cols[j]``; None where no
+    two tiles are alike, or where they read too many entries."""
+    m, n = len(rows) // block, len(cols) // block
+    period = next((p for p in range(1, min(_LONGEST + 1, max(m, n))) if _repeats(rows, cols, p * block)), 0)
+    if not period and sharing == 1:
+        return None
+    low, high = ([t.view(-1, block) for t in (rows, cols)] for _ in range(2))
+    (r_low, c_low), (r_high, c_high) = ([t.amin(1) for t in low], [t.amax(1) for t in high])
+    if period:
+        band = torch.arange((m + n - 1) * period)
+        shift, turn = band // period - (m - 1), band % period
+        begin = (-shift).clamp(min=0)
+        begin = begin + (turn - begin % period) % period
+    else:
+        begin = torch.arange(m * n) // n
+        shift = torch.arange(m * n) % n - begin
+    empty = (begin >= m) | (begin + shift >= n)
+    kept, folded = begin.clamp(max=m - 1), (begin + shift).clamp(0, n - 1)
+    first = r_low[kept] + c_low[folded]
+    width = int((r_high[kept] + c_high[folded] - first).masked_fill(empty, 0).max()) + 1
+    return AlikeTiles(period, sharing, first, width) if width <= _MOST_WIDTH else None
+
+
+def _repeats(rows: Tensor, cols: Tensor, step: int) -> bool:
+    """True when the sum of both numbers is the same after ``step`` rows and as many columns."""
+    more = [t[step:] - t[:-step] for t in (rows, cols) if len(t) > step]
+    return len(more) == 2 and all((t == t[0]).all() for t in more) and bool(more[0][0] + more[1][0] == 0)
 
 
 class HistogramLaunch(FoldLaunch):
@@ -29,25 +77,69 @@ class HistogramLaunch(FoldLaunch):
 
     combines = True
 
-    def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes):
-        _, self.index, table = fold.reductions[0].args
-        self.table_size = sizes.of(str(table.feature))
+    def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts):
+        _, self.index, self.table = fold.reductions[0].args
+        self.table_size = sizes.of(str(self.table.feature))
         self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, padded(self.table_size))
         self.places = DiagonalIndex(self.index, fold.leaves, sizes, self.table_size)
-        super().__init__(fold, "cols", values, batch, sizes)
+        self.read = [e for e in topological([self.index]) if e.op == "leaf"]
+        self.numbers = self._numbers([values[e] for e in fold.leaves], fold)
+        self.others: dict[tuple, HistogramLaunch] = {}  # by other numbers of the index
+        super().__init__(fold, "cols", values, batch, sizes, layouts)
+
+    def _numbers(self, leaves: Sequence[Any], fold: Fold) -> tuple:
+        """The numbers that the index is made of, which say which tiles are alike."""
+        if not self.entries:
+            return ()
+        found = (leaves[fold.leaves.index(e)] for e in self.read)
+        return tuple(None if isinstance(v, Tensor) else v for v in found)
 
     def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
         self.spec = replace(self.spec, bounds=False, guess=False, join=False)
         self.plan = plan or self._default_plan()
-        if not self.entries:  # bands of diagonals are of square tiles
+        if not self.entries or split_index(self.index) is not None:  # such tiles are square
             block = min(self.blocks)
             self.plan = replace(self.plan, block_kept=block, block_folded=block)
         self.count = math.prod(self.batch)
+        self.alike = self._find_alike(leaves)
+        if self.alike is not None:
+            classes, self.beside = self.alike.first.numel(), 0
+            rests = self.count // self.alike.sharing
+            enough = -(-_INSTANCES * spec_from_tensors.processors(self.sizes.device) // max(1, rests * classes))
+            self.parts = max(1, min(self.alike.sharing, enough))
+            self.tiles = classes * self.parts
+            self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)
+            return ()
         kept, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.tiles, self.parts, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
         shares = -(-self.table_size // self.entries) if self.entries else 1
         self.grid = self.tiles * shares * self.count if min(self.lengths) else 0
         return ()
+
+    def _find_alike(self, leaves: Leaves) -> AlikeTiles | None:
+        """Which tiles read the same entries at the same places; None where it is no two, or not known."""
+        numbers = {str(e.attrs[0]): leaves[e] for e in self.read}
+        parts = split_index(self.index) if self.entries and min(self.lengths) and self.count else None
+        if parts is None or any(isinstance(v, Tensor) for v in numbers.values()):
+            return None
+        block, sharing = self.blocks[0], self._count_sharing()
+        tiles = [-(-n // block) for n in self.lengths]
+        rows, cols = (
+            evaluate_places(e, axis, n * block, numbers, self.sizes)
+            for e, axis, n in zip(parts, ("row", "col"), tiles, strict=True)
+        )
+        return find_alike_tiles(rows, cols, block, sharing)
+
+    def _count_sharing(self) -> int:
+        """How many batch elements share a table, where they are the first dimensions and its gradient may be summed."""
+        layout = self.layouts.get((self.fold.reductions[0], 0))
+        steps = [] if layout is None or not layout.summed else list(zip(self.batch, layout.steps, strict=False))
+        shared = list(itertools.takewhile(lambda n_s: n_s[1] == 0, steps))
+        rest = steps[len(shared) :]
+        return 1 if any(s == 0 < n - 1 for n, s in rest) else math.prod(n for n, _ in shared)
+
+    def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
+        return outputs
 
     def _default_plan(self) -> KernelPlan:
         asked = (settings.current.get().tiles or {}).get(self.over)
@@ -55,14 +147,18 @@ class HistogramLaunch(FoldLaunch):
             return replace(asked, parts=0, boxes=0)
         if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
-        return KernelPlan(64, 64, 4, 2)  # 128 × 128 spills registers at 128 features; compiled, not measured
+        # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of
+        # that and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
+        return KernelPlan(64, 64, 8, 2)
 
     def _write_kernel(self, copied: tuple) -> None:
-        self.kernel = compile_histogram(self.spec, self.entries)
+        alike = self.alike and (self.alike.period, self.alike.width)
+        self.kernel = compile_histogram(self.spec, self.entries, alike)
 
     def _lay_out_results(self) -> None:
         tail = (self.table_size,) if self.entries else (self.blocks[0] + 2, self.blocks[1])
-        self.outputs = [((self.count, self.tiles, *tail), self.sizes.compute)]
+        tail = tail if self.alike is None else (self.alike.width,)
+        self.outputs = [((self.grid // max(1, self.tiles), self.tiles, *tail), self.sizes.compute)]
         self.rooms = [Allocator(self.outputs[0], self.sizes.device)]
         self.strides, self.types, self.cuts = [None], [self.sizes.compute], []
 
@@ -73,9 +169,27 @@ class HistogramLaunch(FoldLaunch):
         if not self.grid:
             shape = (*self.sizes.batch, self.table_size)
             return [torch.zeros(shape, dtype=self.sizes.compute, device=self.sizes.device)]
+        if self.entries and (numbers := self._numbers(leaves, self.fold)) != self.numbers:
+            if numbers not in self.others:
+                self.others = {**self.others, numbers: self._make_other(merged())}
+            return self.others[numbers](leaves, merged)
         (parts,) = super().__call__(leaves, merged)
+        if self.alike is not None:
+            return [self._add_alike(self.alike, parts)]
         found = parts.sum(1) if self.entries else self._add_bands(parts, leaves)
         return [found.view(*self.sizes.batch, self.table_size)]
+
+    def _make_other(self, values: Leaves) -> HistogramLaunch:
+        return HistogramLaunch(self.fold, values, self.batch, self.sizes, self.layouts)
+
+    def _add_alike(self, alike: AlikeTiles, parts: Tensor) -> Tensor:
+        """The entries of the table from those of every class of tiles, summed over batch elements that share it."""
+        sums = parts.view(parts.shape[0], -1, self.parts, alike.width).sum(2)
+        at = alike.first.to(sums.device).view(1, -1, 1) + torch.arange(alike.width, device=sums.device)
+        total = sums.new_zeros(parts.shape[0], self.table_size)
+        add_at(total, sums, at)
+        layout = self.layouts.get((self.fold.reductions[0], 0))
+        return total.view(*self.sizes.batch, -1) if alike.sharing == 1 or layout is None else total.view(layout.shape)
 
     def _add_bands(self, parts: Tensor, leaves: Sequence[Any]) -> Tensor:
         """The entries of the table from the sums along diagonals of every band."""
@@ -95,4 +209,5 @@ class HistogramLaunch(FoldLaunch):
 def list_histograms(fold: Fold) -> list[Fold]:
     """The histograms of a fold, each as a fold of its own."""
     found = [r for r in fold.reductions if kind_of(r).both_axes]
-    return [replace(fold, reductions=(r,), scales=(), gradients=()) for r in found]
+    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
+    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]

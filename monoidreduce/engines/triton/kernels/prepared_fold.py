@@ -29,7 +29,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
-from . import pick
+from . import pick, summed_places
 from .diagonal_bands import Bands, rewrite_fold
 from .diagonal_launch import DiagonalLaunch
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
@@ -42,23 +42,29 @@ class PreparedFold:
 
     Raises Unsupported where a fold has no kernel."""
 
-    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes):
+    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, prepares: bool = True):
+        """``prepares``: whether what pairs look up may be put in order before a launch."""
         if not available():
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
         if fold.domain is not None:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
-        if any(e.is_pair for e in fold.leaves):
+        if any(e.is_pair and e.dtype == "float" for e in fold.leaves):  # it may have a gradient, which tiles write
             raise Unsupported("an argument is given per pair")
-        self.fold = fold  # it is held, so that its id stays its own
-        self.inner, self.sizes, self.bands = fold, sizes, None
-        if fold.tables and _gains_by_bands(sizes):
-            self.inner, bands = rewrite_fold(fold)
-            self.bands = Bands(fold, bands, sizes) if bands else None
-        if self.bands is not None:
-            fold, sizes, leaves = self.inner, self.bands.sizes, self.bands(leaves)
-            self.sizes = sizes
+        self.fold, self.given = fold, sizes  # it is held, so that its id stays its own
+        self.bands: Bands | None = None
+        self.sums: summed_places.SummedPlaces | None = None
+        self.plain: PreparedFold | None = None  # without places, for numbers that make some of them lie outside
+        if prepares and fold.tables and _gains_by_bands(sizes):
+            inner, bands = rewrite_fold(fold)
+            if bands:
+                self.bands = Bands(fold, bands, sizes)
+                fold, sizes, leaves = inner, self.bands.sizes, self.bands(leaves)
+            inner, self.sums = summed_places.rewrite_fold(fold, leaves, sizes)
+            if self.sums is not None:
+                fold, sizes, leaves = inner, self.sums.sizes, self.sums(leaves) or leaves
+        self.inner, self.sizes = fold, sizes
         values, self.batch, layouts = merge_batches_and_results(fold, leaves, sizes)
         self.picks, parts = list_kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
@@ -66,7 +72,7 @@ class PreparedFold:
         self.launches = [one for launches in made for one in launches]
         for one in list_histograms(fold):
             if not self._join_histogram(one, values, layouts):
-                self.launches.append(HistogramLaunch(one, values, self.batch, sizes))
+                self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -81,12 +87,17 @@ class PreparedFold:
                 return True
         return False
 
-    def extend(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves of ``inner``, the fold that is launched."""
-        return leaves if self.bands is None else self.bands(leaves)
+    def extend(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """The leaves of ``inner``, the fold that is launched; None where other numbers read what is not there."""
+        leaves = leaves if self.bands is None else self.bands(leaves)
+        return leaves if self.sums is None else self.sums(leaves)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        leaves = self.extend(leaves)
+        extended = self.extend(leaves)
+        if extended is None:
+            self.plain = self.plain or PreparedFold(self.fold, [*leaves], self.given, prepares=False)
+            return self.plain(leaves)
+        leaves = extended
         views = _Lazy(lambda: merge_batches(self.inner, leaves, self.sizes)[0])
         found: list[Tensor] = []
         known: dict[tuple[int, ...], pick.Pairs] = {}
@@ -100,7 +111,7 @@ class PreparedFold:
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
         """How a replay makes the launches again, and which results each writes; None where labels are gathered, or
         bands made, too."""
-        if self.picks or self.bands is not None:
+        if self.picks or self.bands is not None or self.sums is not None:
             return None
         found, first = [], 0
         for one in self.launches:
@@ -128,7 +139,13 @@ class PartlyShownFold:
 
     def _alone(self) -> FoldLaunch | None:
         """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
-        if len(self.ready.launches) != 1 or self.ready.picks or self.ready.bands or len(self.rest) < 2:
+        if (
+            len(self.ready.launches) != 1
+            or self.ready.picks
+            or self.ready.bands
+            or self.ready.sums
+            or len(self.rest) < 2
+        ):
             return None
         one = self.ready.launches[0]
         if one.combines:

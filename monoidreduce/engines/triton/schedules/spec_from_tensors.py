@@ -71,6 +71,7 @@ def describe_fold(
     shortest = _SHORT_MASKED if masked else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
+    many = narrow is not None and pairs * torch.Size(batch).numel() >= MANY
     types, rooms, casts = [], [], []
     for e in fold.leaves:
         v = values[e]
@@ -82,21 +83,21 @@ def describe_fold(
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
-        elif e in fold.packed:
-            pass  # widened where it is loaded
         elif kind is not None and sizes.compute is torch.float64 and kind.itemsize < 4:
             # Triton asks float64 products for steps as of the shortest type that they are computed from, and fails
-            kind = torch.float32 if e.dtype == "float" else torch.int32
+            kind = torch.float32 if e.dtype == "float" and kind is not torch.uint8 else torch.int32
+        elif e in fold.packed:
+            pass  # widened where it is loaded
         elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
-            if v.stride(-1) == 1 and row % 16 and (wide or v.shape[-1] <= WIDEST):
+            if v.stride(-1) == 1 and (row % 16 or (many and _is_unaligned(v))) and (wide or v.shape[-1] <= WIDEST):
                 room = -(-v.shape[-1] // 16) * 16  # rows aligned to 16 bytes load four times faster
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
-        rooms.append(room)
+        rooms.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
     converted = {e for e, _, _ in casts} | split
     spec = Spec(
         fold,
@@ -121,6 +122,12 @@ def describe_fold(
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return spec, (splits, tuple(casts), norms, ())
+
+
+def _is_unaligned(v: Tensor) -> bool:
+    """True for vectors that do not begin at multiples of 16 bytes, as in slices of wider ones: no descriptor copies
+    them. (A gradient of attention by such cotangents took five times as long on an H200, the copy a tenth of it.)"""
+    return any(s * v.element_size() % 16 for s in v.stride()[:-1])
 
 
 def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | None:

@@ -32,7 +32,7 @@ from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
-from ...codegen.lookups import write_look_up_band
+from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
@@ -98,15 +98,24 @@ SCHEDULES = (
     AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
 )
 
-# Queries, keys and values in 8-bit floats. H200, 2 x 16 heads of 5632 tokens: 0.64 ms, in bfloat16 0.76; with queries
-# in registers and two blocks in flight 0.86 of bfloat16's time, by three groups of 64 x 64 0.95 of it.
+# Queries, keys and values in 8-bit floats. H200, 64 heads of 4096 tokens, 128 features: 0.67 ms, in bfloat16 0.74; 32
+# heads of 256 features: 0.50 and 0.77. By three groups of 64 x 64 0.95 of bfloat16's time; groups that start their
+# MMAs by turns take 0.68.
 STORED_SCHEDULES = (
     AttentionSchedule(widest=128, groups=2, folded=128, ring=3, registers=(240, 24), holds_queries=False, item=1),
+    AttentionSchedule(widest=256, groups=2, folded=128, ring=2, registers=(240, 24), holds_queries=False, item=1),
+)
+# The same where conditions cut tiles. 64 causal heads of 4096 tokens, 128 features: 0.44 ms, in bfloat16 0.48; by the
+# schedule above, with groups by turns, 0.57.
+CUT_SCHEDULES = (
+    AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40), item=1),
+    *STORED_SCHEDULES[1:],
 )
 # In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
 _LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
+_NARROW_TABLES = 32  # the same of pairs that look up tables, which compete with the MMAs' operands for registers there
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
@@ -114,7 +123,9 @@ _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
-    kept = plan.num_warps == 4 and any(s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES))
+    kept = plan.num_warps == 4 and any(
+        s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
+    )
     return plan.boxes == 2 and kept and kernel_plan.runs_warp_specialized(device)
 
 
@@ -185,9 +196,9 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
-    if max(widths) <= _NARROW:
+    if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
-    for schedule in STORED_SCHEDULES if stored else SCHEDULES:
+    for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
         if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
@@ -350,7 +361,7 @@ class _Text:
             "ring": self.schedule.ring,
         }
         called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
-        bands = [write_look_up_band(self.spec, self.schedule.folded)] if self.spec.fold.tables else []
+        bands = [write_look_up_band(self.spec, self.schedule.folded)] if has_bands(self.spec.fold.tables) else []
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property

@@ -18,7 +18,7 @@ from ...codegen.dropout import match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
-from ...codegen.lookups import write_look_up_band
+from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known
 from .. import gluon_parts
 from ..gluon_parts import (
@@ -97,7 +97,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     if any("coin(" in line for line in generated):
         return None
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
-    functions += write_look_up_band(spec, GROUP_ROWS) if spec.fold.tables else ""
+    functions += write_look_up_band(spec, GROUP_ROWS) if has_bands(spec.fold.tables) else ""
     functions += INDEX_DISTANCE if "index_distance(" in body else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
     return made and replace(made, alone=True)

@@ -23,7 +23,7 @@ from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
-from ...codegen.lookups import write_look_up_band
+from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
@@ -117,7 +117,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
     functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
-    functions += write_look_up_band(spec, SCHEDULE.folded) if spec.fold.tables else ""
+    functions += write_look_up_band(spec, SCHEDULE.folded) if has_bands(spec.fold.tables) else ""
     functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
 

@@ -32,6 +32,7 @@ from ..spec_from_tensors import walks_are_short
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster
+_NARROW_TABLES = 32  # the same of pairs that look up tables
 _MEASURED = 128  # features up to which sums other than the gradients of attention were measured
 _ALONE = 256  # features of two sums that one group holds
 _MOST_SENT = 2  # factors of a pair that are sent
@@ -177,7 +178,8 @@ def _products(spec: Spec) -> Iterator[Product]:
 
 def _copied(e: Expr, spec: Spec) -> bool:
     """True for a leaf of the folded axis whose blocks tensor descriptors copy."""
-    return e in spec.box_of and spec.folds(e) and count_features(e, spec) > _NARROW
+    narrow = _NARROW_TABLES if spec.fold.tables else _NARROW
+    return e in spec.box_of and spec.folds(e) and count_features(e, spec) > narrow
 
 
 def _multiplies(e: Expr, spec: Spec) -> bool:
