@@ -16,6 +16,7 @@ import functools
 import importlib
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -376,7 +377,7 @@ def main() -> None:
     found["command"] = "python -m benchmarks.domains --out DIR" + (" --device cpu" if options.device == "cpu" else "")
     results: dict[str, Any] = {"environment": found, "rows": []}
     stem = "domains" if options.device == "cuda" else "domains-cpu"
-    stem = "-".join([stem, *(name.replace(" ", "-").replace("-%", "") for name in options.only)])
+    stem = "-".join([stem, *(re.sub(r"[^a-z0-9]+", "-", name).strip("-") for name in options.only)])
     path = options.out / f"{stem}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
     for name, make in works(options.device):
         if options.only and name not in options.only:

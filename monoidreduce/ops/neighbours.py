@@ -174,6 +174,10 @@ def knn(x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude
     checks.floating(x=x, y=y)
     checks.one_of("metric", metric, METRICS)
     checks.whole("k", k, 1)
+    if metric in ("euclidean", "sqeuclidean") and point_index.worth_a_tree(x, y):
+        index = PointIndex(y, metric)
+        if index.can_search(x, k):
+            return index(x, k, exclude_self=exclude_self)
     return _knn(x, y, int(k), metric, bool(exclude_self))
 
 

@@ -202,13 +202,14 @@ class ClusterCost:
     state_bytes: float  # written and read by one machine
     peak: int  # bytes that one worker holds
     seconds: float
+    measured: bool = False  # whether a worker's speed was measured, not modelled
 
     def __str__(self) -> str:
         return (
             f"{self.rows:.3g} × {self.cols:.3g} pairs on {self.workers} workers of {self.machines} machines: "
             f"{_duration(self.seconds)} ({self.units} units of {_duration(self.unit_seconds)}; a machine reads "
             f"{self.read_bytes / 1e9:.3g} GB and moves {self.state_bytes / 1e9:.3g} GB of states; a worker holds "
-            f"{self.peak / 1e6:.3g} MB)"
+            f"{self.peak / 1e6:.3g} MB; a worker's speed was {'measured here' if self.measured else 'not measured'})"
         )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..reductions import kind_of
+from ..reductions import kind_of, outputs_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
@@ -208,7 +208,7 @@ def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
         splits = _choose_splits(own, kept, folded, case)
         instances = case.batch * -(-kept // own[0]) * splits
         warps = own[2] * (2 if 2 in own[5:] else 1)  # two consumer warp groups in a warp-specialised kernel
-        busy = _estimate_occupancy(case, instances, warps)  # equation 3
+        busy = _estimate_occupancy(case, over, instances, warps)  # equation 3
         reuse = _estimate_slowdown(own, dict(case.defaults).get(over, own))
         pair = work.flops / rates.rate(case.dtype) + OVERLAP * (work.special / rates.special + work.plain / rates.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
@@ -229,7 +229,7 @@ def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
     return Estimate(flops, traffic, seconds, held, held + _count_result_bytes(case, count_work(case)))
 
 
-def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
+def _estimate_occupancy(case: Case, over: str, instances: int, warps: int) -> float:
     """The share of a device's rate that so many program instances reach.
 
     The processor with the most instances finishes last, and few warps do not hide latencies:
@@ -238,13 +238,16 @@ def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
 
     Fitted to 75 kernels in 1 to 64 splits on an H200."""
     most = -(-instances // case.ceilings.processors)
-    full = _FULL if case.widest > _FEW else _FULL_OF_FEW
+    results = [f for r in case.fold.reductions if r.attrs[1] == over for f, _ in outputs_of(r)]
+    full = _FULL_OF_FEW if case.widest <= _FEW else _FULL if any(f is not None for f in results) else _FULL_OF_NUMBERS
     return instances / max(1, most * case.ceilings.processors) * min(1.0, 0.4 + 0.6 * most * warps / full)
 
 
 START_UP = 1.5  # tiles that a program instance could have folded while it loads its first blocks
 _FEW = 8  # features up to which a kernel uses no MMAs
-_FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor reaches its rate: with MMAs, and without
+# Warps with which a processor reaches its rate: with MMAs, of results that are numbers (whose kernels have registers to
+# spare: H200, 8192 to 16384 rows, D 128 and 64, two instances take 0.60 to 0.87 of one's time), and without MMAs
+_FULL, _FULL_OF_NUMBERS, _FULL_OF_FEW = 8, 16, 24
 
 
 def _count_combine_launches(case: Case, over: str) -> int:

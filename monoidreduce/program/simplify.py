@@ -146,34 +146,48 @@ def _hides_pairs(c: Expr, value: Expr) -> bool:
     return exists and not _is_bounded(value)
 
 
-_FINITE, _INFINITE, _NAN = range(3)  # what a number may be where what users give is finite
-_BOUNDED = ("tanh", "sigmoid", "erf", "sign")
+# What a number may be where what users give is finite: a few units, any finite number, infinite, or NaN.
+_BOUNDED, _FINITE, _INFINITE, _NAN = range(4)
+_FUNCTIONS = ("tanh", "sigmoid", "erf", "sign")
 _worst: weakref.WeakKeyDictionary[Expr, int] = weakref.WeakKeyDictionary()  # answers of :func:`_find_worst`
 
 
 def _is_bounded(value: Expr) -> bool:
-    """Whether an expression is finite whatever finite rows and columns meet: results of rows without pairs are not."""
+    """Whether an expression is a small number whatever rows and columns meet, also such as have no other pair: results
+    of theirs may be infinite."""
     for e in topological([value], stop=_worst.__contains__):
         if e not in _worst:
             _worst[e] = _find_worst(e)
-    return _worst[value] == _FINITE
+    return _worst[value] == _BOUNDED
 
 
 def _find_worst(e: Expr) -> int:
     args = [_worst[a] for a in e.args]
+    most = max(args, default=_BOUNDED)
+    if e.dtype != "float":
+        return _BOUNDED
     if e.op == "const":
-        return _FINITE if math.isfinite(e.const) else _INFINITE
-    if e.dtype != "float" or not args:
-        return _FINITE if e.dtype != "float" else _INFINITE
-    if e.op in _BOUNDED:
-        return _NAN if max(args) == _NAN else _FINITE
+        return _BOUNDED if math.isfinite(e.const) else _INFINITE
+    if e.op in ("dot", "sqdist"):  # of vectors, which users give
+        return _FINITE
+    if not args:  # what is given for a row or a column may be a result of an earlier pass
+        return _INFINITE if e.rows or e.cols else _FINITE
+    if e.op in _FUNCTIONS:
+        return _BOUNDED if most < _NAN else _NAN
     if e.op in ("sin", "cos"):
-        return _NAN if max(args) else _FINITE
+        return _BOUNDED if most <= _FINITE else _NAN
+    if e.op == "exp":
+        return _INFINITE if most < _NAN else _NAN
+    if e.op in ("neg", "where"):
+        return most
     if e.op in ("add", "sub"):
-        return sum(args) if sum(args) < _NAN else _NAN
-    if e.op in ("mul", "square", "neg", "where"):
-        return max(args) if e.op in ("neg", "where") or not any(args) else _NAN
-    return _INFINITE if e.op in ("dot", "sqdist", "exp") and max(args) < _NAN else _NAN
+        return _NAN if args.count(_INFINITE) > 1 else most
+    if not (e.rows or e.cols):  # of numbers that users give
+        return _FINITE
+    if e.op == "div" and not (e.args[1].rows or e.args[1].cols):
+        return args[0]
+    scaled = e.op == "mul" and any(a.op == "const" and a.const for a in e.args)
+    return most if e.op in ("mul", "square") and (most <= _FINITE or scaled) else _NAN
 
 
 def _is_mask(e: Expr) -> bool:

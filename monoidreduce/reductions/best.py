@@ -124,7 +124,7 @@ class BestLines(Lines):
             f"{n}_new = {self.seen(fields[0])}",
             f"{n}_tile = tl.reduce({n}_new, 1, {self.extreme})",
             f"{n}_here = {self._here(fields[0])}",
-            f"{n}_place = tl.min(tl.where({n}_here, folded_at[None, :], 2147483647), 1)",
+            f"{n}_place = tl.min(tl.where({n}_here, {self.place_of(fields)}, 2147483647), 1)",
             f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_tile, {n}_place)",
         ]
 
@@ -152,7 +152,7 @@ class BestLaneLines(BestLines):
         v, n = self.v, self.name
         v.inside += [
             f"{n}_x = {self.seen(fields[0])}",
-            f"{n}_place = tl.zeros([KEPT, FOLDED], tl.int32) + folded_at[None, :]",
+            f"{n}_place = tl.zeros([KEPT, FOLDED], tl.int32) + {self.place_of(fields)}",
             f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_x, {n}_place)",
         ]
 

@@ -57,6 +57,23 @@ def gradient_road(monoid: Any) -> str:
     return "trace" if _is_confirmed(monoid, vectors) else "others"
 
 
+@functools.lru_cache(maxsize=1024)
+def is_idempotent(monoid: Any) -> bool:
+    """Whether a ⊙ a is a for some states that are drawn, exactly: what is folded twice then counts once."""
+    return _without_trace(_repeats_nothing, monoid)
+
+
+def _repeats_nothing(monoid: Any) -> bool:
+    make = torch.Generator().manual_seed(0)
+    draw = lambda field: torch.rand(*(8, _SIZE)[: 1 + bool(field.marker.axes)], generator=make, dtype=torch.float64)
+    state = {name: 0.1 + draw(field) for name, field in monoid.fields().items()}
+    try:
+        twice = monoid.combine(monoid(**state), monoid(**state))
+        return all(torch.equal(torch.as_tensor(getattr(twice, name)), value) for name, value in state.items())
+    except Exception:  # of fields that are no such numbers
+        return False
+
+
 def local_pullback(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
     """The cotangents of one pair's fields, from the results, the pair's fields and the cotangents of the results (0.0:
     none); of every road but ``others``."""

@@ -58,6 +58,11 @@ class Lines:
         before = self.v.spec.fold.outputs
         return next(k for k, (r, _) in enumerate(before) if r is self.reduction)
 
+    def place_of(self, fields: tuple[Expr, ...]) -> str:
+        """The folded index of each pair, ``[1, FOLDED]``: its own, or the second field where results of parts, which
+        know theirs, are folded again."""
+        return "folded_at[None, :]" if len(fields) == 1 else f"{self.v.number(fields[1])}.to(tl.int32)"
+
     @property
     def totals(self) -> list[Any]:
         """Its running sums of vectors, where it has any."""

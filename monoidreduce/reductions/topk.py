@@ -193,7 +193,8 @@ class TopKLines(Lines):
         value = v.full(fields[0])
         key = f"{value}.to(tl.int64)" if self.whole else f"ordered{64 if self.wide else 32}({value})"
         key = key if self.largest else f"~{key}"
-        gone = f"folded_at[None, :] == {n}_place[:, None]"
+        places = self.place_of(fields)
+        gone = f"{places} == {n}_place[:, None]"
         if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time
             gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
         v.inside += [
@@ -201,7 +202,7 @@ class TopKLines(Lines):
             f"{n}_worst = tl.min({n}_keys, 1)",
             f"while tl.max((tl.max({n}_new, 1) > {n}_worst).to(tl.int32), 0) > 0:",
             f"    {n}_best = tl.max({n}_new, 1)",
-            f"    {n}_place = tl.min(tl.where({n}_new == {n}_best[:, None], folded_at[None, :], 2147483647), 1)",
+            f"    {n}_place = tl.min(tl.where({n}_new == {n}_best[:, None], {places}, 2147483647), 1)",
             f"    {n}_slot = tl.min(tl.where({n}_keys == {n}_worst[:, None], {n}_slots, {self.room}), 1)",
             f"    {n}_takes = {n}_best > {n}_worst",
             f"    {n}_here = {n}_takes[:, None] & ({n}_slots == {n}_slot[:, None])",

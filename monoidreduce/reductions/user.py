@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..algebra import fold as fold_monoid
 from ..errors import NoGradientError
-from ..program.constructors import apply
+from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
 from .base import Outputs, Reads, Reduction
-from .derived_gradient import gradient_road, local_pullback
+from .derived_gradient import gradient_road, is_idempotent, local_pullback
 from .kernel_lines import Lines
 
 # The lines of a Triton kernel that folds a monoid with vector fields.
@@ -149,6 +150,10 @@ class User(Reduction):
         whole, part = (dict(zip(names, values, strict=True)) for values in (results, fields))
         cotangents = {n: 0.0 if v is None else v for n, v in zip(names, g, strict=True)}
         pulled = local_pullback(monoid, whole, part, cotangents)
+        listed = find_listed([f.expr for f in fields if isinstance(f, Symbol)])
+        if listed is not None and listed.attrs[0][0] != "pages" and is_idempotent(monoid):
+            first: Any = Symbol(listed_node("listed_once", listed.attrs[0], listed.args))  # of equal entries of a list
+            pulled = {n: v if v is None else torch.where(first, v, 0.0) for n, v in pulled.items()}
         return [pulled[n] for n in names]
 
     def identity(self, params: tuple) -> tuple[float, ...]:

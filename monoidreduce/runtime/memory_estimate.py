@@ -267,8 +267,8 @@ def _run_launch(call: FoldCall, one: Any) -> int:
     spare._bounds = lambda *given: []  # tile ranges are computed once for a condition's data, and cached
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
-        outputs = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in one.outputs]
-        spare.launched(outputs, leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
+        held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
+        spare.launched(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
 

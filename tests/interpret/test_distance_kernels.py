@@ -56,3 +56,22 @@ def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):
         found = mixed(x, y, v)[0]
     assert found[3].isnan().all()
     assert not torch.cat([found[:3], found[4:]]).isnan().any()
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["contiguous", "split heads"])
+def test_norms_are_part_of_a_replay(split, by_address, monkeypatch, seed):
+    torch.manual_seed(seed)
+    monkeypatch.setattr(distances, "MANY_SIXTEEN", 0)
+    shapes = [(2, 20, 24), (2, 30, 24), (2, 30, 40)]
+    given = [torch.randn(b, n, d) if not split else torch.randn(n, b, d).transpose(0, 1) for b, n, d in shapes]
+    for step in range(3):
+        args = [t.half().add(step / 4).requires_grad_() for t in given]
+        found = []
+        for kind, own in (("triton", args), ("reference", [t.detach().double().requires_grad_() for t in args])):
+            with mr.use(engine=kind):
+                y = mixed(*own)[0]
+                found.append([y.detach(), *torch.autograd.grad(y, own, torch.ones_like(y))])
+        for ours, theirs in zip(*found, strict=True):
+            assert float((ours.double() - theirs).norm() / theirs.norm()) < 3e-3
+    # forward and gradients, each time by address but for the norms of strided vectors, which a copy is made of
+    assert by_address.count("fold_over_cols") >= (2 if split else 5)

@@ -13,7 +13,7 @@ from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
-from tests.support import gluon_simulator, internals, listed_cases
+from tests.support import gluon_simulator, internals, listed_cases, own_monoids
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -306,6 +306,23 @@ def relative(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
     return mr.softmax_mean(x @ y + mr.lookup(bias, mr.row_index - mr.col_index + 11), v)
 
 
+@mr.op
+def best_edges(x: Row["f"], y: Col["f"]):
+    s = x @ y
+    return mr.max(s), mr.argmax(s), mr.argmin(s), mr.max(s, over="rows")
+
+
+@mr.op
+def best_three(x: Row["f"], y: Col["f"]):
+    return mr.topk(x @ y, 3).values, mr.topk(x @ y, 3, over="rows").indices
+
+
+@mr.op
+def own_monoid(x: Row["f"], y: Col["f"]):
+    s = (x @ y).abs()
+    return mr.reduce(own_monoids.Norm, n=s).n, mr.reduce(own_monoids.Norm, over="rows", n=s).n
+
+
 ONE_LIST = {"cols": KernelPlan(1, 16), "rows": KernelPlan(1, 16)}
 
 
@@ -318,15 +335,18 @@ def test_long_lists(run, monkeypatch, batch, plans):
     domain, make = edges(21, 5, 4, 57), torch.Generator().manual_seed(0)
     count = len(domain.index)
     draw = lambda *shape: torch.randn(*batch, *shape, generator=make)
-    for op, args in (
+    calls = [
         (graph_mean, (draw(21), draw(5), draw(5, 24))),
         (edge_means, (draw(21, 16), draw(5, 16), draw(count), draw(5, 12))),
-    ):
+        *((op, (draw(21, 16), draw(5, 16))) for op in (best_edges, best_three, own_monoid)),
+    ]
+    for k, (op, args) in enumerate(calls):
         for one, other in by_engine(run, op, args, domain, plans):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    prepared = listed_fold._PREPARED.values()
-    assert all(long is not None and long.windows.tiles > 8 for ready in prepared for long in ready.long)
-    assert {one.spec.listed.each for ready in prepared for one in ready.launches} == {not plans}
+        prepared = listed_fold._PREPARED.values()
+        assert all(long is not None and long.windows.tiles > 8 for ready in prepared for long in ready.long)
+        if k == 1:  # sums and softmaxes of products and numbers
+            assert {one.spec.listed.each for ready in prepared for one in ready.launches} == {not plans}
 
 
 @pytest.mark.parametrize("make, rows, cols, batch", [

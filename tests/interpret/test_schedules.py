@@ -418,3 +418,28 @@ def test_short_softmaxes_have_a_running_maximum(causal, length, monkeypatch):
     (text,) = texts
     assert "stands in for the running one" not in text  # no maximum is guessed
     assert (".load([" in text) == causal  # descriptors copy what a condition cuts
+
+
+@mr.op
+def waves(x: Row["d"], y: Col["d"]):
+    return mr.sum(torch.cos(x @ y))
+
+
+@mr.op
+def crowded_waves(x: Row["d"], y: Col["d"], b: Col):
+    return mr.logsumexp(torch.cos(torch.nn.functional.softsign(x @ y + b)))
+
+
+def test_a_cosine_shares_lines_with_a_sine_where_registers_allow(monkeypatch):
+    internals.forget_launches(monkeypatch)
+    internals.pretend_device(monkeypatch, tanh=True)
+    found = internals.collect_launches(monkeypatch)
+    x, y, b = (torch.zeros(s, dtype=torch.float16, requires_grad=True) for s in ((70, 128), (80, 128), (80,)))
+    texts = []
+    for op, args in ((waves, (x, y)), (crowded_waves, (x, y, b))):
+        found.clear()
+        with mr.use(engine="triton"):
+            torch.autograd.grad(op(*args).sum(), args)
+        texts.append("".join(call.kernel.text for call in found))
+    assert "native_sin(" in texts[0] and "cos_apart(" not in texts[0]
+    assert "native_sin(" in texts[1] and "native_cos_apart(v" in texts[1]

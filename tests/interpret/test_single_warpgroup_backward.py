@@ -16,11 +16,16 @@ from monoidreduce.engines.triton.codegen.dropout import match_dropped_number, ma
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, calls
 from tests.support.golden_files import compare
 from tests.support.single_warpgroup_cases import ALONE, DROPPED, OPTIONS, SIZES, check, pulled
 from tests.support.warp_specialised_mlp_cases import OTHERS
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    internals.keep_directions_apart(monkeypatch)
 
 
 def columns(op=ops.attention, dtype=torch.bfloat16, d=128, plans=None, capability=90, n=300, **options):

@@ -110,8 +110,9 @@ def test_places_beyond_the_table_at_hidden_pairs(alike):
 
 
 @pytest.mark.parametrize("side", [3, 4, 8])
-def test_classes_of_tiles(side):
+def test_classes_of_tiles(side, monkeypatch):
     """Every tile of a class reads what its first one reads."""
+    monkeypatch.setattr(histogram, "_LEAST_WIDTH", 0)
     rows, cols, block, m, n = torch.arange(48), torch.arange(64), 4, 12, 16
     rows, cols = rows // side * 20 + rows % side, -(cols // side) * 20 - cols % side
     found = histogram.find_alike_tiles(rows, cols, block, 1)
@@ -127,6 +128,7 @@ def test_classes_of_tiles(side):
 
 def test_no_two_tiles_are_alike():
     assert histogram.find_alike_tiles(torch.arange(8) * 8, torch.arange(8), 4, 1) is None
+    assert histogram.find_alike_tiles(torch.arange(8) // 4 * 2, torch.arange(8) // 4, 4, 3) is None  # one entry each
 
 
 @pytest.mark.parametrize("op, features", [(picture, 128), (blocks, 64)])

@@ -68,6 +68,7 @@ def main() -> None:
     shutil.rmtree(dist, ignore_errors=True)
     found = build(dist)
     contents(found)
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, found.values())])
     print(f"built {', '.join(p.name for p in found.values())}", flush=True)
     for kind, triton in CASES:
         with tempfile.TemporaryDirectory() as folder:

@@ -58,7 +58,9 @@ def package(wanted: bool) -> None:
     needs = {r.split(">")[0].strip() for r in requires("monoidreduce") or () if "extra ==" not in r}
     assert needs == {"torch", "numpy"}, needs
     said = subprocess.run([sys.executable, "-m", "monoidreduce", "--version"], capture_output=True, text=True)
-    assert mr.__version__ in said.stdout or "pip install monoidreduce[" in said.stderr, said  # without its extra
+    assert said.stdout.strip() == f"monoidreduce {mr.__version__}", said
+    said = subprocess.run([sys.executable, "-m", "monoidreduce", "demo"], capture_output=True, text=True)
+    assert 'pip install "monoidreduce[cli]"' in said.stderr, said  # the command line is an extra
 
 
 def triton_engine() -> None:

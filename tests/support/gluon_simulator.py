@@ -65,6 +65,9 @@ class Shared:
     def reshape(self, shape):
         return Shared(self.block.view(shape))
 
+    def slice(self, start, length, dim):
+        return Shared(self.block.narrow(dim, start, length))
+
     def permute(self, order):
         return Shared(self.block.permute(order))
 
@@ -121,6 +124,10 @@ class Box:
     def written(self, at, block):
         there, inside = self.places(at)
         there.copy_(block.block[inside])
+
+    def added(self, at, block):
+        there, inside = self.places(at)
+        there += block.block[inside]
 
 
 class Product:
@@ -204,6 +211,7 @@ class Machine:
         jit = lambda f=None, **options: f or (lambda g: g)
         return {
             "tl": tl,
+            "builtin": lambda f: f,
             "gluon": SimpleNamespace(jit=jit),
             "mbarrier": mbarrier,
             "copy": self.copy,
@@ -323,6 +331,14 @@ def assembled(text):
         # [warp, h, e, c, r] -> row 16 warp + 8 h + r, column 2 c + e
         return found.view(4, 2, 2, 4, 8).permute(0, 1, 4, 3, 2).reshape(64, 8)
 
+    def read_count(place):
+        assert place.storage[place.at] >= 0, "a counter that nobody set"
+        return place.storage[place.at].item()
+
+    def count_when_added(place, count):
+        assert place.storage[place.at] == count - 1, "a column tile that added out of turn"
+        place.storage[place.at] = count
+
     same = lambda block, *_: block
     return {
         "order_before_wait": same,
@@ -340,6 +356,9 @@ def assembled(text):
         "alibi_line": alibi_line,
         "look_up_band": look_up_band,
         "sum_antidiagonals": sum_antidiagonals,
+        "add_block": lambda box, at, block: box.added(at, block),
+        "read_count": read_count,
+        "count_when_added": count_when_added,
         "late": lambda block, like: torch.full_like(like, torch.nan),  # nobody may look at what is added
     }
 

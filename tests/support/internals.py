@@ -106,6 +106,12 @@ def pretend_device(
         patch.setattr("monoidreduce.engines.triton.schedules.kernel_plan.FAMILY", family)
 
 
+def keep_directions_apart(patch: Patch) -> None:
+    """Sums over rows and over columns have a kernel each, also where one would make both."""
+    target = "monoidreduce.engines.triton.kernels.prepared_fold.PreparedFold._join_directions"
+    patch.setattr(target, lambda *given: None)
+
+
 def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
     patch.setattr("monoidreduce.engines.triton.launch.jit_module.triton_version", lambda: version)
 

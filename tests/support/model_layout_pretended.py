@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.pretend import h200
+from monoidreduce.engines.triton import prepared_folds
 from tests.support.model_layout_cases import Model, attend
 
 _VIEWS = ("view", "transpose", "unsqueeze", "squeeze", "detach", "as_strided", "expand", "split", "alias", "slice")
@@ -36,20 +37,24 @@ class Watch(TorchDispatchMode):
 
 
 def main() -> None:
-    for model in (Model(4, 16, 8, 4096, 16), Model(2, 16, 8, 4096, 128)):
+    wide = Model(2, 16, 8, 4096, 128)
+    for model, engine in ((Model(4, 16, 8, 4096, 16), "triton"), (wide, "triton"), (wide, "auto")):
         shapes = [(model.batch, model.length, n * model.width) for n in (*model.counts, model.heads)]
         *given, y = (torch.zeros(s, dtype=torch.bfloat16).requires_grad_() for s in shapes)
+        prepared_folds().clear()
         with h200():
             for _ in range(3):
                 with Watch() as forward:
-                    layer = attend("triton", causal=True)(*model.split(given))
+                    layer = attend(engine, causal=True)(*model.split(given))
                     flat = layer.transpose(1, 2).reshape(y.shape)
                 with Watch() as backward:
                     found = torch.autograd.grad(flat, given, y.detach())
         assert all(g.is_contiguous() for g in found)
         made = {"strides": layer.stride(), "wanted": model.split(given)[0].stride()}
         made |= {"operators": [*forward.names, *backward.names], "bytes": backward.bytes}
-        print(json.dumps(made | {"gradients": sum(g.nbytes for g in found)}))
+        # rows' sums in float32, where one kernel makes those of rows and columns
+        sums = sum(2 * given[0].nbytes for f in prepared_folds().values() for one in f.launches if one.combines)
+        print(json.dumps(made | {"gradients": sum(g.nbytes for g in found), "sums": sums}))
 
 
 if __name__ == "__main__":

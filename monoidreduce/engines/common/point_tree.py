@@ -69,25 +69,43 @@ def split_finite(points: Tensor) -> tuple[Tensor, int]:
 
 
 def build_in_torch(points: Tensor) -> PointTree:
-    """The tree of points [N, D], level by level, with sorts of all points: for GPUs, where sorts are fast."""
+    """The tree of points [N, D] with a sort for each feature that is halved: for GPUs, where sorts are fast.
+
+    All halvings of a feature come together: points are sorted by it into slabs, and each slab by the next feature. A
+    level of the tree goes to the feature that is widest after those that it has had."""
     order, count = split_finite(points)
-    depth = depth_for(count)
+    depth, device = depth_for(count), points.device
     boxes = points.new_zeros(2 ** (depth + 1), 2 * points.shape[1])
     near, rest = order[:count], order[count:]
-    if count:
-        starts = (torch.arange(2**depth + 1, device=points.device) * count) >> depth
-        lanes = starts[:-1, None] + torch.arange(LEAF, device=points.device)
-        lanes = torch.minimum(lanes, starts[1:, None] - 1)  # the last point of a leaf stands for those it lacks
-        leaf = torch.searchsorted(starts, torch.arange(count, device=points.device), right=True) - 1
-    for level in range(depth + 1 if count else 0):
-        own = points[near]
-        leaves = own[lanes].unflatten(0, (2**level, -1))
-        low, high = leaves.amin((1, 2)), leaves.amax((1, 2))
-        boxes[2**level : 2 ** (level + 1)] = torch.cat([low, high], -1)
-        if level < depth:
-            node = leaf >> (depth - level)
-            widest = (high - low).argmax(-1)[node]
-            key = own.gather(-1, widest.unsqueeze(-1)).squeeze(-1).argsort(stable=True)
-            near = near[key[node[key].argsort(stable=True)]]
+    place, level = torch.arange(count, device=device), 0
+    for feature, halvings in _share_levels(points[near], depth):
+        slabs = (torch.arange(1, 2**level, device=device) * count) >> level
+        slab = torch.searchsorted(slabs, place, right=True, out_int32=True)
+        key = points[near, feature].argsort()
+        near = near[key[slab[key].argsort(stable=True)]]
+        level += halvings
     order = torch.cat([near, rest])
-    return PointTree(points[order].mT.contiguous(), order, boxes, count)
+    held = points[order]
+    if count:
+        starts = (torch.arange(2**depth + 1, device=device) * count) >> depth
+        lanes = starts[:-1, None] + torch.arange(LEAF, device=device)
+        lanes = torch.minimum(lanes, starts[1:, None] - 1)  # the last point of a leaf stands for those it lacks
+        low, high = held[lanes].aminmax(dim=1)
+        for level in range(depth, -1, -1):
+            low, high = low.view(2**level, -1, low.shape[1]).amin(1), high.view(2**level, -1, high.shape[1]).amax(1)
+            boxes[2**level : 2 ** (level + 1)] = torch.cat([low, high], -1)
+    return PointTree(held.mT.contiguous(), order, boxes, count)
+
+
+def _share_levels(points: Tensor, depth: int) -> list[tuple[int, int]]:
+    """Features and how many levels of the tree halve each, the widest first. Widths are those of a sample, without its
+    extremes."""
+    if not depth:
+        return []
+    sample = points[:: max(1, len(points) // 1024)].sort(0).values
+    tenth = len(sample) // 10
+    widths = (sample[-1 - tenth] - sample[tenth]).tolist()
+    levels = [0] * len(widths)
+    for _ in range(depth):
+        levels[max(range(len(widths)), key=lambda f: widths[f] / 2 ** levels[f])] += 1
+    return [(f, levels[f]) for f in sorted(range(len(widths)), key=lambda f: -widths[f]) if levels[f]]

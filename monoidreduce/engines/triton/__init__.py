@@ -119,15 +119,11 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
     return prepare(fold, leaves, sizes) if alone else None
 
 
-def _has_tile(launch: Any) -> bool:
-    return not launch.spec.deep and not launch.combines
-
-
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
     folds = panel_topk.list_panel_folds(fold) if panel_topk.selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
-    found = {one.over: one.plan for ready in every if ready for one in ready.launches if _has_tile(one)}
+    found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
     if None in every:
         return {}
     return {

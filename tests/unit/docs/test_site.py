@@ -36,7 +36,8 @@ def public() -> list[str]:
     doors = ("register", "fuse_loss", "unfuse_loss", "causal_lm_loss", "token_logprobs", "PagedKeyValueCache")
     found += [f"integrations.transformers.{name}" for name in doors]
     found += [f"integrations.ray.{name}" for name in ("Progress", "Result", "estimate", "run")]
-    found += [f"integrations.megatron.{n}vocab_parallel_cross_entropy" for n in ("", "linear_")]
+    losses = ("vocab_parallel_cross_entropy", "linear_vocab_parallel_cross_entropy")
+    found += [f"integrations.megatron.{name}" for name in ("fuse_loss", *losses)]
     return [*found, "integrations.trl.fuse", "integrations.trl.unfuse"]
 
 

@@ -8,7 +8,7 @@ import monoidreduce as mr
 from monoidreduce import Batch, Col, Pair, Row
 from monoidreduce.engines.listed import edge_numbers, packed
 from monoidreduce.runtime.dry_run import LiveMemory
-from tests.support import listed_cases
+from tests.support import listed_cases, own_monoids
 
 F64 = torch.float64
 
@@ -521,3 +521,18 @@ def test_what_is_refused():
 
 def _with_cols(x: Row, cols: Col):
     return mr.sum(x * cols)
+
+
+@mr.op
+def extent(x: mr.Row, y: mr.Col):
+    found = mr.reduce(own_monoids.Extent, low=x * y, high=x * y)
+    return found.high - found.low
+
+
+def test_gradient_of_an_idempotent_monoid_over_repeated_columns():
+    """What is folded twice counts once: as in mr.max, the first of equal entries has the gradient."""
+    x, y = torch.tensor([1.0, 3.0]).requires_grad_(), torch.tensor([2.0, 5.0, -1.0]).requires_grad_()
+    cols = mr.edges(torch.tensor([0, 4, 6]), torch.tensor([1, 1, 0, 1, 2, 2]))
+    with mr.use(engine="eager"):
+        gx, gy = torch.autograd.grad(extent(x, y, cols=cols).sum(), (x, y))
+    assert gx.tolist() == [3.0, 0.0] and gy.tolist() == [-1.0, 1.0, 0.0]

@@ -1,6 +1,8 @@
 """A job's units in one process, without a cluster: the same bits in any order of work and after any loss."""
 
+import math
 import random
+import time
 from pathlib import Path
 
 import numpy
@@ -11,6 +13,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.integrations import ray as mr_ray
 from monoidreduce.integrations.ray import driver
+from monoidreduce.integrations.ray.folds import RowBlock, make_stream
 from monoidreduce.integrations.ray.schedule import Grid, Node, Schedule, Task, make_grid
 from monoidreduce.integrations.ray.worker import Worker, name_outputs
 
@@ -280,13 +283,29 @@ def test_parts_that_do_not_fit_are_named(tmp_path):
 
 
 def test_the_forecast_counts_what_a_job_does():
-    cost = mr_ray.estimate(ops.knn, rows=(10**6, 32), cols=(10**6, 32), k=10, workers=4, machines=2)
+    given = dict(rows=(10**6, 32), cols=(10**6, 32), k=10, measure=False)
+    cost = mr_ray.estimate(ops.knn, workers=4, machines=2, **given)
     grid = make_grid(10**6, 10**6)
     assert cost.units == grid.blocks * grid.stretches
     assert cost.read_bytes == (grid.blocks + 1) * 10**6 * 128 / 2  # all columns for each block, and the rows once
-    more = mr_ray.estimate(ops.knn, rows=(10**6, 32), cols=(10**6, 32), k=10, workers=8, machines=4)
+    more = mr_ray.estimate(ops.knn, workers=8, machines=4, **given)
     assert 1.7 < cost.seconds / more.seconds < 2.3
-    assert "workers of 2 machines" in str(cost)
+    assert "workers of 2 machines" in str(cost) and "not measured" in str(cost) and not cost.measured
     for bad in (dict(workers=0), dict(rows=(5, 0)), dict(rows={"q": (5, 3)})):
         with pytest.raises(mr.ArgumentError):
             mr_ray.estimate(ops.knn, **{"rows": (9, 3), "cols": (9, 3), "workers": 1, "k": 2, **bad})
+
+
+def test_the_forecast_of_a_cpu_is_what_a_unit_takes():
+    """Processor time of folding a whole block as a worker does, beside the forecast of it: within a factor of 2.5."""
+    torch.set_num_threads(1)
+    x, y = torch.randn(1000, 8), torch.randn(40_000, 8)
+    forecast = mr_ray.estimate(ops.kernel_sum, rows=tuple(x.shape), cols=tuple(y.shape), workers=1)
+    empty = {"y": y[:0]}
+    block = RowBlock(lambda: make_stream(ops.kernel_sum, {"x": x}, empty, {}), 0, len(x), len(y), empty)
+    best = math.inf
+    for _ in range(2):
+        start = time.process_time()
+        block.close(0, block.fold(0, {}, [(0, {"y": y[:20_000]}), (20_000, {"y": y[20_000:]})]))
+        best = min(best, time.process_time() - start)
+    assert forecast.measured and 0.4 < forecast.compute_seconds / best < 2.5

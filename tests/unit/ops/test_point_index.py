@@ -10,7 +10,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.common.point_tree import build_in_torch, depth_for
 from monoidreduce.engines.eager import nearest_tree
-from monoidreduce.engines.eager.cpp import compiler, point_search
+from monoidreduce.engines.eager.cpp import ball_search, compiler, point_search
 from monoidreduce.ops import point_index
 
 pytestmark = pytest.mark.skipif(compiler.current_compiler() is None, reason="needs a C++ compiler")
@@ -166,7 +166,7 @@ def test_trees_built_by_sorts_hold_the_same_points(count):
 
 
 def test_one_call_with_many_queries_builds_a_tree(monkeypatch):
-    monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 50)
+    monkeypatch.setattr(nearest_tree, "MOST_BOXED", 0)
     monkeypatch.setattr(nearest_tree, "MIN_POINTS", 50)
     y, x = cloud(2, 700, 3), cloud(2, 60, 3, seed=1)
     built = []
@@ -176,11 +176,78 @@ def test_one_call_with_many_queries_builds_a_tree(monkeypatch):
         for given in ({}, {"exclude_self": True}):
             found = ops.knn(x, y, 5, **given)
             count, built[:] = len(built), []
-            monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 10**9)
-            expected = ops.knn(x, y, 5, **given)
-            monkeypatch.setattr(nearest_tree, "MIN_QUERIES", 50)
+            expected = compare_all(x, y, 5, **given)
             assert count == 2 and not built
             assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
         with mr.budget("1MB"):
             ops.knn(x, y, 5)
         assert not built  # a tree is memory too
+
+
+def compare_all(x, y, k, **given):
+    """What all pairs give."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearest_tree, "MIN_POINTS", 10**9)
+        patch.setattr(nearest_tree, "MIN_BATCHED", 10**9)
+        return ops.knn(x, y, k, **given)
+
+
+def clusters(count, features, seed=0):
+    """Points in a few tight clusters, far from each other."""
+    draw = torch.Generator().manual_seed(seed)
+    own = torch.randint(0, 7, (count,), generator=draw)
+    return 100 * cloud(7, features, seed=9)[own] + 0.01 * torch.randn(count, features, generator=draw)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("queries", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("dtype", "features", "draw"),
+    [(torch.float32, 3, cloud), (torch.float32, 1, clusters), (torch.float64, 2, clusters), (torch.float16, 4, cloud)],
+)
+def test_one_call_with_few_queries_is_one_pass_over_the_points(monkeypatch, queries, dtype, features, draw):
+    """Few queries are compared with the points that may be near them alone: the same bits as all pairs."""
+    passes, search = [], ball_search.search
+    monkeypatch.setattr(ball_search, "search", lambda *given: passes.append(search(*given)) or passes[-1])
+    y = draw(9001, features, seed=1).to(dtype)
+    x = torch.cat([y[: queries // 2], draw(queries - queries // 2, features, seed=2).to(dtype)])
+    for given in ({}, {"exclude_self": True}):
+        found = ops.knn(x, y, 9, metric="sqeuclidean", **given)
+        assert len(passes) == 1 and passes.pop() is not None
+        expected = compare_all(x, y, 9, metric="sqeuclidean", **given)
+        assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+
+
+def test_one_pass_with_ties_threads_and_layouts():
+    y = torch.randint(0, 60, (2, 66_000), generator=torch.Generator().manual_seed(0)).float().mT  # not contiguous
+    x, threads = torch.cat([y[:3], y[-3:] + 0.5]).expand(2, 6, 2), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = ops.knn(x, y, 40)
+    finally:
+        torch.set_num_threads(threads)
+    expected = compare_all(x, y, 40)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+
+
+def test_where_one_pass_does_not_pay_all_pairs_are_compared(monkeypatch):
+    """Queries that are nowhere, and balls that hold most points."""
+    results, search = [], ball_search.search
+    monkeypatch.setattr(ball_search, "search", lambda *given: results.append(search(*given)) or results[-1])
+    lost = cloud(9000, 2)
+    lost[5, 0] = float("nan")
+    wide = cloud(9, 2) + 100  # far from all points
+    for x, y in ((wide, lost), (torch.full((1, 2), float("nan")), lost), (lost[:9], lost)):
+        found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
+        assert torch.equal(found.indices, expected.indices)
+        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
+    assert len(results) == 3 and all(r is None for r in results)
+
+
+def test_a_query_far_from_all_others_is_compared_with_every_point(monkeypatch):
+    results, search = [], ball_search.search
+    monkeypatch.setattr(ball_search, "search", lambda *given: results.append(search(*given)) or results[-1])
+    y, x = clusters(9000, 2), torch.cat([clusters(99, 2, seed=3), torch.full((1, 2), 1e6)])
+    found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+    assert len(results) == 1 and results[0] is not None

@@ -69,6 +69,34 @@ def test_mypy_strict_passes(tmp_path):
         assert f'(expression has type "{name}"' in done.stdout, done.stdout
 
 
+@pytest.mark.slow
+def test_mypy_knows_what_an_op_returns_by_the_plugin(tmp_path):
+    settings, script = tmp_path / "mypy.ini", tmp_path / "script.py"
+    settings.write_text(
+        "[mypy]\nstrict = true\nfollow_imports = silent\nplugins = monoidreduce.integrations.mypy_plugin\n"
+    )
+    script.write_text(
+        "import torch\nfrom torch import Tensor\nimport monoidreduce as mr\nfrom monoidreduce import Col, Row\n\n"
+        "class Head(torch.nn.Module):\n"
+        "    @staticmethod\n"
+        "    def make() -> mr.Op[Tensor]:\n"
+        "        @mr.op\n"
+        '        def score(x: Row["h", "d"], w: Col["d"], bias: mr.Col | None = None) -> Tensor:\n'
+        "            return mr.logsumexp((x @ w).sum() if bias is None else (x @ w).sum() + bias)\n"
+        "        return score\n\n"
+        "@mr.op\n"
+        'def total(x: Row["d"], y: Col["d"]) -> Tensor:\n    return mr.sum(x @ y)\n\n'
+        "def call(x: Tensor) -> Tensor:\n    return total(x, x)\n\n"  # strict: returning Any would be an error
+        "wrong: str = total(torch.ones(2, 3), torch.ones(2, 3))\n"
+        "@mr.op\n"
+        'def broken(x: Row["d"], y: Col["d"]) -> Tensor:\n    return mr.sum(x.no_such_method())\n'
+    )
+    done = run(BIN / "mypy", "--config-file", settings, "--cache-dir", tmp_path / "cache", script)
+    told = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert told[0].startswith('error: Incompatible types in assignment (expression has type "Tensor"'), done.stdout
+    assert told[1].startswith('error: "Row" has no attribute "no_such_method"') and len(told) == 3, done.stdout
+
+
 def test_no_layer_returns_any():
     """Every layer of ``ops`` says what it returns; where options decide, by overloads."""
     import ast

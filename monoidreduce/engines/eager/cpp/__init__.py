@@ -80,8 +80,8 @@ def run(
         return None
 
 
-def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    """Whether C++ may run a fold, as far as can be said without writing it."""
+def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH) -> bool:
+    """Whether C++ may run a fold of at least ``worth`` operations, as far as can be said without writing it."""
     setting = _SETTING.read()
     if setting == "never" or sizes.device.type != "cpu" or sizes.compute not in (torch.float32, torch.float64):
         return False
@@ -93,7 +93,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
         return False
     if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
         return False
-    if setting != "always" and count_work(fold, sizes) < WORTH:
+    if setting != "always" and count_work(fold, sizes) < worth:
         return False
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
         return False

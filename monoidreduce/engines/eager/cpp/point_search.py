@@ -31,7 +31,7 @@ def build(points: Tensor) -> PointTree | None:
     boxes = points.new_zeros(2 ** (depth + 1), 2 * points.shape[1])
     sorted_points = points.new_empty(points.shape[1], len(points))
     threads = torch.get_num_threads()
-    _call(library, [0, points, order, sorted_points, boxes, len(points), count, depth, threads])
+    call(library, [0, points, order, sorted_points, boxes, len(points), count, depth, threads])
     return PointTree(sorted_points, order, boxes, count)
 
 
@@ -47,7 +47,7 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
     places = torch.empty(len(queries), k, dtype=torch.int64)
     own = -(2**62) if excluded is None else excluded
     sizes = [tree.count, tree.finite, tree.depth, len(queries), k, own, torch.get_num_threads()]
-    _call(
+    call(
         library,
         [1, queries.contiguous(), tree.sorted, tree.order, tree.boxes, values, places, *sizes, 0],
     )
@@ -62,7 +62,7 @@ def measure_share(tree: PointTree, queries: Tensor, k: int) -> float | None:
     values = queries.new_empty(len(queries), k)
     places, visited = torch.empty(len(queries), k, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     sizes = [tree.count, tree.finite, tree.depth, len(queries), k, -(2**62), 1]
-    _call(
+    call(
         library,
         [1, queries.contiguous(), tree.sorted, tree.order, tree.boxes, values, places, *sizes, visited],
     )
@@ -74,7 +74,7 @@ def is_available(features: int, dtype: torch.dtype) -> bool:
     return 0 < features <= MOST_FEATURES and dtype in _TYPES and _load(features, dtype) is not None
 
 
-def _call(library: ctypes.CDLL, arguments: list[Tensor | int]) -> None:
+def call(library: ctypes.CDLL, arguments: list[Tensor | int]) -> None:
     held = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     packed = (ctypes.c_int64 * len(held))(*held)
     library.run_fold(ctypes.addressof(packed))
@@ -84,22 +84,45 @@ def _call(library: ctypes.CDLL, arguments: list[Tensor | int]) -> None:
 def _load(features: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in _TYPES or not 0 < features <= MOST_FEATURES:
         return None
+    lines = distance_lines(features, "query[{f}]", "from[{f} * total + j]")
+    text = _TEXT.replace("DISTANCE", lines).replace("TOTAL", f"s{features - 1}")
+    return compiler.load(header(features, dtype) + text)
+
+
+def distance_lines(features: int, query: str, point: str) -> str:
+    """The squared distance of a pair as C++, ``s0`` to ``s{features - 1}``: one sum per line, as generated folds have
+    it, so that a compiler that fuses additions fuses the same ones."""
+    lines = []
+    for f in range(features):
+        lines.append(f"const F g{f} = {query.format(f=f)} - {point.format(f=f)};")
+        lines.append(f"const F s{f} = g{f} * g{f}{f' + s{f - 1}' if f else ''};")
+    return " ".join(lines)
+
+
+def header(features: int, dtype: torch.dtype) -> str:
+    """What a search text begins with: its number of features, its type, and the order of what is found."""
     number, rounding = _TYPES[dtype]
-    # one sum per line, as generated folds have it: a compiler that fuses additions then fuses the same ones
-    lines = [f"const F g{f} = query[{f}] - from[{f} * total + j];" for f in range(features)]
-    lines += [f"const F s{f} = g{f} * g{f}{f' + s{f - 1}' if f else ''};" for f in range(features)]
-    lines = [line for pair in zip(lines[:features], lines[features:], strict=True) for line in pair]
-    text = _TEXT.replace("DISTANCE", " ".join(lines)).replace("TOTAL", f"s{features - 1}")
-    return compiler.load(f"#define D {features}\n#define ROUNDING {rounding}\ntypedef {number} F;\n{text}")
+    return f"#define D {features}\n#define ROUNDING {rounding}\ntypedef {number} F;\n{_ORDER}"
 
 
-_TEXT = r"""
+_ORDER = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 typedef int64_t I;
+struct Found { F value; I place; };
+// Whether a stands before b: smaller, or equal and earlier; NaN is the largest of all.
+static inline bool before(const Found& a, const Found& b) {
+  if (a.value < b.value) return true;
+  if (a.value == b.value) return a.place < b.place;
+  const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
+  return a_nan == b_nan ? a_nan && a.place < b.place : b_nan;
+}
+"""
+
+_TEXT = r"""
 static const F INF = std::numeric_limits<F>::infinity();
 
 // Build ------------------------------------------------------------------------------------------------------------
@@ -164,15 +187,6 @@ static void build(const I* a) {
 }
 
 // Search -----------------------------------------------------------------------------------------------------------
-struct Found { F value; I place; };
-// Whether a stands before b: smaller, or equal and earlier; NaN is the largest of all.
-static inline bool before(const Found& a, const Found& b) {
-  if (a.value < b.value) return true;
-  if (a.value == b.value) return a.place < b.place;
-  const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
-  return a_nan == b_nan ? a_nan && a.place < b.place : b_nan;
-}
-
 struct Search {
   const F* sorted; const I* order; const F* boxes; I total, count; int depth; I k;
   I visited = 0;
@@ -228,10 +242,9 @@ struct Search {
   void run(const F* query, I own) {
     best.clear();
     scan(query, count, total, own);
-    if (!count) return;
     struct Open { I node; F near; } open[64];
     int many = 0;
-    open[many++] = {1, 0};
+    if (count) open[many++] = {1, 0};
     const I leaves = (I)1 << depth;
     while (many) {
       Open now = open[--many];

@@ -41,6 +41,18 @@ class Listing:
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
+    numbers: int = 1  # that a window has to combine: of a top-k, its k best
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums: it has
+    the weights of one of them (``schedules/resident/joint_gradients.py``)."""
+
+    weight: Expr
+    vector: Expr
+    scale: Expr
+    ragged: bool  # whether some tile reaches beyond the kept axis
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Spec:
     eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
     eight: bool = False  # the device multiplies 8-bit vectors by each other
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
+    joint: Joint | None = None
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
 
     @cached_property

@@ -134,7 +134,9 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
     copied = [e for e in used if e in spec.box_of]
     names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.box_slices(e)))]
-    return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else [])]
+    joint = ["joint_start", "joint_batches", "joint_beside"] if spec.joint else []
+    names += ["joint_ptr", "joint_first", *joint, "joint_box"] if joint else []
+    return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else []), *joint]
 
 
 def name_strides(spec: Spec, out: int) -> list[str]:

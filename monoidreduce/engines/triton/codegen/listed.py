@@ -135,8 +135,9 @@ def _write_window(spec: Spec) -> list[str]:
         lines += ["list_first = tl.where(leads, list_start, window_first)"]
         lines += [f"positions = tl.where(long, {count}, 0).to(tl.int32)"]
     else:
-        lines += ["list_first = tile"]
-        lines += [f"positions = tl.where(long & leads, tl.cdiv(list_end - window_first, {size}), 0).to(tl.int32)"]
+        each = f" * {spec.listed.numbers}" if spec.listed.numbers > 1 else ""
+        count = f"tl.cdiv(list_end - window_first, {size}){each}"
+        lines += [f"list_first = tile{each}", f"positions = tl.where(long & leads, {count}, 0).to(tl.int32)"]
     return [
         *lines,
         "kept_start = group",

@@ -31,7 +31,7 @@ from ..codegen.lookups import are_prepared
 from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import few_rows, kernel_plan, spec_from_tensors, turned_values
+from ..schedules import distances, few_rows, kernel_plan, spec_from_tensors, turned_values
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
@@ -127,6 +127,7 @@ class FoldLaunch:
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
+    least_masked = _LEAST_MASKED
 
     def __init__(
         self,
@@ -159,6 +160,10 @@ class FoldLaunch:
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
         self.before = (*self.before[:3], ())
+        places = {e: k for k, e in enumerate(self.fold.leaves)}
+        self.norm_rows = [
+            (places[one.vector], distances.NormRows.of(values[one.vector], len(self.batch))) for one in self.before[2]
+        ]
         leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
@@ -186,7 +191,7 @@ class FoldLaunch:
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
-            least = _LEAST_MASKED if masked else LEAST_INSTANCES
+            least = self.least_masked if masked else LEAST_INSTANCES
             least *= spec_from_tensors.processors(self.sizes.device)
             if group is not None and self.parts == 1 and self.grid >= least:
                 break
@@ -301,6 +306,16 @@ class FoldLaunch:
         return self.fold.outputs
 
     @property
+    def plans(self) -> dict[str, KernelPlan]:
+        """The plans among which there is a choice, by direction."""
+        return {} if self.spec.deep or self.combines else {self.over: self.plan}
+
+    @property
+    def held(self) -> list[Form]:
+        """What is alive beside the outputs while it runs."""
+        return []
+
+    @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
@@ -361,19 +376,32 @@ class FoldLaunch:
             return [(size, length) for _, size in self.spec.box_slices(e)]
         return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
-        """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
+    def __call__(
+        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
+        ``then``: what else writes to the results, before top-k lists are sorted."""
         outputs = [room() for room in self.rooms]
         if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launched(outputs, leaves, merged):
-            return self(leaves, merged)
+            return self(leaves, merged, then)
+        if then is not None:
+            then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
-        """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
-        and descriptors. False: the plan did not fit the device and a smaller one was prepared; call again."""
+        """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
+        device and a smaller one was prepared; call again."""
+        arguments = self._arguments(leaves, merged)
+        if self.again is None:
+            return self._first([*outputs, *arguments], merged)
+        self.again(*outputs, *arguments)
+        return True
+
+    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Any]:
+        """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in."""
         given = self._converted(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
@@ -386,31 +414,38 @@ class FoldLaunch:
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.made
         ]
-        if again is None:
-            return self._first([*outputs, *arguments], merged)
-        again(*outputs, *arguments)
-        return True
+        return arguments
 
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
         of exponents, and which tiles are visited."""
-        if self.again is None or self.merged or self.kernel.made or self.lists:
+        if self.again is None or self.kernel.made or self.lists or any((*self.before[:2], self.before[3])):
             return None
         arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
             arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
-        count = len(self.fold.leaves)  # shifts come after the leaves
+        count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
         arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
-        """How a replay computes the shifts of exponents, for leaves like these; None where torch computes them."""
+        """How a replay computes norms and the shifts of exponents, for leaves like these; None where torch does."""
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
+        for at, rows in self.norm_rows:
+            if rows.strides is None or not rows.count:
+                return None
+            out = torch.empty(rows.shape, dtype=torch.float32, device=self.sizes.device)
+            flat = leaves[at].as_strided((rows.count, rows.width), rows.strides)
+            again = rows.launch(out, flat)
+            if again is None:
+                return None
+            given = (Leaf(at, True), rows.count, *flat.stride())
+            found.append(Recipe(again, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
             again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
             if again is None:
@@ -418,6 +453,11 @@ class FoldLaunch:
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
             found.append(Recipe(again, ((shape, torch.float32),), arguments))
         return found
+
+    def begun(self) -> Recipe | None:
+        """How a replay makes memory in which the launch adds up one more result, its last leaf; None where it does
+        not."""
+        return None
 
     def united(self) -> list[split_combine.Joined] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""

@@ -75,10 +75,12 @@ class ListedLaunch(FoldLaunch):
         entries: int = 0,
         window: int = 0,
         role: str = "lists",
+        numbers: int = 1,
     ):
         """``steps``: how many lists further each batch dimension leads; ``entries``: of a batch element's lists, where
-        there are numbers for each; ``window``, ``role``: ``long_lists.py``."""
+        there are numbers for each; ``window``, ``role``, ``numbers``: ``long_lists.py``."""
         self.lists_of, self.steps, self.window, self.role, self.entries = lists, steps, window, role, entries
+        self.numbers = numbers
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
@@ -142,7 +144,7 @@ class ListedLaunch(FoldLaunch):
         several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
         written = any(kind_of(r).per_pair for r in self.fold.reductions)
         window = self.window if single else 0
-        listing = replace(listing, window=window, role=self.role, numbered=several or written)
+        listing = replace(listing, window=window, role=self.role, numbered=several or written, numbers=self.numbers)
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
         asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
@@ -362,9 +364,8 @@ class PreparedListedFold:
             own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
             tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
             merged = functools.partial(self._merged, one, leaves, own, tensors)
-            results = one([*mine, *tensors], merged)
-            if long is not None:
-                long(results, mine, tensors, merged)
+            rest = functools.partial(long, leaves=mine, lists=tensors, merged=merged) if long is not None else None
+            results = one([*mine, *tensors], merged, rest)
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
 
@@ -440,10 +441,10 @@ def _split_long_lists(
     fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
     windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, one.entries, window, "windows")
 
-    def make(joined: Fold, parts: list[Tensor], among: Sizes) -> ListedLaunch:
+    def make(joined: Fold, parts: list[Tensor], among: Sizes, numbers: int) -> ListedLaunch:
         strides = _strides(lists.batch, sizes.batch)
         values, batch, _, (steps,) = merge_batches_and_strides(joined, parts, among, (strides,))
-        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine")
+        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine", numbers)
 
     return LongLists(one.fold, one.over, sizes, windows, make)
 

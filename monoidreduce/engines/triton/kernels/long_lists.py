@@ -22,7 +22,8 @@ from ...common.combine import split
 from ...common.evaluate import Sizes
 from .fold_kernel import FoldLaunch, Leaves
 
-KINDS = ("soft", "sum", "pair")  # whose results are combined by a fold of the same kind; numbers per pair need not be
+# Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
+KINDS = ("soft", "sum", "pair", "best", "topk", "user")
 LEAST_WINDOW = 2048  # entries
 _TIMES_AVERAGE = 4  # a window has at least so many times the entries of an average list
 _LEAST_WINDOWS = 4  # that all entries make, below which nothing is split
@@ -30,8 +31,9 @@ _LEAST_WINDOWS = 4  # that all entries make, below which nothing is split
 
 def window_size(fold: Fold, average: int, entries: int) -> int:
     """Entries of a window; 0 where no list is split. ``average``: entries of a list, ``entries``: of all."""
-    if any(r.attrs[0] not in KINDS for r in fold.reductions):
-        return 0
+    best = {r.attrs[2] for r in fold.reductions if r.attrs[0] == "topk"}
+    if any(r.attrs[0] not in KINDS for r in fold.reductions) or (best and len(fold.reductions) > 1):
+        return 0  # of a top-k, k numbers of each window are combined
     size = max(LEAST_WINDOW, _TIMES_AVERAGE << max(average - 1, 0).bit_length())
     return size if entries > _LEAST_WINDOWS * size else 0
 
@@ -46,10 +48,14 @@ def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
             continue
         chosen = list(zip(places, outputs_of(r), strict=True))
         chosen = chosen[:-2] if r.attrs[0] == "soft" else chosen  # its logarithm and means say all
+        flat = r.attrs[0] == "topk"  # its k numbers of a window are as many entries
         fields = tuple(
-            node("leaf", (), (f"window{k}",), rows=over == "rows", cols=over == "cols", feature=feature, dtype=dtype)
+            node(
+                "leaf", (), (f"window{k}",), rows=over == "rows", cols=over == "cols",
+                feature=None if flat else feature, dtype=dtype,
+            )
             for k, (feature, dtype) in chosen
-        )
+        )  # fmt: skip
         leaves += fields
         read += [k for k, _ in chosen]
         reductions.append(reduce_node(r.attrs[0], over, r.attrs[2], fields))
@@ -59,20 +65,32 @@ def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
 class LongLists:
     """The two launches after that of all lists, on tensors like the given ones.
 
-    ``make(fold, values, sizes, role)`` prepares a launch of a fold on leaves ``[*batch, length(, features)]``."""
+    ``make(fold, values, sizes, numbers)`` prepares a launch of a fold on leaves ``[*batch, length(, features)]``, of
+    which each window has so many numbers."""
 
     def __init__(
-        self, fold: Fold, over: str, sizes: Sizes, windows: FoldLaunch, make: Callable[[Fold, list[Any], Sizes], Any]
+        self,
+        fold: Fold,
+        over: str,
+        sizes: Sizes,
+        windows: FoldLaunch,
+        make: Callable[[Fold, list[Any], Sizes, int], Any],
     ):
         self.fold, self.windows = fold, windows
         self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
         self.combine: FoldLaunch | None = None
         if self.whole:
             joined, self.read = combining_fold(fold, over)
-            count = windows.tiles
+            numbers = next((r.attrs[2][0] for r in fold.reductions if r.attrs[0] == "topk"), 1)
+            self.flat = any(r.attrs[0] == "topk" for r in fold.reductions)
+            count = windows.tiles * numbers
             among = replace(sizes, cols=count) if over == "cols" else replace(sizes, rows=count)
-            like = [windows.rooms[k]() for k in self.read]
-            self.combine = make(joined, like, among)
+            like = [self._entries(windows.rooms[k]()) for k in self.read]
+            self.combine = make(joined, like, among, numbers)
+
+    def _entries(self, part: Tensor) -> Tensor:
+        """Results of windows as what is combined."""
+        return part.flatten(-2) if self.flat else part
 
     def __call__(
         self,
@@ -89,5 +107,5 @@ class LongLists:
             pass
         if self.combine is not None:
             own = [outputs[k] for k in self.whole]
-            while not self.combine.launched(own, [*(parts[k] for k in self.read), *lists[:2]], dict):
+            while not self.combine.launched(own, [*(self._entries(parts[k]) for k in self.read), *lists[:2]], dict):
                 pass

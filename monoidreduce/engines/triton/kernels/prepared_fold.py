@@ -34,6 +34,7 @@ from .diagonal_bands import Bands, rewrite_fold
 from .diagonal_launch import DiagonalLaunch
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import HistogramLaunch, list_histograms
+from .joint_launch import JointLaunch
 from .record_launches import Made
 
 
@@ -70,11 +71,21 @@ class PreparedFold:
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
+        self._join_directions(values, layouts)
         for one in list_histograms(fold):
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
         self.order = [found.index(o) for o in fold.outputs]
+
+    def _join_directions(self, values: Leaves, layouts: Layouts) -> None:
+        """Let one kernel make the sums over rows and over columns, where there is one that gains by it."""
+        if [type(one) for one in self.launches] != [FoldLaunch] * 2 or self.picks or self.bands is not None:
+            return
+        with contextlib.suppress(Unsupported):
+            other, own = self.launches
+            if (other.over, own.over) == ("cols", "rows"):
+                self.launches = [JointLaunch(own, other, values, layouts)]
 
     def _join_histogram(self, histogram: Fold, values: Leaves, layouts: Layouts) -> bool:
         """Let the kernel of a gradient of rows add up a histogram too, where it is one that can."""
@@ -115,11 +126,13 @@ class PreparedFold:
             return None
         found, first = [], 0
         for one in self.launches:
-            count, recipe, joined = len(one.outputs), one.recipe() if one.grid else None, one.united()
+            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.united()
             shifted = one.shifted(leaves)
             if recipe is None or joined is None or shifted is None:
                 return None
-            found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted))
+            found.append(
+                Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.begun())
+            )
             first += count
         return found
 

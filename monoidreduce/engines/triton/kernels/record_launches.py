@@ -29,17 +29,22 @@ class Made(NamedTuple):
     results: Sequence[int]
     joined: Sequence[Joined] = ()
     shifted: Sequence[Recipe] = ()
+    begun: Recipe | None = None  # makes what the launch adds its last result up in, and has after all leaves
 
     def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
-        parts = tuple(f"{name}_parts" for name in whole)
+        written = {k for one in self.joined for k in one.written}
+        parts = tuple(f"{name}_parts" if k in written else name for k, name in enumerate(whole))
+        last = parts[-1:] if self.begun is not None else ()
         made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
         for name, recipe in zip(made, self.shifted, strict=True):
             yield ProgramLaunch(recipe, feeds, (name,))
-        yield ProgramLaunch(self.recipe, (*feeds, *made), parts if self.joined else whole)
+        if self.begun is not None:
+            yield ProgramLaunch(self.begun, feeds, last)
+        yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])
         for one in self.joined:
-            yield ProgramLaunch(one.recipe, parts, tuple(whole[k] for k in one.written))
+            yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
 
 
 # The results of a fold, and its launches; None: something else is done

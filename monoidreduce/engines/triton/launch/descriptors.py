@@ -94,6 +94,18 @@ def make_shift_descriptor(length: int, count: int, block: int, device: torch.dev
     return made
 
 
+def make_buffer_descriptor(rows: int, width: int, block: int, device: torch.device) -> Any:
+    """The descriptor of float32 numbers ``[rows, width]`` in a buffer that is made for every launch, for kernels that
+    name the layout of their blocks."""
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    layout = gl.NVMMASharedLayout.get_default_for([block, width], gl.float32)
+    like = torch.empty(1, dtype=torch.float32, device=device).expand(rows, width)
+    kind = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+    made = kind(like, [rows, width], [width, 1], [block, width], layout)
+    made.base = None
+    return made
+
+
 def _descriptor(v: Tensor, *form: list[int]) -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
 

@@ -9,7 +9,8 @@ rounded when they were stored; products of 16-bit numbers are exact.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,12 +93,44 @@ def compute_norms(norms: Iterable[Norm], values: Mapping[Expr, Any], batch: int)
     found = {}
     for one in norms:
         v = values[one.vector]
-        own = v[tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])]
-        flat, lanes = own.reshape(-1, v.shape[-1]), padded(v.shape[-1])
-        out = torch.empty(own.shape[:-1], dtype=torch.float32, device=v.device)
-        constants = dict(WIDTH=v.shape[-1], LANES=lanes, ROWS=max(1, 4096 // lanes))
-        if flat.numel() and not v.is_meta:  # a dry run
-            grid = (-(-len(flat) // constants["ROWS"]),)
-            _kernels("squared_norms", grid, (out, flat, len(flat), *flat.stride()), constants)
+        rows = NormRows.of(v, batch)
+        out = torch.empty(rows.shape, dtype=torch.float32, device=v.device)
+        if rows.count and not v.is_meta:  # a dry run
+            rows.launch(out, rows.flat(v))
         found[one.norm] = out.expand(v.shape[:-1])
     return found
+
+
+@dataclass(frozen=True)
+class NormRows:
+    """The vectors of a leaf, each once where a batch dimension is broadcast, one after the other: ``shape`` of their
+    norms, ``own``: what of the batch dimensions is read, ``strides`` of rows and features; no ``strides``: a copy."""
+
+    shape: tuple[int, ...]
+    own: tuple[slice, ...]
+    width: int
+    strides: tuple[int, ...] | None
+
+    @staticmethod
+    def of(v: Tensor, batch: int) -> NormRows:
+        own = tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])
+        kept = v[own]
+        try:
+            strides = kept.view(-1, v.shape[-1]).stride()
+        except RuntimeError:
+            strides = None
+        return NormRows(tuple(kept.shape[:-1]), own, v.shape[-1], strides)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, v: Tensor) -> Tensor:
+        return v[self.own].reshape(-1, self.width)
+
+    def launch(self, out: Tensor, flat: Tensor) -> Callable[..., None] | None:
+        """Compute the norms of ``flat`` rows; what does it again, if there is."""
+        lanes = padded(self.width)
+        constants = dict(WIDTH=self.width, LANES=lanes, ROWS=max(1, 4096 // lanes))
+        grid = (-(-self.count // constants["ROWS"]),)
+        return _kernels("squared_norms", grid, (out, flat, self.count, *flat.stride()), constants)

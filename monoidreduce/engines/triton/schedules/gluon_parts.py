@@ -343,6 +343,7 @@ class TileOrder:
     spec: Spec
     sloped: int = 0  # kept indices of an instance, where the nearest tile comes first
     kept: int = 0  # kept indices of an instance, where limits of a list are found from them
+    backwards: bool = False  # whole tiles from the last to the first
 
     @property
     def opening(self) -> list[str]:
@@ -359,6 +360,8 @@ class TileOrder:
                 lines.append(f"away = {away} - whole_first")
                 away = "away - tl.where(away < whole, 0, between)"
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
+        if self.backwards:
+            lines.append("last_whole = whole_steps - 1")
         if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
             lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
         return lines
@@ -386,9 +389,9 @@ class TileOrder:
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
         if not self.sloped and not self.spec.bounds and self.spec.group is None:
-            return step
+            return f"tl.where({step} < whole_steps, {self.whole(step)}, {step})" if self.backwards else step
         if self.spec.group is not None:
-            if not self.spec.bounds:
+            if not self.spec.bounds and not self.backwards:
                 return self.whole(step)
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
         whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
@@ -409,6 +412,7 @@ class TileOrder:
         return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
+        step = f"(last_whole - {step})" if self.backwards else step
         return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step
 
 
@@ -473,8 +477,8 @@ class Partitions:
         """The parameters of each function."""
         return [*wrap_names(self.arguments), *wrap_names(self.buffers), f"GROUP: tl.constexpr, {CONSTANTS},"]
 
-    def specialize(self, runs: Sequence[tuple[str, int, str]], registers: str) -> list[str]:
-        """Call every function, with its GROUP and its own KEPT: consumers of four warps, then the producer of one.
+    def specialize(self, runs: Sequence[tuple[str, int, str]], registers: str, single: int = 1) -> list[str]:
+        """Call every function, with its GROUP and its own KEPT: consumers of four warps, then ``single`` ones of one.
 
         The first consumer is the default partition: ``registers`` says how many a thread of each other one has."""
         lines = ["tl.warp_specialize(["]
@@ -482,7 +486,7 @@ class Partitions:
             given = [*wrap_names(self.arguments), *wrap_names(self.buffers)]
             last = f"{group}, {kept}, FOLDED, INT, PRECISION, RAGGED,"
             lines += indent([f"({function}, (", *indent([*given, last]), ")),"])
-        warps = ", ".join(["4"] * (len(runs) - 2) + ["1"])
+        warps = ", ".join(["4"] * (len(runs) - 1 - single) + ["1"] * single)
         return [*lines, f"], [{warps}], [{registers}])"]
 
 

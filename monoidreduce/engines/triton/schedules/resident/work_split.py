@@ -117,6 +117,27 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     return _two_groups(spec, sums, dots, products)
 
 
+@functools.lru_cache(maxsize=256)
+def divide_joint_work(spec: Spec) -> GroupWork | None:
+    """The work of each of two consumer groups on kept indices of their own, beside a sum over these (``Spec.joint``);
+    None where there is no such kernel."""
+    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+        return None
+    products, under, numbers = list(_products(spec, 1)), topological(spec.fold.reductions), folded_numbers(spec)
+    dots = tuple(e for e in under if e.op in OF_VECTORS)
+    slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
+    slow |= not any(e.op == "exp" for e in under)  # other layers than attention were not measured
+    ringed = len(numbers) <= _NUMBERS[2, 2] and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
+    if slow or not ringed or not all(_multiplies(e, spec, 1) for e in dots):
+        return None
+    found = _single_group(spec, dots, products)
+    if not found or spec.joint is None or found[0].products[1].weight is not spec.joint.weight:
+        return None
+    if kept_and_folded(found[0].dots[0], spec)[0] is not spec.joint.vector:
+        return None
+    return found[0]
+
+
 def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """One group's work: two scores and two sums of the same blocks, where one sum's weights need one score alone."""
     blocks = {kept_and_folded(e, spec)[1] for e in dots}
@@ -163,31 +184,37 @@ def kept_and_folded(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
     return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
 
 
-def _products(spec: Spec) -> Iterator[Product]:
+def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
     """The products of all sums; none where some reduction is no such sum."""
     found = []
     for place, (r, scale) in enumerate(spec.fold.scaled):
         if r.attrs[0] != "sum" or spec.folds(scale) or r.args[0].dtype != "float":
             return
         for c in map(move_factors_to_weight, contractions(r.args[0], spec.over)):
-            if c.walk or c.minus is not None or c.vector is None or not c.weight.is_pair or not _copied(c.vector, spec):
+            if (
+                c.walk
+                or c.minus is not None
+                or c.vector is None
+                or not c.weight.is_pair
+                or not _copied(c.vector, spec, least)
+            ):
                 return
             found.append(Product(place, c.weight, c.vector))
     yield from found
 
 
-def _copied(e: Expr, spec: Spec) -> bool:
-    """True for a leaf of the folded axis whose blocks tensor descriptors copy."""
-    narrow = _NARROW_TABLES if spec.fold.tables else _NARROW
-    return e in spec.box_of and spec.folds(e) and count_features(e, spec) > narrow
+def _copied(e: Expr, spec: Spec, least: int) -> bool:
+    """True for a leaf of the folded axis, of so many features (0: as many as gain), whose blocks descriptors copy."""
+    least = least or (_NARROW_TABLES if spec.fold.tables else _NARROW) + 1
+    return e in spec.box_of and spec.folds(e) and count_features(e, spec) >= least
 
 
-def _multiplies(e: Expr, spec: Spec) -> bool:
+def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:
     """True for a product of kept vectors with vectors whose blocks are copied."""
     if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
         return False
     kept, folded = kept_and_folded(e, spec)
-    return spec.keeps(kept) and _copied(folded, spec)
+    return spec.keeps(kept) and _copied(folded, spec, least)
 
 
 def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:

@@ -1,0 +1,307 @@
+"""Attention's gradients by queries, keys and values in one launch (``schedules/resident/joint_gradients.py``).
+
+Before it a small kernel sets the counters that put its additions in order; after it another one rounds the sums of rows
+to their type, in the memory order of the queries. Counters and sums are one buffer, which lives as long as the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....plan import budget
+from ....plan.tiles import Tile
+from ....program.constructors import ONE
+from ....program.contract import contractions
+from ....program.expression import Expr, topological
+from ....program.lower import Fold
+from ...common.evaluate import Allocator, Form
+from ..codegen import kernel_text
+from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.kernel_spec import Joint, Spec, Unsupported
+from ..launch import descriptors
+from ..launch.launch_cache import Kernels
+from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
+from ..schedules import kernel_plan, spec_from_tensors
+from ..schedules.kernel_plan import KernelPlan, overriding_plans
+from ..schedules.resident import joint_gradients
+from ..schedules.resident.joint_gradients import FOLDED, KEPT
+from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
+from .split_combine import Joined
+
+_RANK = 4  # batch dimensions of a result, after merging
+_NOBODY = 2**30  # the first column tile of rows that no tile visits
+# The tiles of one batch element that start together wait for each other, each about as long as a step takes. With C
+# batch elements these are P / C on P multiprocessors, each of which has C x tiles x steps / P steps in all: so many
+# times as many as it waits for.
+_STEPS = 16
+_BESIDE = 16  # batch elements whose tiles are launched side by side
+_TEXT = '''"""Sums of rows that column tiles add up in order: counters before, rounding after."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def set_counters(buffer, first, blocks, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(buffer + at, tl.load(first + at % blocks, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def round_sums(
+    out, buffer, first, scale, total, start, blocks, length, n1, n2, n3, s0, s1, s2, s3, step,
+    ROWS: tl.constexpr, HALF: tl.constexpr, NOBODY: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr,
+):
+    block = tl.program_id(0) % blocks
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, 2 * HALF)
+    at = buffer + (start + (tl.program_id(0).to(tl.int64) * 2 + lane // HALF) * ROWS)[None, :] * HALF
+    sums = tl.load(at + row[:, None] * HALF + (lane % HALF)[None, :]).to(tl.float32, bitcast=True)
+    sums = tl.where(tl.load(first + block) < NOBODY, sums, 0.0)
+    at = (block * ROWS + row).to(tl.int64)
+    if SCALED:  # weights may have the row's decay already
+        factor = tl.load(scale + batch * length + at, mask=at < length, other=0.0)
+        if DECAYED:
+            factor *= tl.exp(tl.load(total + batch * length + at, mask=at < length, other=0.0))
+        sums *= factor[:, None]
+    b3 = batch % n3
+    rest = batch // n3
+    b2 = rest % n2
+    rest = rest // n2
+    place = rest // n1 * s0 + rest % n1 * s1 + b2 * s2 + b3 * s3
+    out += place + at[:, None] * step + lane[None, :]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=(at < length)[:, None])
+'''
+_kernels = Kernels(_TEXT)
+
+
+class JointLaunch(FoldLaunch):
+    """The launch of a fold over rows (``own``) that makes the sum over columns of ``other`` too.
+
+    Raises Unsupported where there is none."""
+
+    combines = True
+    least_masked = LEAST_INSTANCES
+
+    def __init__(self, own: FoldLaunch, other: FoldLaunch, values: Leaves, layouts: Layouts):
+        self.own, self.other = own, other
+        if not _may_join(own, other):
+            raise Unsupported("the sums of rows and columns have kernels of their own")
+        found = _match_sums(own.fold, other.fold)
+        if found is None:
+            raise Unsupported("the sums of rows and columns have no weights in common")
+        self.weight, self.vector, self.decay, scale = found
+        # a scale per row is applied when sums are rounded; it has the decay that the weights of columns have too
+        self.row_scale = scale if scale.op == "leaf" and scale.rows else None
+        self.joint_scale = scale if self.row_scale is None else ONE
+        for e in self._row_numbers():
+            v = values[e]
+            if not isinstance(v, Tensor) or v.dtype != torch.float32 or not v.is_contiguous():
+                raise Unsupported("a scale of rows is not contiguous")
+            if v.numel() != math.prod(own.batch) * own.sizes.rows:
+                raise Unsupported("a scale of rows is broadcast")
+        super().__init__(own.fold, "rows", values, own.batch, own.sizes, layouts)
+        if self.spec.group != own.spec.group:
+            raise Unsupported("the kernel of columns alone sums over the batch too")
+
+    @property
+    def made(self) -> tuple[tuple[Expr, int], ...]:
+        return *self.fold.outputs, *self.other.fold.outputs
+
+    @property
+    def plans(self) -> dict[str, KernelPlan]:
+        return {"cols": self.other.plan, "rows": self.own.plan}  # of the two kernels that any other plan takes
+
+    @property
+    def held(self) -> list[Form]:
+        return [self.room.form, *self.other.outputs]
+
+    def _row_numbers(self) -> list[Expr]:
+        """The leaves that rounding reads."""
+        found = [] if self.row_scale is None else [self.row_scale]
+        return found + ([] if self.decay is ONE else [self.decay.args[0]])
+
+    def _describe(self, values: Leaves) -> None:
+        super()._describe(values)
+        if self.few is not None or any(self.before):
+            raise Unsupported("leaves are converted before the launch")
+        joint = Joint(self.weight, self.vector, self.joint_scale, self.sizes.cols % KEPT != 0)
+        self.spec = replace(self.spec, joint=joint)
+
+    def _turns(self, spec: Spec, count: int) -> Tile | None:
+        enough = _keeps_busy(self, count)
+        return (KEPT, FOLDED, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
+
+    def _by_turns(self) -> kernel_text.Kernel | None:
+        return joint_gradients.write_kernel(self.spec)
+
+    def _write_kernel(self, copied: tuple) -> None:
+        super()._write_kernel(copied)
+        known = {e for e in topological([self.joint_scale]) if e.op == "leaf"}
+        plainly = all(self.spec.is_number(e) for e in known) and known <= {*self.kernel.leaves}
+        if self.parts != 1 or not self.grid or not plainly or not self.kernel.staged:
+            raise Unsupported("there is no warp-specialised kernel")
+
+    def _lay_out_arguments(self, values: Leaves) -> None:
+        super()._lay_out_arguments(values)
+        self.blocks_of_rows = -(-self.lengths[1] // FOLDED)
+        self.counters = math.prod(self.batch) * self.blocks_of_rows
+        half = self.sizes.of(str(self.vector.feature)) // 2
+        start = -(-self.counters // half)
+        rows = start + self.counters * 2 * FOLDED
+        self.room = Allocator(((rows * half,), torch.int32), self.sizes.device)
+        self.joint_box = descriptors.make_buffer_descriptor(rows, half, FOLDED, self.sizes.device)
+        self.first = self._find_first()
+        beside = min(_BESIDE, self.count)
+        self.joint_numbers = (start, self.count, beside)
+        layout = self.other._layout(self.other.fold.outputs[0])
+        width = 2 * half
+        steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
+        *steps, step = layout.steps if layout is not None else (*steps, width)
+        missing = _RANK - len(self.batch)
+        sizes, strides = [*(1,) * missing, *self.batch][1:], [*(0,) * missing, *steps]
+        self.rounding = (start, self.blocks_of_rows, self.lengths[1], *sizes, *strides, step)
+
+    def _find_first(self) -> Tensor:
+        """The first column tile that adds to each block of rows, by the order in which tiles are launched."""
+        if not self.spec.bounds:
+            return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
+        if self.asked:
+            raise Unsupported("which tiles are visited depends on more than indices")
+        self.data = False
+        edges, _, flip = self._edges([])
+        ends = edges[0].cpu()
+        ends = ends.flip(0) if flip else ends
+        at = torch.arange(self.blocks_of_rows)
+        visits = (ends[:, :1] <= at) & (at < ends[:, -1:])
+        tile = torch.arange(len(ends))[:, None].expand_as(visits)
+        first = torch.where(visits, tile, _NOBODY).amin(0)
+        last = torch.where(visits, tile, -1).amax(0)
+        if not visits.any(1).all() or ((last - first + 1 != visits.sum(0)) & visits.any(0)).any():
+            raise Unsupported("column tiles that visit a block of rows do not follow each other")
+        return first.to(self.sizes.device, torch.int32)
+
+    def _set_counters(self, buffer: Tensor) -> Any:
+        grid, given = (-(-self.counters // 1024),), (buffer, self.first, self.blocks_of_rows, self.counters)
+        return _kernels("set_counters", grid, given, dict(BLOCK=1024))
+
+    def _round(self, out: Tensor, buffer: Tensor, leaves: Sequence[Any]) -> Any:
+        constants = dict(ROWS=FOLDED, HALF=self.sizes.of(str(self.vector.feature)) // 2, NOBODY=_NOBODY)
+        constants |= dict(SCALED=self.row_scale is not None, DECAYED=self.decay is not ONE)
+        numbers = [leaves[self.fold.leaves.index(e)] for e in self._row_numbers()]
+        numbers += [self.first] * (2 - len(numbers))  # never read
+        given = (out, buffer, self.first, *numbers, *self.rounding)
+        return _kernels("round_sums", (self.counters,), given, constants)
+
+    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
+        outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
+        self._set_counters(buffer)
+        arguments = [*self._arguments(leaves, merged), *self._joint(buffer)]
+        if self.again is None:
+            self._first([*outputs, *arguments], merged)
+        else:
+            arguments[-6] = buffer.data_ptr()
+            arguments[-5] = self.first.data_ptr()
+            self.again(*outputs, *arguments)
+        self._round(out, buffer, leaves)
+        return [*outputs, out]
+
+    def _joint(self, buffer: Tensor) -> list[Any]:
+        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
+        return [buffer, self.first, *self.joint_numbers, box]
+
+    def recipe(self) -> Recipe | None:
+        found = super().recipe()
+        if found is None:
+            return None
+        at = len(self.fold.leaves) + len(self.shifts)
+        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_box))
+        return found._replace(arguments=(*found.arguments, *joint))
+
+    def begun(self) -> Recipe | None:
+        buffer = self.room()
+        again = self._set_counters(buffer)
+        arguments = (self.first, self.blocks_of_rows, self.counters)
+        return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
+
+    def united(self) -> list[Joined] | None:
+        out, device = self.other.rooms[0](), self.sizes.device
+        like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
+        again = self._round(out, self.room(), [like] * len(self.fold.leaves))
+        at = len(self.fold.outputs)
+        numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
+        numbers += [self.first] * (2 - len(numbers))
+        arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
+        made = Recipe(again, tuple(self.other.outputs), arguments, tuple(self.other.strides))
+        return None if again is None else [Joined(made, (at,))]
+
+
+@functools.lru_cache(maxsize=256)
+def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
+    """The weight that the sum over columns of ``other`` shares with one of ``own``, its vector, by what decay that is
+    more than its own weight, and its scale; None where there is none."""
+    ((result, scale),) = other.scaled
+    sum_of_rows, *sums = (_find_sum(r) for r in (result, *own.reductions))
+    found = [(w, decay) for w, _ in sums if (decay := _find_decay(w, sum_of_rows[0])) is not None]
+    if len(found) != 1 or sum_of_rows[1] is None:
+        return None
+    ((weight, decay),) = found
+    by_row = scale.op == "leaf" and scale.rows
+    return (weight, sum_of_rows[1], decay, scale) if decay is ONE or by_row else None
+
+
+def _keeps_busy(launch: FoldLaunch, count: int) -> bool:
+    """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
+    tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
+    steps = -(-launch.lengths[1] // FOLDED) * (math.prod(launch.batch) // max(count, 1))
+    return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
+
+
+def _find_sum(r: Expr) -> tuple[Expr, Expr | None]:
+    """The weight and the vector of a sum of vectors; no vector where it is none."""
+    found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
+    plain = len(found) == 1 and not found[0].walk and found[0].minus is None
+    return (found[0].weight, found[0].vector) if plain else (r, None)
+
+
+def _find_decay(weight: Expr, other: Expr) -> Expr | None:
+    """By what a weight is more than another: 1, or the decay of a row; None where they differ by more."""
+    if weight is other:
+        return ONE
+    rest = Counter(_factors(weight))
+    rest.subtract(Counter(_factors(other)))
+    more = [e for e, count in rest.items() for _ in range(abs(count))]
+    single = len(more) == 1 and rest[more[0]] == 1 and more[0].op == "decay" and more[0].args[0].op == "leaf"
+    return more[0] if single else None
+
+
+def _factors(e: Expr) -> list[Expr]:
+    return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]
+
+
+def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
+    """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
+    layouts = [other._layout(o) for o in other.fold.outputs]
+    widths = {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
+    used = (s for s in joint_gradients.SCHEDULES if (s.masked if own.spec.bounds else s.whole))
+    return (
+        kernel_plan.runs_warp_specialized(own.sizes.device)
+        and budget.requested() is None
+        and not overriding_plans()
+        and len(other.fold.reductions) == len(other.outputs) == 1
+        and not other.spec.split
+        and not any(layout is not None and layout.summed for layout in layouts)
+        and all(r.attrs[0] == "sum" for one in (own, other) for r in one.fold.reductions)
+        and len(own.batch) <= _RANK
+        and widths in [{s.features} for s in used]
+        and _keeps_busy(own, own.count)
+    )

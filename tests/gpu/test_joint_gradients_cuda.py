@@ -1,0 +1,29 @@
+"""The kernel that makes the gradients of queries, keys and values (Gluon) on a Hopper GPU: the simulator's cases."""
+
+import pytest
+import torch
+
+from monoidreduce.engines.triton.schedules import kernel_plan
+from tests.support.joint_gradient_cases import CASES, check, gradients
+
+HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
+MANY = (2, 16, 16, 2048, 2048, 128, {"is_causal": True})
+
+
+def joint(launched):
+    return [kernel for kernel, _ in launched if "joint_box" in kernel.text]
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_against_float64(case, launched, of_few):
+    check(gradients("triton", torch.bfloat16, *case, "cuda"), case, "cuda")
+    assert joint(launched)
+
+
+def test_repeats_bit_for_bit_where_tiles_wait_for_each_other(launched):
+    first = gradients("auto", torch.bfloat16, *MANY, "cuda")
+    assert joint(launched)
+    for _ in range(30):
+        again = gradients("auto", torch.bfloat16, *MANY, "cuda")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
