@@ -140,8 +140,8 @@ def stored_operands() -> Iterator[Work]:
         return [*((t / _FP8).to(torch.float8_e4m3fn).view(torch.int8) for t in plain), *plain]
 
     def fp8(*args: torch.Tensor, **options: Any) -> torch.Tensor:
-        stored = (mr.scaled(t.view(torch.float8_e4m3fn), _FP8, wide=torch.bfloat16) for t in args[:3])
-        return ops.attention(*stored, **options)
+        q, k, v = (mr.scaled(t.view(torch.float8_e4m3fn), _FP8, wide=torch.bfloat16) for t in args[:3])
+        return ops.attention(q, k, v, **options)
 
     for name, options in (("", {}), (" causal", {"causal": True})):
         ours = lambda *args, options=options: fp8(*args, **options)
@@ -153,7 +153,7 @@ def stored_operands() -> Iterator[Work]:
         return [*_int8(x), *_int8(y), x, y]
 
     ours = lambda x, s, y, t, *plain: ops.knn(mr.scaled(x, s), mr.scaled(y, t), 10).values
-    peers = {"float32": lambda *args: ops.knn(*args[4:], 10).values}
+    peers = {"float32": lambda *args: ops.knn(args[4], args[5], 10).values}
     yield Work("INT8 10 nearest 4096×1000000 D128", ours, peers, points, forward_only=True)
 
     def cache() -> list[torch.Tensor]:
@@ -163,7 +163,7 @@ def stored_operands() -> Iterator[Work]:
 
     lengths = lambda q: torch.full((len(q),), 8192, device=q.device)
     ours = lambda q, k, s, v, t, *plain: ops.attention_decode(q, mr.scaled(k, s), mr.scaled(v, t), lengths(q))
-    peers = {"bfloat16": lambda q, *args: ops.attention_decode(q, *args[4:], lengths(q))}
+    peers = {"bfloat16": lambda q, *args: ops.attention_decode(q, args[4], args[5], lengths(q))}
     yield Work("INT8 cache, decoding 16×32 of 8192 D128", ours, peers, cache, forward_only=True)
 
     def paged() -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ def stored_operands() -> Iterator[Work]:
 
     pages = lambda q, table: mr.pages(table, lengths(q), page=64)
     ours = lambda q, k, s, v, t, *rest: ops.attention_paged(q, mr.scaled(k, s), mr.scaled(v, t), pages(q, rest[-1]))
-    peers = {"bfloat16": lambda q, *args: ops.attention_paged(q, *args[4:6], pages(q, args[-1]))}
+    peers = {"bfloat16": lambda q, *args: ops.attention_paged(q, args[4], args[5], pages(q, args[-1]))}
     yield Work("INT8 pages, decoding 16×32 of 8192 D128", ours, peers, paged, forward_only=True)
 
     def head() -> list[torch.Tensor]:

@@ -118,6 +118,10 @@ def fuse_loss(model: Model, *, vocab_size: int | None = None) -> Model:
 
     Raises :class:`ArgumentError` for another kind of model, for an output layer that gathers its logits, and for
     ``defer_embedding_wgrad_compute``, which keeps what the layer would have computed.
+
+    >>> from monoidreduce.integrations.megatron import fuse_loss
+    >>> model = fuse_loss(GPTModel(config, layer_spec, 32000, 4096))  # doctest: +SKIP
+    >>> losses = model(tokens, positions, mask, labels=labels)  # doctest: +SKIP
     """
     owner, layer = type(model).__name__, getattr(model, "output_layer", None)
     if not hasattr(model, "compute_language_model_loss"):

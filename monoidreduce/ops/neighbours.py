@@ -135,7 +135,7 @@ class KnnLayer(Protocol):
     """The type of :func:`knn`: a layer that can also prepare its points."""
 
     def __call__(
-        self, x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False
+        self, x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False
     ) -> Neighbours: ...
 
     def prepare(self, y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "euclidean") -> PointIndex: ...
@@ -174,7 +174,8 @@ def knn(x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude
     checks.floating(x=x, y=y)
     checks.one_of("metric", metric, METRICS)
     checks.whole("k", k, 1)
-    if metric in ("euclidean", "sqeuclidean") and point_index.worth_a_tree(x, y):
+    by_distance = metric == "euclidean" or metric == "sqeuclidean"
+    if by_distance and isinstance(x, Tensor) and isinstance(y, Tensor) and point_index.worth_a_tree(x, y):
         index = PointIndex(y, metric)
         if index.can_search(x, k):
             return index(x, k, exclude_self=exclude_self)

@@ -104,7 +104,10 @@ class DiagonalLaunch(FoldLaunch):
     def recipe(self) -> None:
         return None  # the sums of tiles are added afterwards
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
+    def __call__(
+        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        assert then is None, "sums have no lists that are completed"
         outputs = [room() for room in self.rooms]
         if self.spec.bounds:  # tiles may be skipped
             outputs[-1].zero_()

@@ -167,7 +167,10 @@ class HistogramLaunch(FoldLaunch):
     def recipe(self) -> None:
         return None  # torch combines the parts
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
+    def __call__(
+        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        assert then is None, "sums have no lists that are completed"
         if not self.grid:
             shape = (*self.sizes.batch, self.table_size)
             return [torch.zeros(shape, dtype=self.sizes.compute, device=self.sizes.device)]

@@ -202,7 +202,10 @@ class JointLaunch(FoldLaunch):
         given = (out, buffer, self.first, *numbers, *self.rounding)
         return _kernels("round_sums", (self.counters,), given, constants)
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
+    def __call__(
+        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        assert then is None, "sums have no lists that are completed"
         outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
         self._set_counters(buffer)
         arguments = [*self._arguments(leaves, merged), *self._joint(buffer)]
