@@ -123,7 +123,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
         if key is None and _any_scaled(args, kwargs):
-            return self._call_variant(args, kwargs)
+            return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
             return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
@@ -394,6 +394,11 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._restrict(args, kwargs)
         kwargs.pop(declarations.RESERVED, None)
         return None
+
+    @functools.cached_property
+    def _stored_calls(self) -> layer_replay.LayerReplay:
+        """Calls with stored arguments: how they are split is recorded, as a layer's own Python is."""
+        return layer_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = self._variant(args, kwargs)

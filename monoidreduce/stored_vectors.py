@@ -128,6 +128,10 @@ class Scaled:
         moves = forward_ad._current_level >= 0 and forward_ad.unpack_dual(self.master).tangent is not None
         return moves or (torch.is_grad_enabled() and self.master.requires_grad)
 
+    def without_master(self) -> Scaled:
+        """The same vectors for a call that does not differentiate the master."""
+        return self if self.master is None else replace(self, master=None)
+
     def pass_through(self, dtype: torch.dtype) -> Tensor:
         """The vectors as a plain tensor, whose gradient is also the master's (straight-through estimator)."""
         wide, master = self.dequantize(dtype), self.master

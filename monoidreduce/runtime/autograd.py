@@ -124,23 +124,28 @@ class ReplayedProgram:
             found = self.forward(replay, values)[0]
         return found if replay.formed else list(found)
 
-    def fix(self, sizes: Sizes, values: Sequence[Any]) -> Callable[..., Sequence[Any]] | None:
+    def fix(
+        self, sizes: Sizes, values: Sequence[Any], otherwise: Runner, form: Callable[[list[Any]], Sequence[Any]]
+    ) -> Callable[..., Sequence[Any]] | None:
         """This program for inputs like these with the same numbers, while ``launch_key`` is what it is now: a function
-        without look-ups. None where there is no recording, or its outputs are not in the form that is expected."""
+        without look-ups. None where there is no recording. ``otherwise`` runs where its launches are gone; ``form``
+        gives the outputs the form that is expected, where they do not have it."""
         replay, count = self.replays.find(sizes, values), len(values)
-        if replay is None or not replay.formed or self.replays.steps.moving is None or replay.is_wide:
+        if replay is None or self.replays.steps.moving is None or replay.is_wide:
             return None
         names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
         asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
+        given, formed = ", ".join(names), "{}" if replay.formed else "form(list({}))"
         lines = [
             "if folds() is not store:",
-            f"    return again(sizes, {', '.join(names)})",
+            f"    return otherwise({given})",
             f"if graded() and ({asks}):",
-            f"    return apply(call, {', '.join(names)})",
-            f"return forward(replay, {tuple_text(names)})[0]",
+            f"    return {formed.format(f'apply(call, {given})')}",
+            f"return {formed.format(f'forward(replay, {tuple_text(names)})[0]')}",
         ]
-        scope = dict(folds=triton.prepared_folds, store=store, again=self, sizes=sizes, graded=torch.is_grad_enabled)
-        scope |= dict(apply=_replay_program, call=(replay, self), forward=self.forward, replay=replay)
+        scope = dict(folds=triton.prepared_folds, store=store, otherwise=otherwise, form=form)
+        scope |= dict(graded=torch.is_grad_enabled, apply=_replay_program, call=(replay, self))
+        scope |= dict(forward=self.forward, replay=replay)
         return define("fixed", names, lines, scope)
 
     def forward(

@@ -137,7 +137,9 @@ class Plan:
         """:meth:`of` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now: the
         recording itself, without a look-up. None where there is none."""
         found = getattr(self.run, "func", None)
-        return found.fix(self.sizes, inputs) if isinstance(found, ReplayedProgram) else None
+        if not isinstance(found, ReplayedProgram):
+            return None
+        return found.fix(self.sizes, inputs, self.of, self._formed)
 
     def _formed(self, found: list[Any]) -> list[Tensor]:
         """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was

@@ -29,6 +29,8 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.ranks import agreement
 from ..plan import settings
+from ..program.closure import Watched
+from ..stored_vectors import Scaled
 from . import call_context
 
 # The key of a call: all that its checks and its kernels look at, and nothing else.
@@ -52,6 +54,9 @@ class _KeyReader(NamedTuple):
     on_kernels: Callable[..., tuple | None]
     elsewhere: Callable[..., tuple | None]
     first: int | None  # which value is the first tensor
+
+
+_NO_KEY = _KeyReader(lambda *given: None, lambda *given: None, None)  # of types that have none
 
 
 class CallKeys:
@@ -89,7 +94,7 @@ class CallKeys:
         form = (count, *names, *kinds)
         made = [_generate_reader(form, kinds, declared, tensors) for tensors in (_ON_KERNELS, _ELSEWHERE)]
         if made[0] is None or made[1] is None:
-            return None
+            return self.readers.keep(form, _NO_KEY)
         first = next((k for k, one in enumerate(zip(kinds, declared, strict=True)) if _is_tensor(*one)), None)
         return self.readers.keep(form, _KeyReader(made[0], made[1], first))
 
@@ -127,6 +132,8 @@ def _key_parts(kind: type, said: str, tensors: Sequence[str]) -> Sequence[str] |
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _DOMAINS = frozenset({Blocks, Edges, Jagged, Pages})
+_IN_PARTS = _DOMAINS | {Scaled}  # arguments that are several values
+_CHANGED = object()  # a replay's answer where a body would read something else
 _LONGEST = 32  # steps of a recording: what takes more is no plain layer
 _got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
 _methods = lambda *names: {getattr(Tensor, name) for name in names}
@@ -168,6 +175,7 @@ class LayerRecorder(TorchFunctionMode):
         self.values, self.names = values, {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
         self.failed = len(self.names) < len(tensors)  # a tensor given twice: it is not known which is which
         self.held: list[Any] = []  # results, so that ids stay their own
+        self.watched: list[Watched] = []  # what bodies read besides their values
         self.writer = FunctionWriter()
         self.grads, self.inside = torch.is_grad_enabled(), False
 
@@ -181,8 +189,9 @@ class LayerRecorder(TorchFunctionMode):
         return found
 
     def run_plan(self, plan: Planned, values: Sequence[Any]) -> Any:
-        """Run an op's plan: one step, whatever it does. What it reads besides its values is checked in each call."""
-        self.failed = self.failed or plan.traced.watched is not None
+        """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
+        if plan.traced.watched is not None:
+            self.watched.append(plan.traced.watched)
         inputs = [values[at] if view is None else self.run_step(view, (values[at],)) for at, view in plan.given]
         with self._apart():
             found, fixed = plan.of(*inputs), plan.fix(inputs)
@@ -201,10 +210,13 @@ class LayerRecorder(TorchFunctionMode):
         return found
 
     def function(self, result: Any) -> Callable[..., Any] | None:
-        """The call as a function of its values; None where it cannot be replayed."""
+        """The call as a function of its values, which returns ``_CHANGED`` where a body would read something else; None
+        where it cannot be replayed."""
         lines = [*self.writer.lines, f"return {self._text(result)}"]
         if self.failed or len(self.writer.lines) > _LONGEST:
             return None
+        for watched in self.watched:
+            lines = [f"if not {self.writer.hold(watched.holds)}():", f"    return {self.writer.hold(_CHANGED)}", *lines]
         return define("call", [f"v{k}" for k in range(len(self.values))], lines, self.writer.scope)
 
     def _name(self, found: Tensor, name: str) -> None:
@@ -270,8 +282,37 @@ def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[.
 
 
 def _not_recorded(*values: Any) -> Any:
-    """Stands for a call over a domain that cannot be replayed."""
+    """Stands for a call over a domain, or with stored vectors, that cannot be replayed."""
     raise AssertionError("the layer is called instead")
+
+
+def _split_values(values: Sequence[Any]) -> tuple[tuple, tuple] | None:
+    """The values of a call with those of domains and stored vectors in their places, each tensor once; and what says
+    how they were put together. None where the call must not be replayed."""
+    flat: list[Any] = []
+    forms: list[Any] = []
+    for at, value in enumerate(values):
+        if type(value) is Scaled:
+            if value.asks:  # its vectors are made whole under autograd
+                return None
+            flat += (value.values, value.scale)
+            forms += (at, value.wide, value.bits, value.block)
+        elif type(value) in _DOMAINS:
+            tensors = value.tensors()
+            if settings.now().check or not (tensors[0].is_cuda or settings.interprets_kernels()):
+                return None
+            flat += tensors
+            forms += (at, value.form)
+        else:
+            flat.append(value)
+    given = [v for v in flat if isinstance(v, Tensor)]
+    if True in (asking := [v.requires_grad for v in given]):  # plans are made for those who ask for gradients
+        forms += (torch.is_grad_enabled(), *asking)
+    if len({*map(id, given)}) < len(given):  # several share a scale: the key says which
+        places = {id(v): k for k, v in enumerate(flat) if isinstance(v, Tensor)}
+        forms.append(tuple(places.get(id(v), -1) for v in flat))
+        flat = [v for k, v in enumerate(flat) if places.get(id(v), k) == k]
+    return tuple(flat), tuple(forms)
 
 
 class LayerReplay:
@@ -288,31 +329,34 @@ class LayerReplay:
         if recording.get() is not None:
             return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         values = (*args, *kwargs.values()) if kwargs else args
-        for at, value in enumerate(values):
-            if type(value) in _DOMAINS:
-                return self._over_domain(at, value, values, args, kwargs)
+        if not _IN_PARTS.isdisjoint(map(type, values)):
+            return self._call_in_parts(values, args, kwargs)
         key = self.keys.key(len(args), kwargs, values)
         if key is None:
             if has_arrays(values):
                 return self.call_with_arrays(args, kwargs)
             return self.unkeyed(*args, **kwargs)
         call = self.known.find(key)
-        return self._record(key, args, kwargs) if call is None else call(*values)
+        found = _CHANGED if call is None else call(*values)
+        return self._record(key, args, kwargs) if found is _CHANGED else found
 
-    def _over_domain(self, at: int, domain: Any, values: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """A call over a domain: its tensors are values like all others, its form is a part of the key. Where the
-        numbers of lists are looked at in every call, nothing is replayed."""
-        tensors = domain.tensors()
-        flat = (*values[:at], *values[at + 1 :], *tensors)
-        key = None
-        if not settings.now().check and (tensors[0].is_cuda or settings.interprets_kernels()):
-            key = self.keys.key(len(flat), {}, flat, (len(args), *kwargs, at, domain.form))
-        if key is None:
+    def _call_in_parts(self, values: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A call over a domain, or with stored vectors: their tensors and numbers are values like all others, their
+        forms are a part of the key. Where the numbers of lists are looked at in every call, nothing is replayed."""
+        found = _split_values(values)
+        key = None if found is None else self.keys.key(len(found[0]), {}, found[0], (len(args), *kwargs, found[1]))
+        if found is None or key is None:
+            if has_arrays(values) and _DOMAINS.isdisjoint(map(type, values)):
+                return self.call_with_arrays(args, kwargs)
             return self.unkeyed(*args, **kwargs)
-        call = self.known.find(key)
-        if call is None:
-            return self._record(key, args, kwargs, flat)
-        return self.layer(*args, **kwargs) if call is _not_recorded else call(*flat)
+        call, flat = self.known.find(key), found[0]
+        if call is _not_recorded:
+            return self.layer(*args, **kwargs)
+        result = _CHANGED if call is None else call(*flat)
+        if result is not _CHANGED:
+            return result
+        without = lambda v: v.without_master() if type(v) is Scaled else v
+        return self._record(key, tuple(map(without, args)), {n: without(v) for n, v in kwargs.items()}, flat)
 
     def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
@@ -320,8 +364,10 @@ class LayerReplay:
         return call_with_tensors(call, list(inspect.signature(self.layer).parameters), args, kwargs)
 
     def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any], flat: tuple | None = None) -> Any:
-        """Record the second call of a kind; one that raises leaves nothing behind. ``flat``: its values with the
-        tensors of a domain in place of that."""
+        """Record the second call of a kind; one that raises leaves nothing behind. ``flat``: its values with
+        those of domains and stored vectors in their places."""
+        if self.known.pop(key, None) is not None:
+            self.seen.pop(key, None)  # what a body reads has changed, and may in every call
         if key not in self.seen:
             result = self.layer(*args, **kwargs)
             self.seen.keep(key, True)

@@ -197,14 +197,17 @@ class ProgramSteps:
         names = [name for name, given in pairs if given in self.numbers]
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
 
-    def record(self, values: Sequence[Any], sizes: Sizes) -> triton.RecordedLaunches | None:
-        """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run."""
+    def record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form] = ()) -> triton.RecordedLaunches | None:
+        """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run.
+        ``forms``: those in which the outputs are expected."""
         if not self.are_launches:
             return None
         with torch.no_grad(), triton.compile_only():
             known = dict(zip(self.script.names, values, strict=True))
             folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
-            return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total)
+            expected = zip(self.script.returned, self.program.outputs, forms, strict=False)
+            types = {name: form[1] for name, e, form in expected if e.feature is not None and e.dtype == "float"}
+            return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total, types)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)
@@ -265,7 +268,7 @@ class ForwardReplays:
         return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
 
     def _record(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
-        recorded, made = self.steps.record(values, sizes), self.steps.script
+        recorded, made = self.steps.record(values, sizes, self.forms), self.steps.script
         if recorded is None:
             return None
         moves = any(self.steps.moving or ())  # else nothing has a backward

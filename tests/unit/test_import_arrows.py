@@ -59,15 +59,15 @@ PACKAGES: dict[str, set[str]] = {
     "engines.stream": COMMON | {"engines.ranks"},  # a chunk of a stream is a shard that comes later
     "engines.auto": COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines.triton.kernels"},
     "engines": set(),
+    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "tuning": PANEL_KERNELS | {"engines.auto", "engines.triton"},
-    "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "tuning"},
+    "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
     "elementwise": {"errors", "runtime"},  # the definition, pair by pair
     "blockwise": {"errors", "algebra", "elementwise", "engines.triton.kernels"},
     "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
     "sources": {"errors", "arrays", "files"},
     "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk
     "block_runs": COMMON | {"engines.stream", "sources", "saved_runs"},
-    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "stream": COMMON
     | {"engines.ranks", "engines.stream", "files", "sources", "saved_runs", "block_runs", "stored_vectors"},
     "autotune": {"errors", "arrays", "plan", "runtime", "tuning", "sources"},

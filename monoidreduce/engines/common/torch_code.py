@@ -114,17 +114,17 @@ def _is_simple(e: Expr) -> bool:
 FoundSide = tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]  # what it is fed, and what its outputs are in the program
 
 
-def find_sides(roots: Sequence[Expr], there: frozenset[Expr]) -> list[FoundSide]:
-    """The groups of elementwise nodes under ``roots``, without those in ``there``."""
+def find_sides(roots: Sequence[Expr], there: frozenset[Expr], least: int = _MIN_CALLS) -> list[FoundSide]:
+    """The groups of elementwise nodes under ``roots``, without those in ``there``, that are ``least`` torch calls."""
     order = topological(roots, stop=there.__contains__)
-    found = (_find_side(axis, [e for e in order if e not in there], roots) for axis in ("rows", "cols"))
+    found = (_find_side(axis, [e for e in order if e not in there], roots, least) for axis in ("rows", "cols"))
     return [side for side in found if side is not None]
 
 
-def _find_side(axis: str, order: Sequence[Expr], roots: Sequence[Expr]) -> FoundSide | None:
+def _find_side(axis: str, order: Sequence[Expr], roots: Sequence[Expr], least: int) -> FoundSide | None:
     inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
     inside -= _blocked_nodes(order, inside)
-    if sum(_CALLS.get(e.op, 1) for e in inside) < _MIN_CALLS:
+    if sum(_CALLS.get(e.op, 1) for e in inside) < least:
         return None
     used = {a for e in order if e not in inside for a in e.args}
     outputs = tuple(e for e in order if e in inside and (e in used or e in roots))
@@ -233,12 +233,14 @@ def script(
     ``gathered``: the arithmetic of one side between two passes is one step, run by
     ``folder.side``."""
     writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
+    # A scale that leaves its product is a call of its own: as a kernel, the program is nothing but launches
+    least = 1 if any(e.is_stored for p in program.passes for e in p.feeds) else _MIN_CALLS
     for p in program.passes:
         if gathered:
-            writer.gather(p.feeds)
+            writer.gather(p.feeds, least)
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
     if gathered:
-        writer.gather(program.outputs)
+        writer.gather(program.outputs, least)
     return writer.script(inputs(program), program.outputs, "folder")
 
 
@@ -299,9 +301,9 @@ class Writer(FunctionWriter):
         self.steps.append(Step(what, given, tuple(results)))
         self.stepped += len(self.lines) - before
 
-    def gather(self, roots: Sequence[Expr]) -> None:
-        """Write what can be done together as one step each."""
-        for side, fed, outputs in find_sides(roots, frozenset(self.names)):
+    def gather(self, roots: Sequence[Expr], least: int) -> None:
+        """Write what can be done together, ``least`` torch calls of it, as one step each."""
+        for side, fed, outputs in find_sides(roots, frozenset(self.names), least):
             names, before = [self.of(e) for e in fed], len(self.lines)
             found = self._line(f"folder.side({self.hold(side)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):

@@ -286,3 +286,78 @@ def test_many_threads():
     for t in threads:
         t.join()
     assert not failures, failures[0]
+
+
+# Vectors that are stored as small numbers
+
+
+def stored(shape, scale, seed=0, **more):
+    gen = torch.Generator().manual_seed(seed)
+    return mr.scaled(torch.randint(-90, 90, shape, generator=gen, dtype=torch.int8), scale, **more)
+
+
+def test_calls_with_stored_vectors_are_replayed():
+    layer, outlines = fresh(ops.attention)
+    (q,) = drawn((2, 5, D))
+    share = torch.rand(2, 7)
+    forms = {
+        "numbers": lambda s: (stored((2, 7, D), s), stored((2, 7, 3), 2 * s)),
+        "vectors": lambda s: (stored((2, 7, D), s * torch.rand(2, 7)), stored((2, 7, 3), s * torch.rand(2, 1))),
+        "one tensor of both": lambda s: (stored((2, 7, D), share), stored((2, 7, 3), share, seed=1)),
+    }
+    for count, make in enumerate(forms.values(), 1):
+        for seed in range(4):
+            torch.manual_seed(seed)
+            k, v = make(0.01)
+            found, wanted = layer(q, k, v), ops.attention.__wrapped__(q, k, v)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(gradients(found, q), gradients(wanted, q), rtol=0, atol=0)
+        assert written(outlines) == [True] * count
+    k, v = forms["numbers"](0.02)  # another number is another recording
+    torch.testing.assert_close(layer(q, k, v), ops.attention.__wrapped__(q, k, v), rtol=0, atol=0)
+
+
+def test_a_replayed_call_with_stored_vectors_runs_none_of_the_layer():
+    seen = []
+
+    def layer(q, k, v):
+        seen.append(1)
+        return ops.attention(q, k, v, scale=0.3)
+
+    outlines = layer_replay.LayerReplay(layer)
+    given = drawn((5, D))[0].detach(), stored((7, D), torch.rand(7)), stored((7, 3), 0.1)
+    found = [outlines(given, {}) for _ in range(5)]
+    assert len(seen) == 2  # to see the kind, and to record it
+    assert all(torch.equal(found[0], one) for one in found)
+
+
+def test_masters_that_ask_for_gradients_are_not_replayed():
+    layer, outlines = fresh(ops.attention)
+    q, k, v = drawn((5, D), (7, D), (7, 3))
+    kept = stored((7, D), 0.01, master=k)
+    for _ in range(3):
+        (g,) = torch.autograd.grad(layer(q, kept, v).sum(), k)
+        assert g.shape == k.shape
+    assert not outlines.known
+    with torch.no_grad():
+        for _ in range(3):
+            found = layer(q, kept, v)
+    assert written(outlines) == [True]
+    torch.testing.assert_close(found, layer(q, kept, v).detach())
+    assert torch.autograd.grad(layer(q, kept, v).sum(), k)[0].shape == k.shape
+
+
+FACTOR = 1.0
+
+
+def test_ops_with_stored_vectors_follow_what_their_bodies_read(monkeypatch):
+    @mr.op
+    def layer(x: mr.Row["f"], y: mr.Col["f"]):
+        return mr.sum(FACTOR * (x @ y))
+
+    x, y = torch.rand(3, D), stored((7, D), torch.rand(7))
+    for factor in (1.0, 2.0, 1.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        for _ in range(4):
+            torch.testing.assert_close(layer(x, y), factor * (x @ y.dequantize().T).sum(1))
+        assert written(layer._stored_calls) == [True]

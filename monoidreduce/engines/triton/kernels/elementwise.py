@@ -7,7 +7,7 @@ The text is made of the same lines as a fold's (``expressions.py``): a number is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,8 @@ def {name}({signature}):
 
 class _Lines(ExpressionWriter):
     """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
+
+    cast: tuple[int, ...] = ()  # outputs that are not written in the arithmetic's type
 
     def number(self, e: Expr) -> str:
         if e.op == "spread":
@@ -89,6 +91,7 @@ class _Lines(ExpressionWriter):
             return f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None])"
         lane, exists = self.lanes(e)
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+        text = f"({text}).to(out{k}.dtype.element_ty)" if k in self.cast else text
         if k in self.spec.strided:
             self.before.append(kernel_text.write_output_base(self.spec, k))
             return f"tl.store(out{k}_base + kept_lane[:, None] * out{k}_s + {lane}[None, :], {text}, mask={mask})"
@@ -96,8 +99,9 @@ class _Lines(ExpressionWriter):
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.Kernel:
+def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> kernel_text.Kernel:
     lines = _Lines(spec)
+    lines.cast = cast
     stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
     names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
@@ -115,9 +119,17 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.K
 class ElementwiseLaunch:
     """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
-    ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order."""
+    ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order.
+    ``types``: by their places, of vectors among the outputs that are not written in the arithmetic's type."""
 
-    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, total: bool = False):
+    def __init__(
+        self,
+        side: Side,
+        leaves: Sequence[Any],
+        sizes: Sizes,
+        total: bool = False,
+        types: Mapping[int, torch.dtype] | None = None,
+    ):
         over = "cols" if side.axis == "rows" else "rows"
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
@@ -126,6 +138,8 @@ class ElementwiseLaunch:
         shape = functools.reduce(batching.broadcast_shapes, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
         length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
         forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        cast = tuple(k for k, dtype in sorted((types or {}).items()) if dtype is not forms[k][1])
+        forms = [(found, (types or {}).get(k, dtype)) for k, (found, dtype) in enumerate(forms)]
         strides = [
             None if total else self._strides(e, side, leaves, form[0])
             for e, form in zip(side.outputs, forms, strict=True)
@@ -135,10 +149,10 @@ class ElementwiseLaunch:
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         letters = tuple(sorted(sizes.letters.items()))
-        types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
+        kinds = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
         rooms = (0,) * len(leaves)
         spec = Spec(
-            Fold(side.leaves, ()), over, types, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
+            Fold(side.leaves, ()), over, kinds, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
         )
         spec = replace(spec, strided=tuple(laid))
         widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
@@ -151,7 +165,7 @@ class ElementwiseLaunch:
         alone = kept * max([1, *widths]) <= _BLOCK and torch.Size(sizes.batch).numel() == 1
         if total and not (numbers and alone):
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
-        self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
+        self.kernel, self.plan = _kernel(spec, side.outputs, total, cast), KernelPlan(kept, 1, 4, 1)
         self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         self.rooms = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,10 +58,12 @@ def record(
     sizes: Sizes,
     numbers: NumberArithmetic | None = None,
     total: bool = False,
+    types: Mapping[str, torch.dtype] | None = None,
 ) -> RecordedLaunches | None:
     """The launches of steps on these inputs, which are run on the way; None where there is more to them.
 
-    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
+    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for;
+    ``types``: of vectors that arithmetic of one side returns in another type than its own."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
     if not jit_module.can_relaunch(sizes.device) or any(
@@ -87,7 +89,8 @@ def record(
             called = names
             results, launches = folder(step.what, leaves)
         else:
-            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
+            asked = {k: (types or {})[name] for k, name in enumerate(names) if name in (types or {})}
+            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1], asked)
         if not launches:
             return None
         for one in launches:
@@ -97,9 +100,11 @@ def record(
     return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
 
 
-def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
+def _side(
+    side: Side, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
+) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
     try:
-        one = elementwise.ElementwiseLaunch(side, leaves, sizes, total)
+        one = elementwise.ElementwiseLaunch(side, leaves, sizes, total, types)
     except Unsupported:
         return [], None
     results, recipe = one(leaves), one.recipe()
