@@ -246,6 +246,8 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
         peak = max(peak, done + _run_launch(call, one))
         if one.parts > 1 or one.lists:
             peak = max(peak, done + _run_combine(one, sizes))
+        if one.parts > 1 and _sum_bytes(one.outputs) <= split_combine.SMALL:
+            done += _sum_bytes(one.outputs)
         done += _sum_bytes(made[o] for o in one.made)
     return max(peak, done)
 

@@ -394,14 +394,15 @@ class FoldLaunch:
     def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
-        arguments = self._arguments(leaves, merged)
+        arguments, _kept = self._arguments(leaves, merged)
         if self.again is None:
             return self._first([*outputs, *arguments], merged)
         self.again(*outputs, *arguments)
         return True
 
-    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Any]:
-        """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in."""
+    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
+        """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
+        whose addresses are among them, to be kept until the launch."""
         given = self._converted(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
@@ -414,7 +415,7 @@ class FoldLaunch:
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.made
         ]
-        return arguments
+        return arguments, given
 
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts

@@ -208,7 +208,8 @@ class JointLaunch(FoldLaunch):
         assert then is None, "sums have no lists that are completed"
         outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
         self._set_counters(buffer)
-        arguments = [*self._arguments(leaves, merged), *self._joint(buffer)]
+        arguments, _kept = self._arguments(leaves, merged)
+        arguments += self._joint(buffer)
         if self.again is None:
             self._first([*outputs, *arguments], merged)
         else:

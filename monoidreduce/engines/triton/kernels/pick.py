@@ -204,8 +204,9 @@ class Pairs:
             place, other = self.place(target, by_rows), self.sizes.cols if by_rows else self.sizes.rows
             entries, beyond = place.numel(), len(place) * other
             key = torch.empty(entries, dtype=torch.int32 if beyond < 2**31 else torch.int64, device=place.device)
-            given = (key, place, place[0].numel(), other, beyond, entries)
-            _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
+            if entries:
+                given = (key, place, place[0].numel(), other, beyond, entries)
+                _kernels("keys_of", (-(-entries // 1024),), given, dict(LANES=1024))
             found = self.sorted[target, by_rows] = key.sort(stable=True)
         return found
 

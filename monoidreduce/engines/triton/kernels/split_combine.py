@@ -28,7 +28,7 @@ import triton.language as tl
 '''
 _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
-_SMALL = 2**20  # bytes of parts that are held until a call is done
+SMALL = 2**20  # bytes of parts that are held until a call is done
 FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
 _WIDE = 4096  # numbers at a time from which on an instance has eight warps
 _kernels = Kernels(_TEXT)
@@ -85,7 +85,7 @@ def recipes(
 ) -> list[Joined] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
     parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
-    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
+    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or SMALL):
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
     todo, found = _tasks(r, parts), []
