@@ -246,7 +246,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
         peak = max(peak, done + _run_launch(call, one))
         if one.parts > 1 or one.lists:
             peak = max(peak, done + _run_combine(one, sizes))
-        if one.parts > 1 and _sum_bytes(one.outputs) <= split_combine.SMALL:
+        if one.holds_splits and len(ready.launches) > 1:
             done += _sum_bytes(one.outputs)
         done += _sum_bytes(made[o] for o in one.made)
     return max(peak, done)

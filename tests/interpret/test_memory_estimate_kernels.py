@@ -28,8 +28,10 @@ def told():
 
 
 def assert_near(found):
-    """Within a tenth, or a few of the allocator's blocks."""
-    off = [f"{name}: {p:,} of {c:,}" for name, (p, c) in found.items() if abs(p - c) > max(0.1 * c, 9 * BLOCK)]
+    """At most a tenth too little or 15 % too much (small results of splits count as held, which not every call does),
+    or a few of the allocator's blocks."""
+    spare = 9 * BLOCK
+    off = [f"{name}: {p:,} of {c:,}" for name, (p, c) in found.items() if not 0.9 * c - spare <= p <= 1.15 * c + spare]
     assert not off, "; ".join(off)
 
 

@@ -316,6 +316,17 @@ class FoldLaunch:
         return []
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
+        return not (self.kernel.made or self.lists or any((*self.before[:2], self.before[3])))
+
+    @property
+    def holds_splits(self) -> bool:
+        """Whether a replay combines the results of splits, and holds them until the call is done."""
+        every = [(r, [self.outputs[k] for k in at]) for r, at in split(self.fold, list(range(len(self.outputs))))]
+        return self.parts > 1 and self.is_repeatable and all(split_combine.are_held(r, forms) for r, forms in every)
+
+    @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
@@ -420,7 +431,7 @@ class FoldLaunch:
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
         of exponents, and which tiles are visited."""
-        if self.again is None or self.kernel.made or self.lists or any((*self.before[:2], self.before[3])):
+        if self.again is None or not self.is_repeatable:
             return None
         arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:

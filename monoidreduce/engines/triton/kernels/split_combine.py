@@ -28,7 +28,7 @@ import triton.language as tl
 '''
 _TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
-SMALL = 2**20  # bytes of parts that are held until a call is done
+_SMALL = 2**20  # bytes of parts that are held until a call is done
 FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
 _WIDE = 4096  # numbers at a time from which on an instance has eight warps
 _kernels = Kernels(_TEXT)
@@ -85,7 +85,7 @@ def recipes(
 ) -> list[Joined] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
     parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
-    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or SMALL):
+    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
     todo, found = _tasks(r, parts), []
@@ -100,6 +100,12 @@ def recipes(
         arguments = (*(Leaf(k, True) for k in task.read), task.parts, task.rows)
         found.append(Joined(Recipe(again, forms, arguments), task.written))
     return found
+
+
+def are_held(r: Expr, stacked: Sequence[Form]) -> bool:
+    """Whether there is a kernel for parts of these forms, and they may stay until a call is done."""
+    small = sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) <= _SMALL
+    return small and tasks(r.attrs[0], r.attrs[2], tuple(stacked)) is not None
 
 
 def _tasks(r: Expr, stacked: Sequence[Tensor]) -> list[CombineLaunch] | None:
