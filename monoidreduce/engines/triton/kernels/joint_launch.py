@@ -296,7 +296,7 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
     """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
     layouts = [other._layout(o) for o in other.fold.outputs]
     widths = {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
-    used = (s for s in joint_gradients.SCHEDULES if (s.masked if own.spec.bounds else s.whole))
+    used = joint_gradients.used_schedules(own.spec)
     return (
         kernel_plan.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None

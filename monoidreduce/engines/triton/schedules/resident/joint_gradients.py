@@ -18,13 +18,11 @@ tile stores instead of adding, so nothing is cleared. ``kernels/joint_launch.py`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
-from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known
 from .. import gluon_parts
@@ -41,7 +39,8 @@ from ..gluon_parts import (
     leaf_name,
 )
 from .logit_forms import INDEX_DISTANCE
-from .work_split import GroupWork, count_features, divide_joint_work, folded_numbers, kept_and_folded
+from .single_warpgroup import ScoredPairs
+from .work_split import GroupWork, count_features, divide_joint_work, kept_and_folded
 
 KEPT, FOLDED = 2 * GROUP_ROWS, GROUP_ROWS
 WRITERS = 2
@@ -198,40 +197,16 @@ def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
     return gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 2, functions)
 
 
+def used_schedules(spec: Spec) -> list[JointSchedule]:
+    """The schedules that are on for a spec's kind, of any features."""
+    return [one for one in SCHEDULES if (one.masked if spec.bounds else one.whole)]
+
+
 def find_schedule(spec: Spec) -> JointSchedule | None:
     """The schedule of a spec, where it is used: all of its vectors have as many features."""
     vectors = [e for e in topological(spec.fold.reductions) if e.op == "leaf" and e.feature is not None]
     widths = {(spec.width(e.feature), count_features(e, spec)) for e in vectors}
-    found = (one for one in SCHEDULES if (one.masked if spec.bounds else one.whole))
-    return next((one for one in found if widths == {(one.features, one.features)}), None)
-
-
-class _PairValues(ExpressionWriter):
-    """Numbers of pairs whose scores the first MMAs made; numbers of folded indices lie in the ring."""
-
-    pair_layout = "zeros"  # a block that is laid out as all pairs are
-
-    def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
-        super().__init__(spec)
-        self.dots, self.shifts = dots, [*shifts]
-        self.ringed = [e for e in folded_numbers(spec) if not any(e in pair for pair in shifts)]
-
-    def here(self, x: str) -> str:
-        """One number per folded index of the tile."""
-        text = f"{x}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
-        return f"{self.bind((x, 'here'), text, True, f'{x}_here')}[None, :]"
-
-    def _leaf(self, e: Expr) -> str:
-        return self.here(leaf_name(e)) if e in self.ringed else super()._leaf(e)
-
-    def _shift(self, number: Expr, total: Expr) -> str:
-        return self.here(f"shift{self.shifts.index((number, total))}")
-
-    def apart(self, at: str) -> str:
-        return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
-
-    def product(self, x: Expr, y: Expr) -> str:
-        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
+    return next((one for one in used_schedules(spec) if widths == {(one.features, one.features)}), None)
 
 
 class _Text:
@@ -239,7 +214,7 @@ class _Text:
 
     def __init__(self, spec: Spec, work: GroupWork, schedule: JointSchedule, plain: kernel_text.Kernel):
         self.spec, self.work, self.schedule, self.plain = spec, work, schedule, plain
-        self.v = _PairValues(spec, work.dots, plain.shifts)
+        self.v = ScoredPairs(spec, work.dots, plain.shifts)
         self.half = schedule.features // 2
         self.vector = kept_and_folded(work.dots[0], spec)[0]  # of the rows' sums
         self.kept = list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots))

@@ -103,8 +103,8 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     return made and replace(made, alone=True)
 
 
-class _PairValues(ExpressionWriter):
-    """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
+class ScoredPairs(ExpressionWriter):
+    """Numbers of pairs whose scores the first MMAs made; numbers of folded indices lie in a ring."""
 
     pair_layout = "zeros"  # a block that is laid out as all pairs are
 
@@ -129,6 +129,10 @@ class _PairValues(ExpressionWriter):
 
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
+
+
+class _PairValues(ScoredPairs):
+    """The same, where the step before loaded the numbers of folded indices."""
 
     def weight(self, e: Expr) -> str:
         """A weight; with dropout, without the dropout's factor."""
