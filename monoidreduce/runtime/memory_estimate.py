@@ -210,8 +210,9 @@ class _SmallStep(panel.TorchStep):
 # GPU engines: meta tensors ------------------------------------------------------------------------------------
 
 
-def estimate_gpu_peak(call: FoldCall, choice: Choice) -> int | None:
-    """The peak of a fold that kernels or panels on a GPU run; None if it has no kernel."""
+def estimate_gpu_peak(call: FoldCall, choice: Choice, *, replayed: bool = True) -> int | None:
+    """The peak of a fold that kernels or panels on a GPU run; None if it has no kernel. A replayed call, as users make
+    it, holds small results of splits until it is done; the tuner's calls (``replayed=False``) let them go."""
     fold, leaves, sizes = call.fold, call.leaves, call.sizes
     if choice.schedule == "panel":
         if not triton.is_k_loop_fold(fold, leaves, sizes):
@@ -222,7 +223,7 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice) -> int | None:
     if panel_topk.selects_from_panels(fold):
         return _run_panel_topk(call, choice)
     ready = auto.prepare_choice(choice, fold, leaves, sizes)
-    return None if ready is None else _run_kernels(call, ready)
+    return None if ready is None else _run_kernels(call, ready, replayed)
 
 
 def _run_on_meta(call: FoldCall, run: Callable[[list[Any], Sizes], Any]) -> int:
@@ -233,7 +234,7 @@ def _run_on_meta(call: FoldCall, run: Callable[[list[Any], Sizes], Any]) -> int:
     return memory.peak
 
 
-def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
+def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = True) -> int:
     """Gathers and kernels one after the other, each beside the results of those before it."""
     call = replace(call, fold=ready.inner, leaves=tuple(ready.extend(call.leaves) or call.leaves), sizes=ready.sizes)
     sizes = call.sizes
@@ -246,7 +247,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
         peak = max(peak, done + _run_launch(call, one))
         if one.parts > 1 or one.lists:
             peak = max(peak, done + _run_combine(one, sizes))
-        if one.holds_splits and len(ready.launches) > 1:
+        if replayed and one.holds_splits and len(ready.launches) > 1:
             done += _sum_bytes(one.outputs)
         done += _sum_bytes(made[o] for o in one.made)
     return max(peak, done)
