@@ -61,6 +61,7 @@ def vectors(rows, cols, features, seed):
 SIZES = [(1, 59, 257, PLANS), (17, 33, 320, PLANS), (33, 130, 300, PLANS), (17, 33, 320, BOXED), (33, 70, 264, BOXED)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "cols", "features", "plans"), SIZES)
 def test_a_head_without_logits(rows, cols, features, plans, seed):
     x, w = vectors(rows, cols, features, seed)

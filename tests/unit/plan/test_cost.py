@@ -83,7 +83,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
@@ -108,7 +108,7 @@ def assert_memory(op, args):
             assert found.peak == pytest.approx(real, rel=0.05), found.schedule
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(61, 1100), (1100, 40)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_of_every_schedule_is_that_of_a_run(name, shape):
@@ -161,7 +161,7 @@ def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
