@@ -55,7 +55,7 @@ def main(points: int = 1200, eps: float = 0.05, iterations: int = 300, out: Path
     torch.manual_seed(0)
     x, y = ring(points), moons(points + points // 3)
     a, b = (torch.full((len(cloud),), 1 / len(cloud)) for cloud in (x, y))
-    cost, f, g = ops.sinkhorn(x, y, a, b, eps=eps, iterations=iterations)
+    cost, f, g = ops.sinkhorn(x, y, a, b, eps=eps, iterations=iterations)[:3]
     rows, cols = marginals(x, f, a, y, g, b, eps)
     errors = [(found - mass).abs().sum().item() / 2 for found, mass in ((rows, a), (cols, b))]
     moved = destination(x, y, g, b.log(), eps)

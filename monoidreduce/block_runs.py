@@ -23,8 +23,8 @@ from .engines.common.subproblem import finish_states
 from .engines.stream import Chunk, ChunkedProgram, checksum, row_checksums
 from .errors import ShapeError, StreamError
 from .plan import budget, settings
-from .saved_runs import SavedRun, join_blocks, temporary_run, versions, write_results
-from .sources import AlongAxis, Chunks, Meter
+from .saved_runs import THE_OP, SavedRun, join_blocks, note_interrupt, temporary_run, versions, write_results
+from .sources import AlongAxis, Chunks, Meter, format_count
 
 BUDGET = 2**30  # bytes of a run without a budget
 _ROWS, _COLUMNS, _TILES = (
@@ -136,12 +136,15 @@ class Rows:
     def bytes_each(self) -> int:
         return sum(a.bytes_each for a in self.files.values())
 
-    def fingerprint(self) -> str:
+    def options(self) -> dict[str, str]:
+        """The choices and numbers among the arguments, as they are shown."""
+        return {n: repr(v) for n, v in self.memory.items() if isinstance(v, str | bool | int | float) or v is None}
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells these rows from others, by argument."""
         files = {n: _fingerprint(a) for n, a in self.files.items()}
-        named = {n: v for n, v in self.memory.items() if isinstance(v, str | bool | int | float) or v is None}
-        return repr(
-            (sorted(row_checksums(self.memory).items()), sorted(files.items()), sorted(named.items(), key=repr))
-        )
+        numbers = {n: str(v) for n, v in row_checksums(self.memory).items() if n not in self.options()}
+        return {**numbers, **files}
 
 
 def _fingerprint(a: AlongAxis) -> str:
@@ -279,6 +282,12 @@ class BlockRun:
                     del results
                     progress = _Progress(block=b + 1, total=progress.total)
                     self._save(plan, progress)
+            except KeyboardInterrupt as error:
+                if self.saved is not None:
+                    of = f" of {format_count(meter.total)}" if meter.total else ""
+                    done = f"with {format_count(meter.done)}{of} {meter.unit} folded"
+                    note_interrupt(error, f"the state is kept in {self.saved.folder}, {done}")
+                raise
             finally:
                 meter.close()
             if prepared is None:  # all blocks were finished by an earlier run
@@ -414,8 +423,9 @@ class BlockRun:
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "the op or its options": self._prepare_one().name,
-            "the rows": self.rows.fingerprint(),
+            "options": self.rows.options(),
+            THE_OP: self._prepare_one().name,
+            "rows": self.rows.fingerprint(),
             "the columns": self.columns.fingerprint(),
             "the engine or the precision": repr((settings.now().engine, settings.now().precision)),
             "the versions or threads": versions(),

@@ -424,6 +424,15 @@ class CacheWarning(UserWarning):
     """
 
 
+class ConvergenceWarning(UserWarning):
+    """Iterations ended before they reached the tolerance that was given, and the result is what they had by then.
+
+    >>> import monoidreduce as mr
+    >>> issubclass(mr.ConvergenceWarning, UserWarning)  # warnings.simplefilter("error", mr.ConvergenceWarning) raises it
+    True
+    """
+
+
 class FallbackWarning(UserWarning):
     """An engine has no kernel for something and another engine runs it: right, but slower.
 

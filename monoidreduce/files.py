@@ -9,6 +9,7 @@ read does not stay in the process's memory. A file that is changed between two s
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import math
 import os
@@ -23,6 +24,7 @@ from torch import Tensor
 from .arrays import check_mapped, check_type, to_tensor
 from .errors import ArgumentError, DTypeError, MonoidReduceError, ShapeError, StreamError, shown
 
+Names = str | Sequence[str]  # an array of a file by its name; of a table, also several columns that are its features
 _SAMPLE = 2**16  # bytes at the beginning and at the end of a file that its fingerprint is made of
 
 
@@ -41,10 +43,11 @@ def is_file(given: Any) -> bool:
     return is_path(given) or is_file_list(given)
 
 
-def open_arrays(given: Any, names: Sequence[str] = ()) -> list[Any]:
-    """The arrays of a file, of each file of a list laid end to end, or the array itself.
+def open_arrays(given: Any, names: Sequence[Names] = ()) -> list[Any]:
+    """The arrays of a file, of each file of a list or a pattern laid end to end, or the array itself.
 
-    ``names`` picks those of a ``.safetensors`` or ``.parquet`` file."""
+    ``names`` picks those of a ``.safetensors`` or ``.parquet`` file; an entry that is a list of columns of numbers is
+    one array, with these as features."""
     if isinstance(given, Tensor | numpy.ndarray | _File | Parts):
         return [given]
     if is_file_list(given):
@@ -57,6 +60,9 @@ def open_arrays(given: Any, names: Sequence[str] = ()) -> list[Any]:
         raise ArgumentError(
             detail=f"chunks was given {shown(given)}", fix="Give a tensor, an array, a path or a list of paths"
         )
+    matched = find_files(given)
+    if len(matched) != 1 or matched[0] != str(given):
+        return open_arrays(matched, names)
     path = Path(given)
     reader = _READERS.get(path.suffix)
     if reader is None:
@@ -67,6 +73,20 @@ def open_arrays(given: Any, names: Sequence[str] = ()) -> list[Any]:
         raise ArgumentError(detail=f"{path} is a folder", fix="Give the path of a file")
     with report_read_errors(path):
         return reader(path, list(names))
+
+
+def find_files(given: Any, what: str = "") -> list[str]:
+    """The files that a path or a pattern (``"x/*.npy"``) names, in the order of their names; ``what``: whose they
+    are."""
+    text = str(given)
+    if not glob.has_magic(text) or os.path.exists(text):
+        return [text]
+    found = sorted(glob.glob(text))
+    if not found:
+        raise ArgumentError(
+            detail=f"{f'{what}: ' if what else ''}no file fits {text}", fix="Give a pattern of files that are there"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -200,12 +220,14 @@ _SAFETENSOR_TYPES = {
 
 
 class ParquetColumn(_File):
-    """One column of a ``.parquet`` file, of numbers or of lists of one length; the group of rows that was read last is
-    kept, for the next slice."""
+    """One column of a ``.parquet`` file, of numbers or of lists of one length, or several columns of numbers as the
+    features of one array; the group of rows that was read last is kept, for the next slice."""
 
-    def __init__(self, path: Path, name: str):
+    def __init__(self, path: Path, name: Names):
         super().__init__(path)
-        self.name = name
+        self.columns = [name] if isinstance(name, str) else list(name)
+        self.name = name if isinstance(name, str) else ", ".join(name)
+        self.joined = not isinstance(name, str)
         file = _import_parquet().ParquetFile(path)
         counts = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
@@ -221,7 +243,7 @@ class ParquetColumn(_File):
         start, stop = which.start, which.stop
         groups = [g for g in range(len(self.starts) - 1) if self.starts[g] < stop and self.starts[g + 1] > start]
         cut = [self._group(g)[max(0, start - self.starts[g]) : stop - self.starts[g]] for g in groups]
-        return numpy.concatenate(cut) if cut else numpy.empty((0, *self.shape[1:]), numpy.float32)
+        return numpy.concatenate(cut) if cut else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
 
     def _group(self, g: int) -> Any:
         if self.kept[0] != g:
@@ -229,8 +251,9 @@ class ParquetColumn(_File):
             self.check_unchanged()
             with report_read_errors(self.filename):
                 file = _import_parquet().ParquetFile(self.filename)
-                column = file.read_row_group(g, columns=[self.name]).column(0).combine_chunks()
-                values = self._as_numbers(column)
+                table = file.read_row_group(g, columns=self.columns)
+                found = [self._as_numbers(table.column(n).combine_chunks(), n) for n in self.columns]
+                values = self._join(found) if self.joined else found[0]
             check_type(values, f"{self.name} in {self.filename}")
             if hasattr(self, "shape") and values.shape[1:] != self.shape[1:]:
                 raise ShapeError(
@@ -240,16 +263,27 @@ class ParquetColumn(_File):
             self.kept = g, values
         return self.kept[1]
 
-    def _as_numbers(self, column: Any) -> numpy.ndarray:
+    def _join(self, columns: list[numpy.ndarray]) -> numpy.ndarray:
+        """Columns of numbers as the features of one array, in the type that holds all of them."""
+        for name, values in zip(self.columns, columns, strict=True):
+            if values.ndim != 1 or values.dtype.kind not in "fiub":
+                kind = "lists" if values.ndim > 1 else values.dtype.name
+                raise ArgumentError(
+                    detail=f"{name} in {self.filename} holds {kind}, and cannot be a feature beside others",
+                    fix="Pick columns of numbers; a column of lists is an array of its own",
+                )
+        return numpy.stack(columns, -1)
+
+    def _as_numbers(self, column: Any, name: str) -> numpy.ndarray:
         """A column as an array: lists of one length as rows of a matrix."""
         if column.null_count:
-            raise ValueError(f"{self.name} has {column.null_count} missing values")
+            raise ValueError(f"{name} has {column.null_count} missing values")
         if not hasattr(column, "flatten") or str(column.type).find("list") < 0:
             return column.to_numpy(zero_copy_only=False)
         lengths = numpy.unique(column.value_lengths().to_numpy(zero_copy_only=False))
         if len(lengths) > 1:
-            raise ValueError(f"{self.name} has lists of {lengths[0]} to {lengths[-1]} numbers")
-        inside = self._as_numbers(column.flatten())
+            raise ValueError(f"{name} has lists of {lengths[0]} to {lengths[-1]} numbers")
+        inside = self._as_numbers(column.flatten(), name)
         return inside.reshape(len(column), int(lengths[0]) if len(lengths) else 0, *inside.shape[1:])
 
 
@@ -257,6 +291,7 @@ class Parts:
     """Several arrays of one type and one shape but for their lengths, laid end to end."""
 
     def __init__(self, parts: Sequence[Any]):
+        parts = [q for p in parts for q in (p.parts if isinstance(p, Parts) else [p])]
         self.parts, first = parts, parts[0]
         for p in parts:
             if p.dtype != first.dtype:
@@ -292,7 +327,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _open_npy(path: Path, names: list[str]) -> list[Any]:
+def _open_npy(path: Path, names: list[Names]) -> list[Any]:
     return [NpyFile(path)]
 
 
@@ -306,9 +341,16 @@ def _import_safetensors() -> Any:
     return safe_open
 
 
-def _open_safetensors(path: Path, names: list[str]) -> list[Any]:
+def _open_safetensors(path: Path, names: list[Names]) -> list[Any]:
     there = list(_import_safetensors()(str(path), framework="pt").keys())
-    return [Safetensor(path, n) for n in _pick_names(names, there, path)]
+    found = _pick_names(names, there, path)
+    several = next((n for n in found if not isinstance(n, str)), None)
+    if several is not None:
+        raise ArgumentError(
+            detail=f"names picks {', '.join(several)} of {path.name} as one array",
+            fix="Only columns of a .parquet file are features of one array; name one tensor for each",
+        )
+    return [Safetensor(path, n) for n in found if isinstance(n, str)]
 
 
 def _import_parquet() -> Any:
@@ -321,18 +363,19 @@ def _import_parquet() -> Any:
     return pyarrow.parquet
 
 
-def _open_parquet(path: Path, names: list[str]) -> list[Any]:
+def _open_parquet(path: Path, names: list[Names]) -> list[Any]:
     there = _import_parquet().ParquetFile(path).schema_arrow.names
     return [ParquetColumn(path, n) for n in _pick_names(names, there, path)]
 
 
-def _pick_names(names: list[str], there: list[str], path: Path) -> list[str]:
-    missing = [n for n in names if n not in there]
+def _pick_names(names: list[Names], there: list[str], path: Path) -> list[Names]:
+    asked = [n for each in names for n in ([each] if isinstance(each, str) else each)]
+    missing = [n for n in asked if n not in there]
     if missing:
         raise ArgumentError(
             detail=f"{path.name} has no {', '.join(missing)}", fix=f"It has {', '.join(there)}; pick with names=[...]"
         )
-    return names or there
+    return names or list(there)
 
 
 _READERS = {".npy": _open_npy, ".safetensors": _open_safetensors, ".parquet": _open_parquet}

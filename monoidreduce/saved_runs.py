@@ -9,14 +9,16 @@ Results go to their final names in the same way: nothing partial ever stands the
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +73,10 @@ class SavedRun:
 
     def check(self, saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
         """Raise StreamError unless the saved run is of these rows, columns and options, on these versions."""
-        different = [n for n in fingerprint if saved["fingerprint"].get(n) != fingerprint[n]]
+        different = find_differences(saved["fingerprint"], fingerprint)
         if different:
             raise StreamError(
-                detail=f"{self.folder} holds the state of another run: {', '.join(different)} changed since",
+                detail=f"{self.folder} holds the state of another run: {', '.join(different)}",
                 fix="Give the rows, columns and options that it was begun with, or another state= to begin anew",
             )
 
@@ -98,6 +100,35 @@ class SavedRun:
     def remove(self) -> None:
         """Delete the folder: the run is over."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In what two runs differ, in words. A fingerprint has the values of options under ``"options"`` and checksums of
+    rows under ``"rows"``, both by name, and all else under what it is called; the op itself is named where nothing else
+    says why it differs."""
+    old, new = before.get("options", {}), now["options"]
+    said = [
+        f"{n} was {old.get(n, 'not given')}, and is {new.get(n, 'not given')}"
+        for n in dict.fromkeys((*old, *new))
+        if old.get(n) != new.get(n)
+    ]
+    old, new = before.get("rows", {}), now["rows"]
+    others = [f"the rows of {n}" for n in dict.fromkeys((*old, *new)) if old.get(n) != new.get(n)]
+    others += [n for n in now if n not in ("options", "rows") and before.get(n) != now[n]]
+    others = [n for n in others if n != THE_OP or (len(others) == 1 and not said)]
+    return [*said, *(f"{n} changed since" for n in others)]
+
+
+THE_OP = "the op, or the type or features of its arguments,"
+
+
+def note_interrupt(error: KeyboardInterrupt, kept: str) -> None:
+    """Say how to go on: the last line of the traceback, or, before Python 3.11, a line before it."""
+    text = f"monoidreduce: interrupted; {kept}. The same call goes on from there."
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -160,6 +191,34 @@ def check_out(out: Any) -> Path:
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ArgumentError(detail=f"out={str(out)!r} cannot be written", fix="Give a path in a folder that exists")
     return path
+
+
+def check_apart(inputs: Iterable[Path], out: Path | None, state: Path | None) -> None:
+    """Raise ArgumentError where a result would replace a file that is read, or deleting a finished run would delete one.
+
+    Files are compared as files, so links are found too. Of several results each has a name of its own, which is known
+    after the run alone: any ``result.NAME.npy`` counts as one."""
+    read = [p for p in inputs if p.exists()]
+    written: list[Path] = []
+    if out is not None:
+        several = out.parent.glob(f"{glob.escape(out.stem)}.*{glob.escape(out.suffix)}")
+        written = [p for p in (out, *several) if p.exists() and p.name.count(".") <= out.name.count(".") + 1]
+    for target in written:
+        same = next((p for p in read if os.path.samefile(p, target)), None)
+        if same is not None:
+            which = "is" if target == out else f"may write {target.name}, which is"
+            raise ArgumentError(
+                detail=f"out={str(out)!r} {which} the file {same} that is read, and would replace it",
+                fix="Give out= a name of its own",
+            )
+    if state is not None:
+        kept = state.resolve()
+        inside = next((p for p in (*read, *([out] if out is not None else [])) if kept in p.resolve().parents), None)
+        if inside is not None:
+            raise ArgumentError(
+                detail=f"{inside} lies in state={str(state)!r}, which is deleted when the run is done",
+                fix="Give state= a folder of its own",
+            )
 
 
 def join_blocks(blocks: Iterator[list[Tensor]], axes: Sequence[int], rows: int, folder: Path | None) -> list[Tensor]:

@@ -12,7 +12,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .arrays import check_mapped, check_type, is_array, to_tensor
 from .errors import ArgumentError, ShapeError
-from .files import is_file, open_arrays
+from .files import Names, Parts, is_file, open_arrays
 
 SIZE = 65536  # columns a chunk: a few tiles, and little against any memory
 BYTES = 2**27  # of a chunk for a GPU: what is done between two chunks (1.5 ms for a search) is hidden behind its copy
@@ -31,15 +32,20 @@ def chunks(
     *arrays: Any,
     size: int | None = None,
     device: Any = None,
-    names: Iterable[str] | None = None,
+    names: Iterable[Names] | Mapping[str, Names] | None = None,
     axes: Iterable[int] | None = None,
 ) -> Chunks:
     """Columns from tensors, numpy arrays, memory maps or files, ``size`` at a time, as often as they are asked for.
 
     Several arrays of one length give tuples, in their order. ``axes`` says which axis of each is the columns' (the
     first, unless told): -1 of what is given per pair, -2 of vectors behind batch dimensions. A file is ``.npy``,
-    ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. A list of paths is one array, its
-    files laid end to end. With a CUDA ``device`` chunks arrive there through pinned memory, the next one while the
+    ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. A list of paths, or a pattern
+    (``"y/*.npy"``, in the order of the names), is one array, its files laid end to end.
+
+    A table with one column a feature: ``names={"y": ["f0", "f1", "f2"]}`` makes one array y [N, 3] of them. A mapping
+    gives dicts by its keys, and a value that is one name picks that array.
+
+    With a CUDA ``device`` chunks arrive there through pinned memory, the next one while the
     present one is used; what lies in pinned memory already is copied from there. Unless told, a chunk has 65536
     columns, on a GPU 128 MiB of them.
 
@@ -55,9 +61,14 @@ def chunks(
     if size is not None and size < 1:
         raise ArgumentError(detail=f"chunks was given size = {size}", fix="Give at least one column at a time")
     opened: list[Any] = []
+    known = tuple(names) if isinstance(names, Mapping) else None
+    picked = list(names.values() if isinstance(names, Mapping) else names or ())
     for a in arrays:
-        opened += open_arrays(
-            to_tensor(a) if is_array(a) and not isinstance(a, numpy.ndarray) else a, list(names or ())
+        opened += open_arrays(to_tensor(a) if is_array(a) and not isinstance(a, numpy.ndarray) else a, picked)
+    if known is not None and len(known) != len(opened):
+        raise ArgumentError(
+            detail=f"names has {', '.join(known)} for {len(opened)} arrays",
+            fix="Name what is picked of one file, .safetensors or .parquet, or of files that are alike",
         )
     if not opened:
         raise ArgumentError(detail="chunks was given nothing to cut", fix="Give tensors, arrays or paths of files")
@@ -68,7 +79,7 @@ def chunks(
             fix="Give equally many columns in each, and say with axes=... where they are not the first axis",
         )
     where = torch.device(device) if device is not None else None
-    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else gpu_columns(cut)), where)
+    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else gpu_columns(cut)), where, known)
 
 
 def is_source_of_arrays(given: Any) -> bool:
@@ -118,6 +129,12 @@ class AlongAxis:
     @property
     def name(self) -> str:
         return str(getattr(self.array, "filename", None) or type(self.array).__name__)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that it is read from."""
+        parts = self.array.parts if isinstance(self.array, Parts) else [self.array]
+        return [Path(p.filename) for p in parts if getattr(p, "filename", None)]
 
     def __len__(self) -> int:
         return self.shape[self.axis]

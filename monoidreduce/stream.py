@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -38,7 +39,7 @@ from .engines.ranks import agreement
 from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
-from .saved_runs import SavedRun, check_out
+from .saved_runs import SavedRun, check_apart, check_out
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 from .stored_vectors import WIDE, Scaled
 
@@ -93,6 +94,7 @@ class Stream:
         mapped = {n: v for n, v in memory.items() if n in self._row_arguments and isinstance(v, numpy.memmap)}
         found = {**files, **{n: self._open_rows(n, v) for n, v in mapped.items()}}
         self._opened = dict(files)
+        self._mapped = [p for n in mapped for p in found[n].paths]
         if fits_in_memory(found.values()):
             memory |= {n: a.read(0, len(a)) for n, a in files.items()}
             files = {}
@@ -111,10 +113,7 @@ class Stream:
             named = [a for a in found if getattr(a, "name", None) == name]
             found = named or found
         if len(found) != 1:
-            raise ArgumentError(
-                detail=f"{name} was given a file of {len(found)} arrays",
-                fix=f"Name the one that it is {name!r}, or pick it: mr.chunks(path, names=[...])",
-            )
+            raise _wrong_table(found, [name])
         rank = len(found[0].shape)
         axis = self._row_arguments[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
@@ -296,6 +295,10 @@ class Stream:
             )
         _check_not_sharded()
         path = None if out is None else check_out(out)
+        inputs = self._mapped + [p for a in self._opened.values() for p in a.paths]
+        if isinstance(source, Chunks):
+            inputs += [p for a in source.arrays for p in a.paths]
+        check_apart(inputs, path, None if state is None else Path(state))
         saved = None if state is None else SavedRun.open(state, every)
         files = {**self._opened, **self._files}  # those that would fit as well: a saved run keeps its blocks
         rows = Rows({n: v for n, v in self._rows.items() if n not in files}, files, self._row_arguments)
@@ -314,7 +317,16 @@ class Stream:
         if len(sources) == 1 and isinstance(sources[0], Mapping):
             given = dict(sources[0])
         else:
-            given = self._named(tuple(sources) if len(sources) > 1 else self._split_file(sources[0]), opened=True)
+            values = tuple(sources) if len(sources) > 1 else self._split_file(sources[0])
+            needed = [n for n, p in self._columns.items() if not p.optional]
+            if isinstance(values, tuple) and len(values) not in (len(needed), len(self._columns)):
+                count = f"{len(values)} source{'s' * (len(values) > 1)}"
+                raise ArgumentError(
+                    detail=f"over was given {count} for {_list_some(list(self._columns))}",
+                    fix="Give one for each, in order or as a dict by name. Files of one array are a list, which lays "
+                    'them end to end: over(["y0.npy", "y1.npy"])',
+                )
+            given = self._named(values, opened=True)
         arrays = {n: self._open_column(n, v) for n, v in given.items() if n in self._columns}
         self._named({n: None for n in given}, opened=True)
         if len({len(a) for a in arrays.values()}) > 1:
@@ -329,11 +341,22 @@ class Stream:
         """The arrays of a file that holds several, by the names of the columns or in their order."""
         found = open_arrays(given) if is_file(given) else [given]
         named = {a.name: a for a in found if getattr(a, "name", None) in self._columns}
-        needed = {n for n, p in self._columns.items() if not p.optional}
-        return named if needed <= set(named) else tuple(found)
+        needed = [n for n, p in self._columns.items() if not p.optional]
+        if set(needed) <= set(named):
+            return named
+        if is_file(given) and len(found) not in (len(needed), len(self._columns)):
+            raise _wrong_table(found, needed)
+        return tuple(found)
 
     def _open_column(self, name: str, value: Any) -> AlongAxis:
-        (array,) = open_arrays(value) if is_file(value) else [value]
+        found = open_arrays(value) if is_file(value) else [value]
+        if isinstance(value, Chunks):
+            found = [a.array for a in value.arrays]
+        if len(found) > 1:
+            found = [a for a in found if getattr(a, "name", None) == name] or found
+        if len(found) != 1:
+            raise _wrong_table(found, [name])
+        array = found[0]
         if is_array(array):
             self._border.of_numpy = self._border.of_numpy or isinstance(array, numpy.ndarray)
             self._border.of_others = self._border.of_others or not isinstance(array, numpy.ndarray)
@@ -463,6 +486,23 @@ def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
             fix="Give mr.scaled(...) of [N, f] and tensors of as many columns, or an iterable of chunks",
         )
     return [tuple(s[k : k + SIZE] for s in sources) for k in range(0, max(1, len(sources[0])), SIZE)]
+
+
+def _wrong_table(found: Sequence[Any], needed: Sequence[str]) -> ArgumentError:
+    """The error of a file whose arrays are not those that are needed."""
+    file = next((str(a.filename) for a in found if getattr(a, "filename", None)), "what was given")
+    there = [str(getattr(a, "name", None) or "an array") for a in found]
+    fix = f"Say which is which: mr.chunks(path, names=dict({needed[0]}={there[0]!r}))"
+    if any(len(a.shape) == 1 for a in found):
+        fix += f"; of a table with a column for each feature, names=dict({needed[0]}=[{there[0]!r}, ...])"
+    return ArgumentError(
+        detail=f"{file} has {_list_some(there)}, but {', '.join(needed)} {'is' if len(needed) == 1 else 'are'} needed",
+        fix=fix.replace("{", "{{").replace("}", "}}"),
+    )
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
 
 
 def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

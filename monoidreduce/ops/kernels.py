@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..arrays import is_array, to_tensor
 from ..domains import Domain
 from ..engines.ranks import agreement
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, ConvergenceWarning, ShapeError
 from . import checks
 from . import language as mr
 from .neighbours import root
@@ -194,17 +195,38 @@ def _as_float32(t: Any) -> Any:
 
 
 class Sinkhorn(NamedTuple):
-    """What :func:`sinkhorn` returns: the cost of transport, and the potentials of both sides.
+    """What :func:`sinkhorn` returns: the cost of transport, the potentials of both sides, and how it ended.
+
+    ``iterations`` were done; ``error``, known where a tolerance was given, is the most that a potential of g moved in
+    the last one, and ``converged`` says whether that is within the tolerance.
 
     >>> import torch, monoidreduce as mr
-    >>> value, f, g = mr.ops.sinkhorn(torch.zeros(2, 1), torch.ones(3, 1), eps=0.1)
-    >>> f.shape, g.shape
-    (torch.Size([2]), torch.Size([3]))
+    >>> found = mr.ops.sinkhorn(torch.zeros(2, 1), torch.ones(3, 1), eps=0.1, tolerance=1e-6)
+    >>> found.f.shape, found.g.shape, found.iterations, found.converged
+    (torch.Size([2]), torch.Size([3]), 2, True)
     """
 
     value: Tensor
     f: Tensor
     g: Tensor
+    iterations: int = 0
+    error: float | None = None
+    converged: bool | None = None
+
+
+def _report_end(iterations: int, error: float | None, tolerance: float) -> tuple[int, float | None, bool | None]:
+    """How Sinkhorn's iterations ended; warns where a tolerance was given and missed."""
+    if error is None:
+        return iterations, None, None
+    if not error <= tolerance:
+        warnings.warn(
+            f"sinkhorn has not converged: in the last of {iterations} iterations a potential moved by {error:.1e}, and "
+            f"the tolerance is {tolerance:.1e}, so the value and its gradient are not those of the optimum. Give more "
+            "iterations, a larger eps, or a larger tolerance",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    return iterations, error, error <= tolerance
 
 
 def _stream_sinkhorn_step(
@@ -289,16 +311,18 @@ def _stream_sinkhorn(
         step = functools.partial(_stream_sinkhorn_step, eps=eps, cost=cost)
         log_a, log_b = (mass.log() for mass in masses)
         g = torch.zeros_like(log_b)
-        for _ in range(int(iterations)):
+        error, done = None, 0
+        for done in range(1, int(iterations) + 1):
             f, new = step(x, g, log_a, log_b).run(x, y, quiet)
-            still, g = bool(tolerance) and float(_largest_change(new, g)) <= tolerance, new
-            if still:
+            error, g = float(_largest_change(new, g)) if tolerance else None, new
+            if error is not None and error <= tolerance:
                 break
         f, g = (
             softmin.stream(rows, eps=eps, cost=cost).over(cols, h, quiet=quiet)
             for rows, cols, h in ((x, y, log_b + g / eps), (y, x, log_a + f / eps))
         )
-        return Sinkhorn((masses[0] * f).sum(-1) + (masses[1] * g).sum(-1), f, g)
+        value = (masses[0] * f).sum(-1) + (masses[1] * g).sum(-1)
+        return Sinkhorn(value, f, g, *_report_end(done, error, tolerance))
 
     return BothWays("sinkhorn", x, run)
 
@@ -323,8 +347,10 @@ def sinkhorn(
     is what flows back.
 
     Shapes: ``x`` [..., M, D], ``y`` [..., N, D], masses ``a`` [..., M] and ``b`` [..., N] (equal ones if left out) give
-    the value [...], ``f`` [..., M] and ``g`` [..., N]. Iterations end early once no potential of g moves by more than
-    ``tolerance``; each looks at it then, which on a GPU is a synchronisation.
+    the value [...], ``f`` [..., M] and ``g`` [..., N], then ``iterations``, ``error`` and ``converged``
+    (:class:`Sinkhorn`). Iterations end early once no potential of g moves by more than ``tolerance``; each looks at it
+    then, which on a GPU is a synchronisation. Where the iterations do not suffice for it, there is a
+    :class:`ConvergenceWarning`.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -332,8 +358,8 @@ def sinkhorn(
     >>> import torch
     >>> from monoidreduce.ops import sinkhorn
     >>> x = torch.randn(50, 3)
-    >>> cost, f, g = sinkhorn(x, x + 2.0, eps=0.05, iterations=300)
-    >>> bool(abs(cost - 12) < 0.5)
+    >>> found = sinkhorn(x, x + 2.0, eps=0.05, iterations=300)
+    >>> bool(abs(found.value - 12) < 0.5)
     True
     """
     checks.tensor("x", x, "[..., M, D]", 2)
@@ -348,19 +374,20 @@ def sinkhorn(
     fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
     with torch.no_grad():
         g = torch.zeros_like(log_b)
-        for _ in range(int(iterations)):
+        error, done = None, 0
+        for done in range(1, int(iterations) + 1):
             f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
-            still = bool(tolerance) and float(agreement.max_over_ranks("cols", _largest_change(new, g))) <= tolerance
+            if tolerance:
+                error = float(agreement.max_over_ranks("cols", _largest_change(new, g)))
             g = new
-            if still:
+            if error is not None and error <= tolerance:
                 break
         to_x, to_y = log_a + f / eps, log_b + g / eps
     f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
     with agreement.swap_axes():
         g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
-    return Sinkhorn(
-        agreement.sum_over_ranks("rows", (a * f).sum(-1)) + agreement.sum_over_ranks("cols", (b * g).sum(-1)), f, g
-    )
+    value = agreement.sum_over_ranks("rows", (a * f).sum(-1)) + agreement.sum_over_ranks("cols", (b * g).sum(-1))
+    return Sinkhorn(value, f, g, *_report_end(done, error, tolerance))
 
 
 def _largest_change(new: Tensor, old: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class PointIndex(point_index.PreparedPoints):
     bit. How it is found differs: points are sorted into a tree of bounding boxes, and boxes that are too far are never
     looked at.
 
-    It holds y itself and, with D features of s bytes (4; 8 for float64), about N · (1.25 · D · s + 8) bytes more
+    It holds y itself (of an array, a copy) and, with D features of s bytes (4; 8 for float64), about N · (1.25 · D · s + 8) bytes more
     (:attr:`nbytes`): 46 MB for two million points in three dimensions. It can be pickled, saved and loaded
     (:meth:`save`, :meth:`load`), and moved (:meth:`to`).
 
@@ -84,8 +84,8 @@ class PointIndex(point_index.PreparedPoints):
     def __call__(self, x: Tensor, k: int, *, exclude_self: bool = False) -> Neighbours:
         """The k nearest of the points to each x: :class:`Neighbours`, as ``ops.knn(x, points, k)`` gives them.
 
-        Raises :class:`ArgumentError` where the points were changed in place since the index was made, and whatever
-        ``knn`` raises.
+        Raises :class:`ArgumentError` where torch has changed the points in place since the index was made, and
+        whatever ``knn`` raises.
 
         >>> import torch, monoidreduce as mr
         >>> points = torch.rand(5000, 2)
@@ -113,8 +113,10 @@ def prepare_points(y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "
     points (many features, no structure) no tree is kept, and calls compare all pairs: :attr:`PointIndex.searches` says
     which. On a GPU trees are searched for float32 and 16-bit points, and up to 512 neighbours.
 
-    Shapes: ``y`` [..., N, D]; a numpy array will do, and numpy queries give numpy results. The index holds y itself, so
-    gradients reach it; changing y in place makes the index refuse to be called.
+    Shapes: ``y`` [..., N, D]; a numpy array will do, and numpy queries give numpy results. The index of an array owns a
+    copy of it: what is written to the array later does not change what it finds. The index of a tensor holds the tensor
+    itself, so gradients reach it, and refuses to be called once torch has changed it in place. (Torch does not notice
+    what is written through ``.data``, or through a numpy array that shares the tensor's memory.)
 
     Raises :class:`ArgumentError` for other metrics, which boxes do not bound, and :class:`ShapeError` or
     :class:`DTypeError` for points that are none.
@@ -126,9 +128,10 @@ def prepare_points(y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "
     >>> values.shape
     torch.Size([10, 4])
     """
+    shared = arrays.is_array(y) or (isinstance(y, Tensor) and y.is_inference())  # torch counts no changes of these
     y = arrays.to_tensor(y, "y") if arrays.is_array(y) else y
     point_index.check_points(y, metric)
-    return PointIndex(y, metric)
+    return PointIndex(y.clone() if shared else y, metric)
 
 
 class KnnLayer(Protocol):

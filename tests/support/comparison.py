@@ -46,6 +46,8 @@ def flatten(result: Any) -> list[Tensor]:
     """The tensors of what a layer returned."""
     if isinstance(result, Tensor):
         return [result]
+    if result is None or isinstance(result, bool | int | float):
+        return []
     return [t for part in (result.values() if isinstance(result, dict) else result) for t in flatten(part)]
 
 

@@ -25,9 +25,10 @@ from ...engines.stream import row_checksums
 from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
 from ...plan import settings
 from ...plan.schedule import Choice
+from ...saved_runs import note_interrupt
 from . import folds
 from .schedule import Node, Schedule, Task, make_grid, save_array, write_whole
-from .tables import are_files, make_table, ray
+from .tables import Column, FilePart, are_files, make_table, ray
 from .worker import Job, Worker, name_outputs
 
 PATIENCE = 300.0  # seconds to wait for the first worker
@@ -163,6 +164,10 @@ def run(
             actors = _Actors(job, schedule, _count_workers(workers, cpus, gpus), cpus, gpus)
             try:
                 lost, used = actors.work(_Reporter(quiet, on_progress), began)
+            except KeyboardInterrupt as error:
+                done = f"{schedule.pairs_done:.3g} of {schedule.pairs:.3g} pairs"
+                note_interrupt(error, f"states are kept in {job.states}, with {done} folded")
+                raise
             finally:
                 actors.stop()
         if not job.grid.rows:
@@ -200,6 +205,7 @@ def _make_job(
         side: make_table(side, value, [n for n in own if n not in given], names.optional)
         for side, value, own in (("rows", rows, names.rows), ("cols", cols, names.cols))
     }
+    _check_apart(sides, Path(out))
     options = {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in options.items()}
     length = {side: len(next(iter(table.values()))) for side, table in sides.items()}
     grid = make_grid(length["rows"], length["cols"], block, chunk)
@@ -220,6 +226,20 @@ def _make_job(
         chosen = model.choose({n: c.empty(min(grid.chunk, grid.cols)) for n, c in job.cols.items()})
         job = replace(job, choices=chosen)
     return replace(job, identity=probe.name), outputs, probe.stages
+
+
+def _check_apart(sides: Mapping[str, Mapping[str, Column]], out: Path) -> None:
+    """Raise ArgumentError where a file that is read lies in the folder of the results, or is it. (A link in the folder
+    is replaced as a link: what it leads to stays.)"""
+    folder = out.resolve()
+    for side, table in sides.items():
+        paths = [p.path for c in table.values() for p in c.parts if isinstance(p, FilePart)]
+        inside = next((p for p in paths if folder in (Path(p).resolve(), *Path(p).resolve().parents)), None)
+        if inside is not None:
+            raise ArgumentError(
+                detail=f"{inside} of the {side} lies in out={str(out)!r}, where results are written",
+                fix="Give out= a folder of its own",
+            )
 
 
 # The folder of a job
@@ -275,6 +295,9 @@ def _begin(job: Job) -> Job:
     return replace(job, choices=choices, identity=hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
+_GRID_OPTIONS = {"block": "row_block", "chunk": "col_chunk"}
+
+
 def _difference(before: Mapping[str, Any], told: Mapping[str, Any]) -> str:
     """The first thing in which two jobs differ."""
     for side in ("rows", "cols"):
@@ -287,9 +310,19 @@ def _difference(before: Mapping[str, Any], told: Mapping[str, Any]) -> str:
                     same = a[0] == b[0] and a[0] != "object"
                     return f"{b[0]} has changed since" if same else f"other {side} for {name}"
             return f"other {side} for {name}"
-    for key in ("program", "options", "grid", "settings", "threads", "version"):
+    for key in ("options", "grid", "settings"):
+        old, new = before.get(key) or {}, told[key]
+        for name in dict.fromkeys((*old, *new)):
+            one, other = (v.get(name, "not given") for v in (old, new))
+            if one != other:
+                if key == "options" and isinstance(one, int) and isinstance(other, int):  # checksums of tensors
+                    return f"{name} has other values"
+                return f"{_GRID_OPTIONS.get(name, name)} was {one}, and is {other}"
+    for key in ("threads", "version"):
         if before.get(key) != told[key]:
-            return f"its {key} is {shown(before.get(key))}, and now {shown(told[key])}"
+            return f"its {key} was {before.get(key)}, and is {told[key]}"
+    if before.get("program") != told["program"]:
+        return "its op, or the type or features of its arguments, is another"
     return "it is described otherwise"
 
 

@@ -9,7 +9,6 @@ memory): a file that has changed since is an error, not a wrong number.
 from __future__ import annotations
 
 import functools
-import glob
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ...engines.stream import checksum
 from ...errors import ArgumentError, DTypeError, ShapeError, StreamError, shown
+from ...files import find_files
 from ...sources import chunks
 
 # The ``ray`` package, imported when it is first used; its absence is one error that names the extra.
@@ -168,9 +168,9 @@ def make_table(side: str, given: Any, names: Sequence[str], optional: Sequence[s
 def _make_column(side: str, given: Any, name: str, alone: bool) -> Column:
     parts: list[FilePart | ObjectPart]
     if isinstance(given, str | Path):
-        parts = [_file_part(p, name, alone) for p in _find_files(given, side)]
+        parts = [_file_part(p, name, alone) for p in find_files(given, side)]
     elif isinstance(given, list | tuple) and given and all(isinstance(p, str | Path) for p in given):
-        parts = [_file_part(p, name, alone) for each in given for p in _find_files(each, side)]
+        parts = [_file_part(p, name, alone) for each in given for p in find_files(each, side)]
     elif isinstance(given, Tensor | numpy.ndarray):
         parts = [_object_part(ray.put(_as_numpy(given)), None)]
     elif hasattr(given, "to_numpy_refs"):
@@ -191,16 +191,6 @@ def _make_column(side: str, given: Any, name: str, alone: bool) -> Column:
                 fix="All parts of one argument have one type and one shape, except for their length",
             )
     return Column(tuple(parts))
-
-
-def _find_files(given: str | Path, side: str) -> list[str]:
-    text = str(given)
-    if not glob.has_magic(text) or os.path.exists(text):
-        return [text]
-    found = sorted(glob.glob(text))
-    if not found:
-        raise ArgumentError(detail=f"{side}: no file fits {text}", fix="Give a pattern of files that are there")
-    return found
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def rows_of(layer, args):
 
 
 def flatten(result):
-    if result is None:
+    if result is None or isinstance(result, bool | int | float):
         return []
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flatten(part)]
 

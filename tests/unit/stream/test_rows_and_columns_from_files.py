@@ -128,7 +128,7 @@ def test_columns_by_name_and_by_order(files, tmp_path):
     ):
         numpy.testing.assert_allclose(weighted.stream(x).over(*given), want, rtol=1e-5)
     for wrong, error, said in (
-        ((Y,), mr.ArgumentError, "b does not fit|what was given"),
+        ((Y,), mr.ArgumentError, "over was given 1 source for y, b, c"),
         (({"y": Y, "bb": b},), mr.ArgumentError, "b, bb does not fit"),
         ((Y, b[:-1]), mr.ShapeError, "y has 600, b has 599"),
         ((Y, numpy.ones((), numpy.float32)), mr.ShapeError, r"b was given float32\[\]"),
@@ -296,11 +296,11 @@ def test_another_runs_state_is_refused(files, stopped, tmp_path):
     other = tmp_path / "other.npy"
     numpy.save(other, Y + 1)
     for change, what in (
-        (dict(k=6), "the op or its options"),
-        (dict(columns=other), "the columns"),
-        (dict(rows="y.npy"), "the rows"),
+        (dict(k=6), r"k was 5, and is 6\."),
+        (dict(columns=other), r"the columns changed since\."),
+        (dict(rows="y.npy"), r"the rows of x changed since\."),
     ):
-        with pytest.raises(mr.StreamError, match=f"state of another run: .*{what}.* changed since"):
+        with pytest.raises(mr.StreamError, match=f"state of another run: {what}"):
             run(files, stopped, **change)
     with pytest.raises(mr.StreamError, match="the rows"), mr.budget(SMALL):
         ops.knn.stream(files / "x.npy", k=5, metric="sqeuclidean", exclude_self=True).over(other, state=stopped)

@@ -1,0 +1,121 @@
+"""What a run may not write over, tables with a column for each feature, patterns, and what an interrupt says."""
+
+import os
+import sys
+
+import numpy
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+
+X = numpy.random.default_rng(0).random((400, 3)).astype(numpy.float32)
+
+
+@pytest.fixture
+def points(tmp_path):
+    numpy.save(tmp_path / "x.npy", X)
+    return tmp_path / "x.npy"
+
+
+def test_out_that_is_an_input_is_refused_and_the_input_stays(points, tmp_path):
+    hard, soft = tmp_path / "hard.npy", tmp_path / "soft.npy"
+    os.link(points, hard)
+    soft.symlink_to(points)
+    weights = tmp_path / "b.npy"
+    numpy.save(weights, X[:, 0])
+    (tmp_path / "near.values.npy").symlink_to(points)
+    runs = {
+        "columns": lambda: ops.kernel_sum.stream(X[:50]).over(points, out=points),
+        "second column": lambda: ops.kernel_sum.stream(X[:50]).over(points, weights, out=weights),
+        "rows": lambda: ops.kernel_sum.stream(points).over(X, out=points),
+        "mapped rows": lambda: ops.kernel_sum.stream(numpy.load(points, mmap_mode="r")).over(X, out=points),
+        "mapped columns": lambda: ops.kernel_sum.stream(X).over(numpy.load(points, mmap_mode="r"), out=points),
+        "one of a list": lambda: ops.kernel_sum.stream(X).over([weights.with_name("x.npy"), points], out=points),
+        "chunks": lambda: ops.kernel_sum.stream(X).over(mr.chunks(points), out=points),
+        "a hard link": lambda: ops.kernel_sum.stream(X[:50]).over(points, out=hard),
+        "a symbolic link": lambda: ops.kernel_sum.stream(X[:50]).over(points, out=soft),
+        "one of several results": lambda: ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy"),
+    }
+    for name, run in runs.items():
+        with pytest.raises(mr.ArgumentError, match=r"that is read, and would replace it"):
+            run()
+        assert numpy.array_equal(numpy.load(points), X), name
+    (tmp_path / "near.values.npy").unlink()
+    ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy")  # an older result may be replaced
+    ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy")
+
+
+def test_a_state_folder_that_holds_an_input_or_the_result_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    numpy.save(folder / "rows-1.npy", X)
+    with pytest.raises(mr.ArgumentError, match="which is deleted when the run is done"):
+        ops.kernel_sum.stream(X[:50]).over(folder / "rows-1.npy", state=folder)
+    with pytest.raises(mr.ArgumentError, match="which is deleted when the run is done"):
+        ops.kernel_sum.stream(X[:50]).over(X, out=folder / "sum.npy", state=folder)
+    assert numpy.array_equal(numpy.load(folder / "rows-1.npy"), X)
+
+
+def write_table(path, features=3, **more):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {f"f{k}": X[:, k] for k in range(features)}
+    pq.write_table(pa.table({**columns, **more}), path, row_group_size=150)
+    return path
+
+
+def test_a_table_with_a_column_for_each_feature(tmp_path):
+    wide = write_table(tmp_path / "wide.parquet", label=[str(k) for k in range(len(X))])
+    want = ops.knn(X[:50], X, 4)
+    features = {"y": ["f0", "f1", "f2"]}
+    found = ops.knn.stream(X[:50], k=4).over(mr.chunks(wide, names=features, size=90))
+    assert torch.equal(torch.as_tensor(found.indices), torch.as_tensor(want.indices))
+    rows = mr.chunks(wide, names={"x": ["f0", "f1", "f2"]})
+    found = ops.knn.stream(rows, k=4).over(X)
+    assert numpy.array_equal(numpy.asarray(found.indices)[:50], want.indices)
+    both = ops.kernel_sum.stream(X[:50]).over({"y": mr.chunks(wide, names=features), "b": X[:, 0]})
+    numpy.testing.assert_allclose(both, ops.kernel_sum(X[:50], X, X[:, 0]), rtol=1e-5)
+
+
+def test_errors_of_tables_name_the_file_its_columns_and_what_is_needed(tmp_path):
+    wide = write_table(tmp_path / "wide.parquet", label=[str(k) for k in range(len(X))])
+    numbers = write_table(tmp_path / "numbers.parquet")
+    with pytest.raises(mr.ArgumentError, match=r"numbers.parquet has f0, f1, f2, but y is needed.*names=dict\(y=\["):
+        ops.knn.stream(X, k=4).over(numbers)
+    with pytest.raises(mr.ArgumentError, match=r"numbers.parquet has f0, f1, f2, but x is needed"):
+        ops.knn.stream(numbers, k=4)
+    with pytest.raises(mr.ArgumentError, match=r"wide.parquet has no f9.*It has f0, f1, f2, label"):
+        mr.chunks(wide, names={"y": ["f0", "f9"]})
+    with pytest.raises(mr.ArgumentError, match=r"label in .*wide.parquet holds .*, and cannot be a feature"):
+        mr.chunks(wide, names={"y": ["f0", "label"]})
+    with pytest.raises(mr.ArgumentError, match=r"over was given 3 sources for y\. .*end to end"):
+        ops.knn.stream(X, k=4).over("y0.npy", "y1.npy", "y2.npy")
+
+
+def test_patterns_are_files_in_the_order_of_their_names(tmp_path):
+    for k, part in enumerate(numpy.array_split(X, 3)):
+        numpy.save(tmp_path / f"y{k}.npy", part)
+    want = ops.knn(X[:50], X, 4)
+    found = ops.knn.stream(X[:50], k=4).over(tmp_path / "y?.npy")
+    assert numpy.array_equal(found.indices, want.indices)
+    assert numpy.array_equal(ops.knn.stream(str(tmp_path / "y*.npy"), k=4).over(X).indices[:50], want.indices)
+    with pytest.raises(mr.ArgumentError, match="would replace it"):
+        ops.kernel_sum.stream(X[:50]).over(tmp_path / "y?.npy", out=tmp_path / "y1.npy")
+    with pytest.raises(mr.ArgumentError, match=r"no file fits .*z\*\.npy"):
+        ops.knn.stream(X, k=4).over(tmp_path / "z*.npy")
+    numpy.save(tmp_path / "a[1].npy", X)  # a name, not a pattern
+    assert numpy.array_equal(ops.knn.stream(X[:50], k=4).over(tmp_path / "a[1].npy").indices, want.indices)
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
+    class Stops:
+        def __iter__(self):
+            yield X[:100]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        ops.knn.stream(X[:50], k=4).over(Stops(), state=tmp_path / "run")
+    notes = getattr(stopped.value, "__notes__", []) if sys.version_info >= (3, 11) else [capsys.readouterr().err]
+    assert len(notes) == 1 and f"the state is kept in {tmp_path / 'run'}, with 100 columns folded" in notes[0]
+    assert "The same call goes on from there" in notes[0]
