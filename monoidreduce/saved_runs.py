@@ -194,7 +194,7 @@ def check_out(out: Any) -> Path:
 
 
 def check_apart(inputs: Iterable[Path], out: Path | None, state: Path | None) -> None:
-    """Raise ArgumentError where a result would replace a file that is read, or deleting a finished run would delete one.
+    """Raise ArgumentError where a result would replace a file that is read, or a finished run delete one.
 
     Files are compared as files, so links are found too. Of several results each has a name of its own, which is known
     after the run alone: any ``result.NAME.npy`` counts as one."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from .. import arrays
 from ..errors import ArgumentError, ConvergenceError, ShapeError, shown
 from . import matrices
 from .matrices import Product, not_positive
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .matrices import Array
 
 # The loop of conjugate gradients: several right-hand sides at once, each with its own steps.
 #
@@ -203,6 +208,7 @@ class System:
     cotangents: dict[str, Any] = field(default_factory=dict)
 
 
+@overload
 def cg(
     matrix: Callable[[Tensor], Tensor],
     b: Tensor,
@@ -214,7 +220,32 @@ def cg(
     preconditioner: Callable[[Tensor], Tensor] | None = None,
     progress: bool | Callable[[int, float], None] = False,
     check: bool = True,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def cg(
+    matrix: Callable[..., Any],
+    b: NDArray[Any],
+    *,
+    ridge: float | NDArray[Any] = 0.0,
+    x0: NDArray[Any] | None = None,
+    tol: float | None = None,
+    maxiter: int = 1000,
+    preconditioner: Callable[..., Any] | None = None,
+    progress: bool | Callable[[int, float], None] = False,
+    check: bool = True,
+) -> NDArray[Any]: ...
+def cg(
+    matrix: Callable[..., Any],
+    b: Any,
+    *,
+    ridge: Any = 0.0,
+    x0: Any = None,
+    tol: float | None = None,
+    maxiter: int = 1000,
+    preconditioner: Callable[..., Any] | None = None,
+    progress: bool | Callable[[int, float], None] = False,
+    check: bool = True,
+) -> Any:
     """Solve ``(K + ridge · I) x = b`` by conjugate gradients, for a matrix K that is only known by its products.
 
     The same as ``torch.linalg.solve(K + ridge * torch.eye(N), b)``, without ever allocating the N × N matrix. K is a
@@ -251,7 +282,7 @@ def cg(
         named: Any = dict(tol=tol, maxiter=maxiter, preconditioner=preconditioner, progress=progress, check=check)
         border = arrays.Border()
         taken = {n: border.take(v, n) for n, v in (("b", b), ("ridge", ridge), ("x0", x0))}
-        return border.give(cg(_on_tensors(matrix), taken.pop("b"), **taken, **named))
+        return border.give(cg(on_tensors(matrix), taken.pop("b"), **taken, **named))
     matrices.check_vectors("b", b)
     diagonal = matrices.check_ridge(ridge, b)
     options = check_options(b, tol, maxiter, preconditioner, progress)
@@ -288,7 +319,7 @@ def check_options(b: Tensor, tol: Any, maxiter: Any, preconditioner: Any, progre
     return Options(float(tol), maxiter, preconditioner, show)
 
 
-def _on_tensors(matrix: Any) -> Any:
+def on_tensors(matrix: Any) -> Any:
     """A matrix that may answer with numpy arrays, as a function of tensors."""
     if not callable(matrix):
         return matrix
@@ -353,12 +384,18 @@ class Nystroem:
         # Beyond the eigenvalues found all are taken to be the smallest of these: the result is scaled by that.
         self._scale = (eigenvalues[-1] + ridge) / (eigenvalues + ridge) - 1
 
-    def __call__(self, v: Tensor) -> Tensor:
+    @overload
+    def __call__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, v: NDArray[Any]) -> NDArray[Any]: ...
+    def __call__(self, v: Any) -> Any:
+        if arrays.is_array(v):
+            return arrays.to_numpy(self(arrays.to_tensor(v, "v")))
         inside = self.eigenvectors.mT @ v
         return v + self.eigenvectors @ (self._scale.unsqueeze(-1) * inside if v.dim() == 2 else self._scale * inside)
 
 
-def nystroem(matrix: Callable[[Tensor], Tensor], like: Tensor, *, rank: int, ridge: float, seed: int = 0) -> Nystroem:
+def nystroem(matrix: Callable[..., Any], like: Array, *, rank: int, ridge: float, seed: int = 0) -> Nystroem:
     """A preconditioner for :func:`cg`: the ``rank`` largest eigenvalues of K, from one product with so many vectors.
 
     With it the iterations depend on the eigenvalues that are left, not on the largest: for smooth kernels and a small
@@ -366,9 +403,9 @@ def nystroem(matrix: Callable[[Tensor], Tensor], like: Tensor, *, rank: int, rid
     4 · N · rank operations for each vector in each iteration. Worth it where ``rank`` is about the number of
     eigenvalues above the ridge.
 
-    ``like`` is a tensor with N rows, in the type and on the device of the vectors (b, or the points); ``ridge``, above
-    0, is about what cg is given. The random vectors are those of ``seed``. It has no gradient, and needs none: it
-    changes how fast a solution is found, not the solution.
+    ``like`` is a tensor or an array with N rows, in the type and on the device of the vectors (b, or the points);
+    ``ridge``, above 0, is about what cg is given. The random vectors are those of ``seed``. It has no gradient, and
+    needs none: it changes how fast a solution is found, not the solution.
 
     Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for arguments that do not fit, and
     :class:`ArgumentError` for a matrix that is not positive.
@@ -383,6 +420,8 @@ def nystroem(matrix: Callable[[Tensor], Tensor], like: Tensor, *, rank: int, rid
     >>> counts["with help"] < counts["plain"] / 2
     True
     """
+    if arrays.is_array(like):
+        like, matrix = arrays.to_tensor(like, "like"), on_tensors(matrix)
     if not isinstance(like, Tensor) or like.dim() < 1:
         raise ArgumentError(detail=f"like was given {shown(like)}", fix="Give a tensor with N rows: b, or the points")
     matrices.check_vectors("like", like.detach().reshape(len(like), -1) if like.dim() > 2 else like.detach())

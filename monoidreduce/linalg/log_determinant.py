@@ -8,18 +8,23 @@ what the gradient needs: d log det K = tr(K⁻¹ dK), the mean of ⟨w, dK z⟩.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import arrays
 from ..errors import ArgumentError, shown
 from . import conjugate_gradients, matrices
 from .conjugate_gradients import System
 
+if TYPE_CHECKING:
+    from .matrices import Array
+
 
 class LogDet(NamedTuple):
-    """What :func:`logdet` returns: an estimate of the logarithm of a determinant, and its standard error.
+    """What :func:`logdet` returns: an estimate of the logarithm of a determinant, and its standard error, as tensors
+    (of numpy arrays, as 0-dim arrays).
 
     >>> import torch, monoidreduce as mr
     >>> found = mr.linalg.logdet(lambda v: 2 * v, torch.zeros(10, dtype=torch.float64))
@@ -32,8 +37,8 @@ class LogDet(NamedTuple):
 
 
 def logdet(
-    matrix: Callable[[Tensor], Tensor],
-    like: Tensor,
+    matrix: Callable[..., Any],
+    like: Array,
     *,
     ridge: float | Tensor = 0.0,
     probes: int = 16,
@@ -52,8 +57,8 @@ def logdet(
     float64 if left out, which adds far less than the error); a gradient one more. The gradient is the unbiased
     estimate of the same vectors, with an error of its own; second derivatives work.
 
-    ``like`` is a tensor with N rows, in the type and on the device of the vectors (b, or the points). The other
-    arguments, and what is raised, are those of :func:`cg`.
+    ``like`` is a tensor or an array with N rows, in the type and on the device of the vectors (b, or the points). The
+    other arguments, and what is raised, are those of :func:`cg`.
 
     >>> import torch, monoidreduce as mr
     >>> x = torch.rand(300, 2, dtype=torch.float64)
@@ -62,6 +67,11 @@ def logdet(
     >>> bool((value - exact).abs() < 4 * error)
     True
     """
+    if arrays.is_array(like):
+        named: Any = dict(ridge=ridge, probes=probes, seed=seed, tol=tol, maxiter=maxiter, progress=progress)
+        border = arrays.Border()
+        taken, named["ridge"] = border.take(like, "like"), border.take(ridge, "ridge")
+        return border.give(logdet(conjugate_gradients.on_tensors(matrix), taken, **named, check=check))
     if not isinstance(like, Tensor) or like.dim() < 1:
         raise ArgumentError(detail=f"like was given {shown(like)}", fix="Give a tensor with N rows: b, or the points")
     column = like.detach().reshape(len(like), -1)[:, :1] if like.numel() else like.detach().reshape(len(like), 0)

@@ -6,14 +6,21 @@ both; :func:`as_product` finds out with the first call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
+import numpy
 import torch
 from torch import Tensor
 
 from .. import arrays
 from ..errors import ArgumentError, DeviceError, DTypeError, EngineError, ShapeError, shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = Tensor | NDArray[Any]
 
 Product = Callable[[Tensor], Tensor]
 
@@ -25,28 +32,46 @@ class KernelMatrix:
     >>> import torch, monoidreduce as mr
     >>> x = torch.rand(50, 2)
     >>> K = mr.linalg.matrix(mr.ops.kernel_sum, x, bandwidth=0.3)
-    >>> K.shape, K(torch.ones(50)).shape, K(torch.ones(50, 4)).shape
+    >>> K.shape, (K @ torch.ones(50)).shape, K(torch.ones(50, 4)).shape
     ((50, 50), torch.Size([50]), torch.Size([50, 4]))
     """
 
-    def __init__(self, op: Callable[..., Tensor], x: Tensor, args: tuple, options: dict[str, Any]):
-        self.op, self.x, self.args, self.options = op, x, args, options
+    __array_ufunc__ = None  # so that numpy leaves ``K @ v`` to this class
+
+    def __init__(self, op: Callable[..., Tensor], x: Tensor, args: tuple, options: dict[str, Any], of_numpy: bool):
+        self.op, self.x, self.args, self.options, self.of_numpy = op, x, args, options, of_numpy
         self.shape = (len(x), len(x))
 
-    def __call__(self, v: Tensor) -> Tensor:
-        return self.op(self.x, self.x, v, *self.args, **self.options)
+    @overload
+    def __call__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, v: NDArray[Any]) -> NDArray[Any]: ...
+    def __call__(self, v: Any) -> Any:
+        """K @ v for v [N] or [N, k]; a numpy array where the points and v are numpy arrays."""
+        border = arrays.Border()
+        border.of_others = not self.of_numpy
+        return border.give(self.op(self.x, self.x, border.take(v, "v"), *self.args, **self.options))
+
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: NDArray[Any]) -> NDArray[Any]: ...
+    def __matmul__(self, v: Any) -> Any:
+        return self(v)
 
     def __repr__(self) -> str:
         return f"<matrix {self.shape[0]} x {self.shape[0]} of {shown(self.x)}>"
 
 
-def matrix(op: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> KernelMatrix:
-    """A kernel op of points as a matrix: ``K(v)`` is ``op(x, x, v, *args, **options)``.
+def matrix(op: Callable[..., Any], x: Array, *args: Any, **options: Any) -> KernelMatrix:
+    """A kernel op of points as a matrix: ``K @ v``, or ``K(v)``, is ``op(x, x, v, *args, **options)``.
 
     ``op`` takes the points as rows, the points as columns, a vector per column [N] or [N, k], then whatever else:
     ``ops.kernel_sum``, or an op of your own. Its gradients reach ``x`` and the other arguments.
 
-    Shapes: ``x`` [N, D]. Raises :class:`ArgumentError` or :class:`ShapeError` for arguments that do not fit.
+    Shapes: ``x`` [N, D]; of numpy points, products with numpy arrays are numpy arrays. The matrix is square, of one set
+    of points; for the kernel of two sets call the op: ``ops.kernel_sum(q, x, v)``. Raises :class:`ArgumentError` or
+    :class:`ShapeError` for arguments that do not fit, also for ``args`` and ``options`` that the op does not take.
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -59,13 +84,35 @@ def matrix(op: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> 
     """
     if not callable(op):
         raise ArgumentError(detail=f"op was given {shown(op)}", fix="Give a kernel op, such as ops.kernel_sum")
-    x = arrays.to_tensor(x, "x") if arrays.is_array(x) else x
-    if not isinstance(x, Tensor) or x.dim() != 2:
+    of_numpy = isinstance(x, numpy.ndarray)
+    points = arrays.to_tensor(x, "x") if arrays.is_array(x) else x
+    if not isinstance(points, Tensor) or points.dim() != 2:
         raise ShapeError(detail=f"x was given {shown(x)}", fix="Give points [N, D]")
-    return KernelMatrix(op, x, args, options)
+    _check_takes(op, points, args, options)
+    return KernelMatrix(op, points, args, options, of_numpy)
 
 
-def operator(op: Callable[..., Tensor], x: Tensor, *args: Any, ridge: float = 0.0, **options: Any) -> Any:
+def _check_takes(op: Any, points: Tensor, args: tuple, options: dict[str, Any]) -> None:
+    """Raise ArgumentError unless the op can be called with points, points, a vector and these."""
+    try:
+        signature = inspect.signature(op.function if hasattr(op, "function") else op)
+    except (TypeError, ValueError):  # a builtin: its first product says what is wrong
+        return
+    own = {n: v for n, v in options.items() if n != "cols" or not hasattr(op, "function")}  # which every op takes
+    try:
+        signature.bind(points, points, points, *args, **own)
+    except TypeError as error:
+        name, second = getattr(op, "__name__", None) or repr(op), ""
+        if args and (isinstance(args[0], Tensor) or arrays.is_array(args[0])):
+            second = ". There is no rectangular matrix of two sets of points: call the op itself, op(q, x, v)"
+        given = ", ".join(["x", "x", "v", *(shown(a) for a in args), *(f"{n}=..." for n in options)])
+        raise ArgumentError(
+            detail=f"{name} is to be called with ({given}), but {error}",
+            fix=f"Give one set of points, then what the op takes after a vector{second}",
+        ) from None
+
+
+def operator(op: Callable[..., Any], x: Array, *args: Any, ridge: float = 0.0, **options: Any) -> Any:
     """The matrix K + ridge · I of points as a ``scipy.sparse.linalg.LinearOperator``, for scipy's own solvers.
 
     Its products take and give numpy arrays: ``(A @ v)[i]`` is ``Σ_j kernel(x_i, x_j) v_j + ridge · v_i``. It is its own
@@ -153,6 +200,11 @@ def as_product(given: Any, ridge: Tensor | float, b: Tensor) -> Product:
             whole, problem = False, error
         if not whole and not _is_product(_try_vector(given, probe[:, 0], problem), probe[:, 0]):
             got = given(probe[:, 0])
+            if arrays.is_array(got):
+                raise ArgumentError(
+                    detail=f"the matrix gives a numpy array, {shown(got)}, for a tensor v",
+                    fix="Give a function of tensors, such as linalg.matrix(op, x); a scipy operator takes a numpy b",
+                )
             raise ShapeError(
                 detail=f"the matrix gives {shown(got)} for v = {shown(probe[:, 0])}",
                 fix="Give a function of v [N] or [N, k] whose result K @ v has v's shape, type and device",

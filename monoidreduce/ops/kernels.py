@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from typing import Any, Literal, NamedTuple, no_type_check
 
@@ -13,6 +14,8 @@ from ..arrays import is_array, to_tensor
 from ..domains import Domain
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ConvergenceWarning, ShapeError
+from ..files import open_arrays
+from ..sources import AlongAxis
 from . import checks
 from . import language as mr
 from .neighbours import root
@@ -224,9 +227,17 @@ def _report_end(iterations: int, error: float | None, tolerance: float) -> tuple
             f"the tolerance is {tolerance:.1e}, so the value and its gradient are not those of the optimum. Give more "
             "iterations, a larger eps, or a larger tolerance",
             ConvergenceWarning,
-            stacklevel=3,
+            stacklevel=_frames_to_caller(),
         )
     return iterations, error, error <= tolerance
+
+
+def _frames_to_caller() -> int:
+    """How many frames above the function that asks stands the first one outside this package."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _stream_sinkhorn_step(
@@ -301,9 +312,10 @@ def _stream_sinkhorn(
 
     def run(x: Any, y: Any, quiet: bool) -> Sinkhorn:
         lengths = [count_entries("x", x), count_entries("y", y)]
+        kind = torch.float64 if AlongAxis(*open_arrays(x), 0).dtype is torch.float64 else torch.float32
         masses = []
         for mass, count, name in zip(given, lengths, "ab", strict=True):
-            mass = torch.full((count,), 1 / max(count, 1)) if mass is None else mass
+            mass = torch.full((count,), 1 / max(count, 1), dtype=kind) if mass is None else mass
             checks.tensor(name, mass, "[points]", 1, 1)
             if len(mass) != count:
                 raise ShapeError(detail=f"{name} has {len(mass)} masses for {count} points", fix="Give one each")
@@ -312,11 +324,10 @@ def _stream_sinkhorn(
         log_a, log_b = (mass.log() for mass in masses)
         g = torch.zeros_like(log_b)
         error, done = None, 0
-        for done in range(1, int(iterations) + 1):
+        while done < int(iterations) and not (error is not None and error <= tolerance):
+            done += 1
             f, new = step(x, g, log_a, log_b).run(x, y, quiet)
             error, g = float(_largest_change(new, g)) if tolerance else None, new
-            if error is not None and error <= tolerance:
-                break
         f, g = (
             softmin.stream(rows, eps=eps, cost=cost).over(cols, h, quiet=quiet)
             for rows, cols, h in ((x, y, log_b + g / eps), (y, x, log_a + f / eps))
@@ -375,13 +386,12 @@ def sinkhorn(
     with torch.no_grad():
         g = torch.zeros_like(log_b)
         error, done = None, 0
-        for done in range(1, int(iterations) + 1):
+        while done < int(iterations) and not (error is not None and error <= tolerance):
+            done += 1
             f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
             if tolerance:
                 error = float(agreement.max_over_ranks("cols", _largest_change(new, g)))
             g = new
-            if error is not None and error <= tolerance:
-                break
         to_x, to_y = log_a + f / eps, log_b + g / eps
     f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
     with agreement.swap_axes():

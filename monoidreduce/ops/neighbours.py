@@ -67,9 +67,9 @@ class PointIndex(point_index.PreparedPoints):
     bit. How it is found differs: points are sorted into a tree of bounding boxes, and boxes that are too far are never
     looked at.
 
-    It holds y itself (of an array, a copy) and, with D features of s bytes (4; 8 for float64), about N · (1.25 · D · s + 8) bytes more
-    (:attr:`nbytes`): 46 MB for two million points in three dimensions. It can be pickled, saved and loaded
-    (:meth:`save`, :meth:`load`), and moved (:meth:`to`).
+    It holds y itself (of an array, a copy) and, with D features of s bytes (4; 8 for float64), about
+    N · (1.25 · D · s + 8) bytes more (:attr:`nbytes`): 46 MB for two million points in three dimensions. It can be
+    pickled, saved and loaded (:meth:`save`, :meth:`load`), and moved (:meth:`to`).
 
     >>> import torch, monoidreduce as mr
     >>> points = torch.rand(5000, 3)

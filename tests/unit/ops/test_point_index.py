@@ -251,3 +251,24 @@ def test_a_query_far_from_all_others_is_compared_with_every_point(monkeypatch):
     found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
     assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
     assert len(results) == 1 and results[0] is not None
+
+
+@pytest.mark.parametrize("count", [300, 5000])  # all pairs, and a tree
+def test_an_index_of_an_array_owns_a_copy_and_one_of_a_tensor_refuses_changes(count):
+    points = numpy.random.default_rng(0).random((count, 3))
+    index, query = ops.knn.prepare(points), numpy.full((1, 3), 5.0)
+    before = index(query, 2)
+    points[0] = 5
+    after = index(query, 2)
+    assert numpy.array_equal(before.values, after.values) and before.values[0, 0] > 5
+    with torch.inference_mode():
+        held = torch.rand(count, 3)
+        index, query = ops.knn.prepare(held), torch.full((1, 3), 5.0)
+        before = index(query, 2).values
+        held[0] = 5
+        assert torch.equal(index(query, 2).values, before)
+    held = torch.rand(count, 3)
+    index = ops.knn.prepare(held)
+    held[0] = 5
+    with pytest.raises(mr.ArgumentError, match="changed in place"):
+        index(query, 2)

@@ -1,8 +1,10 @@
 """The ready-made layers in all pairs of their options: values, gradients, precision, memory."""
 
 import math
+import warnings
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch.testing import assert_close
@@ -220,3 +222,23 @@ def test_torch_manual_seed_repeats_a_perceptrons_dropout():
         torch.manual_seed(seed)
         found.append(ops.mlp(x, p, q, dropout_p=0.5))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_sinkhorn_says_whether_it_converged(tmp_path):
+    x = torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        good = ops.sinkhorn(x, x + 0.1, eps=0.5, iterations=500, tolerance=1e-8)
+        plain = ops.sinkhorn(x, x + 0.1, eps=0.5, iterations=7)
+    assert good.converged is True and good.error <= 1e-8 and 1 < good.iterations < 500
+    assert (plain.iterations, plain.error, plain.converged) == (7, None, None)
+    numpy.save(tmp_path / "y.npy", (x + 0.5).numpy())
+    for call in (
+        lambda: ops.sinkhorn(x, x + 0.5, eps=1e-4, iterations=20, tolerance=1e-8),
+        lambda: ops.sinkhorn(x.numpy(), (x + 0.5).numpy(), eps=1e-4, iterations=20, tolerance=1e-8),
+        lambda: ops.sinkhorn.stream(x, eps=1e-4, iterations=20, tolerance=1e-8).over(tmp_path / "y.npy"),
+    ):
+        with pytest.warns(mr.ConvergenceWarning, match="in the last of 20 iterations a potential moved by") as seen:
+            found = call()
+        assert found.converged is False and found.error > 1e-8 and found.iterations == 20
+        assert seen[0].filename == __file__  # the caller's line
