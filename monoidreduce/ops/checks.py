@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ from ..runtime.call_context import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
 from .streaming import LayerStreams
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from .kernels import Sinkhorn, SinkhornArrays
+    from .neighbours import NeighbourArrays, Neighbours
+
+    Array: TypeAlias = NDArray[Any]
 
 # Layers on DTensors: the axes of their arguments, so that a whole layer runs on the local shards.
 #
@@ -451,7 +461,19 @@ class PublicLayer(Protocol[Given, Result]):
 
     __name__: str
 
+    @overload
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+    @overload  # numpy arrays give numpy arrays: a type checker goes by the first argument, and checks no others then
+    def __call__(self: PublicLayer[..., Tensor], array: Array, /, *args: Any, **kwargs: Any) -> Array: ...
+    @overload
+    def __call__(self: PublicLayer[..., Neighbours], array: Array, /, *args: Any, **kwargs: Any) -> NeighbourArrays: ...
+    @overload
+    def __call__(self: PublicLayer[..., Sinkhorn], array: Array, /, *args: Any, **kwargs: Any) -> SinkhornArrays: ...
+    @overload
+    def __call__(
+        self: PublicLayer[..., tuple[Tensor, Tensor]], array: Array, /, *args: Any, **kwargs: Any
+    ) -> tuple[Array, Array]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream:
         """A fold over columns that come in chunks: give everything but the columns, then feed it."""

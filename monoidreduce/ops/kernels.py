@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from . import checks
 from . import language as mr
 from .neighbours import root
 from .streaming import BothWays, count_entries
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Kernel = Literal["gaussian", "laplacian", "cauchy", "energy"]
 KERNELS = ("gaussian", "laplacian", "cauchy", "energy")
@@ -215,6 +218,19 @@ class Sinkhorn(NamedTuple):
     iterations: int = 0
     error: float | None = None
     converged: bool | None = None
+
+
+if TYPE_CHECKING:
+
+    class SinkhornArrays(NamedTuple):
+        """:class:`Sinkhorn` of numpy arrays, as type checkers see it; at run time it is that class."""
+
+        value: NDArray[Any]
+        f: NDArray[Any]
+        g: NDArray[Any]
+        iterations: int
+        error: float | None
+        converged: bool | None
 
 
 def _report_end(iterations: int, error: float | None, tolerance: float) -> tuple[int, float | None, bool | None]:

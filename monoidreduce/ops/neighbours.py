@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, cast, no_type_check
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, no_type_check, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from ..stream import Stream
 from . import checks, grouping, point_index
 from . import language as mr
 from .streaming import BothWays
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Metric = Literal["euclidean", "sqeuclidean", "dot", "cosine"]
 METRICS = ("euclidean", "sqeuclidean", "dot", "cosine")
@@ -30,6 +33,15 @@ class Neighbours(NamedTuple):
 
     values: Tensor
     indices: Tensor
+
+
+if TYPE_CHECKING:
+
+    class NeighbourArrays(NamedTuple):
+        """:class:`Neighbours` of numpy arrays, as type checkers see them; at run time it is that class."""
+
+        values: NDArray[Any]
+        indices: NDArray[Any]
 
 
 @no_type_check
@@ -81,7 +93,11 @@ class PointIndex(point_index.PreparedPoints):
     <index of 5000 points in 3 dimensions, euclidean: a search looks at ... % of them>
     """
 
-    def __call__(self, x: Tensor, k: int, *, exclude_self: bool = False) -> Neighbours:
+    @overload
+    def __call__(self, x: Tensor, k: int, *, exclude_self: bool = False) -> Neighbours: ...
+    @overload
+    def __call__(self, x: NDArray[Any], k: int, *, exclude_self: bool = False) -> NeighbourArrays: ...
+    def __call__(self, x: Any, k: int, *, exclude_self: bool = False) -> Any:
         """The k nearest of the points to each x: :class:`Neighbours`, as ``ops.knn(x, points, k)`` gives them.
 
         Raises :class:`ArgumentError` where torch has changed the points in place since the index was made, and
@@ -94,8 +110,8 @@ class PointIndex(point_index.PreparedPoints):
         (True, torch.Size([5000, 1]))
         """
         if arrays.is_array(x):
-            return cast(Neighbours, arrays.to_numpy(self._find(arrays.to_tensor(x, "x"), k, exclude_self)))
-        return cast(Neighbours, self._find(x, k, exclude_self))
+            return arrays.to_numpy(self._find(arrays.to_tensor(x, "x"), k, exclude_self))
+        return self._find(x, k, exclude_self)
 
     def _compare_all(self, x: Tensor, k: int, exclude_self: bool) -> Neighbours:
         return knn(x, self.points, k, metric=self.metric, exclude_self=exclude_self)  # type: ignore[arg-type]
@@ -105,7 +121,7 @@ class PointIndex(point_index.PreparedPoints):
         return Neighbours(values.to(dtype), places)
 
 
-def prepare_points(y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "euclidean") -> PointIndex:
+def prepare_points(y: Any, *, metric: Literal["euclidean", "sqeuclidean"] = "euclidean") -> PointIndex:
     """Points y as an index, for many searches: ``index(x, k)`` gives what ``ops.knn(x, y, k)`` gives, sooner.
 
     Called as ``ops.knn.prepare(y)``. Sorting two million points in three dimensions takes about a second on one core,
@@ -137,11 +153,19 @@ def prepare_points(y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "
 class KnnLayer(Protocol):
     """The type of :func:`knn`: a layer that can also prepare its points."""
 
+    @overload
     def __call__(
         self, x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False
     ) -> Neighbours: ...
+    @overload
+    def __call__(
+        self, x: NDArray[Any], y: NDArray[Any], k: int, *, metric: Metric = "euclidean", exclude_self: bool = False
+    ) -> NeighbourArrays: ...
+    def __call__(self, x: Any, y: Any, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Any: ...
 
-    def prepare(self, y: Tensor, *, metric: Literal["euclidean", "sqeuclidean"] = "euclidean") -> PointIndex: ...
+    def prepare(
+        self, y: Tensor | NDArray[Any], *, metric: Literal["euclidean", "sqeuclidean"] = "euclidean"
+    ) -> PointIndex: ...
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream: ...
 
