@@ -30,7 +30,7 @@ import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
-from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
+from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
 from monoidreduce.engines.triton.schedules import float32_split, kernel_plan, spec_from_tensors
 from monoidreduce.plan import op_counts, tiles
@@ -82,7 +82,7 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    launch_cache.report(_nothing, given)
+    jit_module.report(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines.triton.codegen import compiler, k_loop
 from monoidreduce.engines.triton.kernels import pick, row_kernels, split_combine, topk
-from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
+from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue, epilogue_kernels, row_factor
 from monoidreduce.engines.triton.schedules import distances, float32_split
 from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
@@ -94,7 +94,7 @@ def by_address(monkeypatch):
     internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (row_factor, contraction, distances, float32_split, row_kernels, pick, topk, split_combine)
     for kernels in (module._kernels for module in small_ones):
-        monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
+        monkeypatch.setattr(kernels, "kept", jit_module.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))

@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import pick, point_search, row_kernels, select_rows, split_combine
+from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, row_kernels, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
@@ -40,7 +40,7 @@ def selected(name, kind, key, largest=True, **constants):
     constants = {"LARGEST": largest, "TOP": int(key[1:]) - 1 - bits, "BITS": bits, **constants}
     known = ("LARGEST",) if name == "choose_strips" else ()
     constants = {k: v for k, v in constants.items() if k not in (*known, *(("BITS",) if known else ()))}
-    return select_rows._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
+    return large_topk._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
 
 
 def listed(kind, strips, width, slots, bits):

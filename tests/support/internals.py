@@ -261,7 +261,7 @@ def watch_epilogue_kernels(patch: Patch) -> list[str]:
 def replace_fixed_kernel_launch(patch: Patch, around: Around) -> None:
     """``around(launch, kernels, name, grid, arguments, *constants)`` for first launches of kernels that no program
     generates."""
-    _wrap(patch, "monoidreduce.engines.triton.launch.launch_cache.Kernels._first", around)
+    _wrap(patch, "monoidreduce.engines.triton.launch.jit_module.Kernels._first", around)
 
 
 def relaunch_on_any_device(patch: Patch) -> None:

@@ -26,9 +26,9 @@ from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
+from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec
 from ..codegen.lookups import are_prepared
-from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import distances, few_rows, kernel_plan, spec_from_tensors, turned_values

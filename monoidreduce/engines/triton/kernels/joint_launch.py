@@ -27,7 +27,7 @@ from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..launch import descriptors
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans

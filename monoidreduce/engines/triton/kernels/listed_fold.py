@@ -31,7 +31,7 @@ from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
-from ..launch.availability import available
+from ..launch.jit_module import available
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
@@ -41,8 +41,7 @@ from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm, Lists, make_lists
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
-from .prepared_fold import list_kernels, merge_batches_and_strides
-from .record_launches import Made
+from .prepared_fold import Made, list_kernels, merge_batches_and_strides
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has

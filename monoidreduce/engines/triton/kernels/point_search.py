@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.point_tree import PointTree, depth_for
 from ..codegen.kernel_spec import padded
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 MOST = 512  # neighbours: their list is kept in registers
 _POINTS, _BOXES = 128, 512  # points of a block; boxes looked at together

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...common.evaluate import Allocator
 from ..codegen.exponents import LOG2E
 from ..launch import jit_module
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 _TEXT = '''"""Sums over the features of each row."""
 

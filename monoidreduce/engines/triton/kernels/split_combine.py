@@ -18,7 +18,7 @@ from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kernels
+from ..launch.jit_module import Again, Kernels
 from ..launch.launch_recipes import Leaf, Recipe
 
 _HEADER = '''"""The results of a whole from those of its parts."""

@@ -25,8 +25,8 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module, replay
-from ..launch.launch_cache import Kernels
-from . import select_rows
+from ..launch.jit_module import Kernels
+from . import large_topk
 
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
@@ -161,7 +161,7 @@ def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> l
     Few smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
     """
     if k > MOST_IN_REGISTERS:
-        return select_rows.select(panel, k, largest, compute)
+        return large_topk.select(panel, k, largest, compute)
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
     if not largest or not rows or strips < _LONG * k:
         values, at = panel.topk(k, dim=1, largest=largest)

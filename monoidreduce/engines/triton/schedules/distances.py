@@ -24,7 +24,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import TINY, WIDEST, padded
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 MANY = 2**18  # pairs from which on norms of stored vectors are computed before the launch
 MANY_SIXTEEN = 2**24  # and of 16-bit vectors, in all batch elements: a kernel of fewer computes them in its tiles

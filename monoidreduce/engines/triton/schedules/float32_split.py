@@ -35,7 +35,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 _TEXT = '''"""Vectors in pieces, and their norms."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....program.expression import Expr
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 _COLS = 128  # columns of an instance
 _TEXT = '''"""Vectors with their features first."""
