@@ -84,7 +84,7 @@ class Kernel:
     staged: bool = False  # hand-scheduled, written in Gluon
     alone: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    turned: Expr | None = None  # the leaf that is copied with its features first (``schedules/turned_values.py``)
+    turned: Expr | None = None  # the leaf that is copied with its features first (``vector_conversions.py``)
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
     made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)
