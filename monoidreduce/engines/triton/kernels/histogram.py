@@ -232,13 +232,7 @@ def list_histograms(fold: Fold) -> list[Fold]:
 
 
 _MOST_BYTES = 2**28  # of the sums of all tiles: a sixteenth of what the pairs would take in 16 bits
-_TEXT = '''"""Sums along diagonals, from those of all tiles."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def sum_tiles(out, parts, strips, tiles, HALF: tl.constexpr):
     # of 64 diagonals, those that begin at tile (strip, tile) with tile - strip = block - (strips - 1)
     block = tl.program_id(0) % (strips + tiles)
@@ -253,8 +247,8 @@ def sum_tiles(out, parts, strips, tiles, HALF: tl.constexpr):
         total += tl.load(place, mask=lane * 0 + tile < tiles, other=0.0)
         total += tl.load(place - HALF, mask=lane * 0 + tile > 0, other=0.0)
     tl.store(out + tl.cast(tl.program_id(0), tl.int64) * HALF + lane, total)
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Sums along diagonals, from those of all tiles.", _TEXT)
 
 
 class DiagonalLaunch(FoldLaunch):

@@ -26,7 +26,6 @@ from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import combine, matmul
 from ...common.evaluate import Sizes
 from ...common.subproblem import run_block
-from ..codegen.kernel_text import copy_device_functions
 from ..launch.jit_module import Kernels
 
 Run = Callable[[Fold, list[Any], Sizes], list[Tensor]]
@@ -320,8 +319,7 @@ def write_sorted(
     tl.store(values + i, value.to(values.dtype.element_ty), mask=i < size)
     tl.store(indices + i, place, mask=i < size)
 """
-_HEADER = '"""The k best of the rows of a matrix."""\n\nimport triton\nimport triton.language as tl\n'
-_kernels = Kernels("".join([_HEADER, *copy_device_functions(_TEXT), _TEXT]))
+_kernels = Kernels("The k best of the rows of a matrix.", _TEXT)
 
 
 def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:

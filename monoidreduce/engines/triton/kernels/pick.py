@@ -27,18 +27,11 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
-from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
 from ..launch.jit_module import Kernels
 
-_TEXT = '''"""Sums over single pairs, each given by its place on one axis."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def vectors_at(near, far, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH: tl.constexpr):
     # of pairs: the row's own, the target's, or their difference
     if WHICH == 0:
@@ -140,8 +133,8 @@ def join_runs(
             more = tl.min(same.to(tl.int32), 0)
             next += MANY
         tl.store(out + k.to(tl.int64) * WIDTH + lane, total, mask=lane < WIDTH)
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Sums over single pairs, each given by its place on one axis.", _TEXT)
 _PIECE = 16  # pairs that one program instance of the scatter adds, one after the other
 _WIDE = 128  # features of a program instance
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
@@ -365,13 +358,7 @@ PRODUCTS = ("dot", "sqdist")
 _OTHERS = ("leaf", "const", "nan", "size", "row_index", "col_index", *PRODUCTS)
 _WIDE_PRODUCT = 128  # features that are read at once
 _KINDS = {bool: torch.bool, int: torch.int64}
-_WEIGHTS_TEXT = '''"""What matched pairs weigh."""
-
-import triton
-import triton.language as tl
-
-{helpers}
-@triton.jit
+_WEIGHTS_TEXT = """@triton.jit
 def pair_weights({signature}):
     INT: tl.constexpr = tl.int64
     FOLDED: tl.constexpr = 1
@@ -386,7 +373,7 @@ def pair_weights({signature}):
     hit = (there >= 0) & (there < other) & exists
     there = tl.where(hit, there, 0)
 {body}
-'''
+"""
 
 
 class _Weights(ExpressionWriter):
@@ -470,9 +457,8 @@ def _write(value: Expr, by_rows: bool, types: tuple[str, ...], letters: tuple) -
         names += [f"{x}_f"] if e.feature is not None or e.is_pair else []
     store = f"tl.store(out + entry, tl.where(hit, {found}, 0.0) + tl.zeros([KEPT, 1], tl.float32), mask=exists)"
     body = "\n".join(f"    {line}" for line in [*lines.before, *lines.inside, store])
-    helpers = "\n".join(kernel_text.copy_device_functions(body))
     signature = ", ".join([*names, "KEPT: tl.constexpr"])
-    return Kernels(_WEIGHTS_TEXT.format(helpers=helpers, signature=signature, body=body))
+    return Kernels("What matched pairs weigh.", _WEIGHTS_TEXT.format(signature=signature, body=body))
 
 
 def weigh(value: Expr, values: Mapping[Expr, Any], sizes: Sizes, place: Tensor, by_rows: bool) -> Tensor | None:

@@ -31,6 +31,7 @@ from ....plan import disk, settings
 from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
+from ..codegen.kernel_text import IMPORTS, copy_device_functions
 from . import encoded_descriptors
 
 
@@ -356,10 +357,17 @@ class LaunchCache:
 
 
 class Kernels:
-    """The kernels of a text that is not generated from a program."""
+    """Small kernels that no program generates: ``functions`` is their text, without imports and without the device
+    functions that they call."""
 
-    def __init__(self, text: str):
-        self.text, self.kept = text, LaunchCache()
+    def __init__(self, title: str, functions: str):
+        self.title, self.functions, self.kept = title, functions, LaunchCache()
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole text, made when a kernel is first launched."""
+        copied = "".join(copy_device_functions(self.functions))
+        return f'"""{self.title}"""\n\n{IMPORTS}{copied}\n\n{self.functions.lstrip()}'
 
     def __call__(
         self,

@@ -48,13 +48,7 @@ from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
 from ..launch.jit_module import Kernels
 
-_TEXT = '''"""Vectors in pieces, their norms, and vectors with their features first."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def high_third(x):
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, high, x)
@@ -133,8 +127,8 @@ def turn(out, x, cols, inner, outer_step, step, col, feature, out_step, room, WI
     block = tl.load(block, mask=(at < cols)[:, None], other=0)
     turned = out + batch * out_step + lane.to(tl.int64)[:, None] * room + place[None, :]
     tl.store(turned, tl.trans(block), mask=(place < room)[None, :])
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Vectors in pieces, their norms, and vectors with their features first.", _TEXT)
 MANY_FLOAT32 = 2**24  # pairs from which on splitting pays
 
 
