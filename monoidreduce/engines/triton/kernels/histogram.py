@@ -24,7 +24,6 @@ from ....program.contract import contractions
 from ....program.diagonals import is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
-from ....reductions import kind_of
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
 from ..codegen.accumulators import move_factors_to_weight
@@ -222,13 +221,6 @@ class HistogramLaunch(FoldLaunch):
         first = -(-cols // block) * block - (cols - 1)
         sums = found.view(self.count, -1)[:, first : first + rows + cols - 1]  # i - j from 1 - cols on
         return add_diagonals(sums, self.places(leaves), self.table_size)
-
-
-def list_histograms(fold: Fold) -> list[Fold]:
-    """The histograms of a fold, each as a fold of its own."""
-    found = [r for r in fold.reductions if kind_of(r).both_axes]
-    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
-    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]
 
 
 _MOST_BYTES = 2**28  # of the sums of all tiles: a sixteenth of what the pairs would take in 16 bits

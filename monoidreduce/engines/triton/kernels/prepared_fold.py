@@ -35,7 +35,7 @@ from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
-from .histogram import DiagonalLaunch, HistogramLaunch, list_histograms
+from .histogram import DiagonalLaunch, HistogramLaunch
 from .joint_launch import JointLaunch
 from .split_combine import Joined
 from .table_lookups import Bands, SummedPlaces, rewrite_bands, rewrite_sums
@@ -75,7 +75,7 @@ class PreparedFold:
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         self._join_directions(values, layouts)
-        for one in list_histograms(fold):
+        for one in _list_histograms(fold):
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
@@ -138,6 +138,13 @@ class PreparedFold:
             )
             first += count
         return found
+
+
+def _list_histograms(fold: Fold) -> list[Fold]:
+    """The histograms of a fold, each as a fold of its own."""
+    found = [r for r in fold.reductions if kind_of(r).both_axes]
+    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
+    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]
 
 
 def _gains_by_bands(sizes: Sizes) -> bool:
