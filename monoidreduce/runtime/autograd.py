@@ -94,7 +94,7 @@ class Walk:
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> PassContext:
         replay = PassReplay(fold, sizes, self.engine, shown) if self.alike else None
-        fixed = tuple(at for at, k in enumerate(shown) if constant_results(fold)[k])
+        fixed = tuple(at for at, k in enumerate(shown) if self.alike and constant_results(fold)[k])
         return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
