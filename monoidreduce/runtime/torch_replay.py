@@ -6,6 +6,10 @@ unless a fold looks at its data: labels that pick a column, conditions on number
 is recorded under a ``TorchFunctionMode``: each call is one line of a function of the inputs, which later calls run.
 Results are the same bits, and memory is held no longer than the engine holds it.
 
+Measured on one core of a Neoverse N1, in µs of CPU time by the engine and by replay: attention of 2 heads, 64 × 64
+pairs, 16 features 1589 and 623, with its gradient 4645 and 2020; a logsumexp of the same size 1212 and 492; 4 of 64
+neighbours 1699 and 912.
+
 Only calls listed here may be recorded. Anything else (a number read from a tensor, an address, a tensor that the
 inputs do not lead to) means that the fold cannot be replayed, and the engine runs it every time.
 """

@@ -1,10 +1,13 @@
 """Folds on a CPU that are replayed as recorded torch calls: the same bits, and only where data decides nothing."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.engines.eager import cpp
 from monoidreduce.runtime import torch_replay
 from tests.support.layers import ZOO
 
@@ -115,3 +118,97 @@ def test_what_can_be_recorded():
     with torch_replay.CallRecorder([x]) as recorder:
         found = torch.ones(3)[torch.tensor([True, False, True])]
     assert recorder.function([found]) is None
+
+
+@pytest.fixture
+def recorded(made):
+    """An op, and tensors whose kind was recorded, forward and backward."""
+
+    @mr.op
+    def peaked(x: mr.Row["d"], y: mr.Col["d"], v: mr.Col["d"]):
+        return mr.softmax_mean(x @ y, v)
+
+    args = torch.randn(3, 16, 4).unbind()
+    with mr.use(engine="eager"):
+        for _ in range(3):
+            results(peaked, args)
+        assert len(made) == 2 and None not in made
+        yield peaked, args
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0])
+def test_numbers_that_only_the_replay_meets(value, recorded, monkeypatch):
+    peaked, given = recorded
+    for place in range(3):
+        args = [t.clone() for t in given]
+        args[place][1] = value
+        assert_same(results(peaked, args), by_engine(peaked, args, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: mr.use(budget="16kB"),
+        lambda: mr.use(engine="reference"),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+    ],
+    ids=["autocast", "budget", "engine", "hooks"],
+)
+def test_settings_that_changed_since(changed, recorded, monkeypatch):
+    peaked, args = recorded
+    with changed():
+        assert_same(results(peaked, args), by_engine(peaked, args, monkeypatch))
+    assert_same(results(peaked, args), by_engine(peaked, args, monkeypatch))
+
+
+def test_torch_settings_that_changed_since(recorded, monkeypatch):
+    peaked, args = recorded
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        assert_same(results(peaked, args), by_engine(peaked, args, monkeypatch))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    with torch.inference_mode():
+        found = peaked(*args)
+    assert found.is_inference()
+    torch.testing.assert_close(found.clone(), results(peaked, args)[0].detach(), rtol=0, atol=0)
+
+
+def test_c_plus_plus_is_asked_for_later(recorded, monkeypatch):
+    (peaked, args), seen = recorded, []
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    monkeypatch.setattr(cpp, "run", lambda *given: seen.append(given))  # None: tiles run
+    results(peaked, args)
+    assert seen
+
+
+def test_transforms_and_second_derivatives(recorded):
+    peaked, args = recorded
+    x, y, v = (t.double() for t in args)
+    for _ in range(3):
+        batched = torch.vmap(peaked, in_dims=(0, None, None))(torch.stack([x, -x]), y, v)
+        torch.testing.assert_close(batched[1], peaked(-x, y, v))
+    _, tangent = torch.func.jvp(lambda x: peaked(x, y, v), (x,), (torch.ones_like(x),))
+    assert tangent.shape == x.shape
+    torch.autograd.gradgradcheck(lambda x: peaked(x, y[:4], v[:4]), x[:3].clone().requires_grad_())
+
+
+def test_threads_record_and_replay_at_once():
+    @mr.op
+    def sums(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.logsumexp(x @ y)
+
+    x, y = torch.randn(16, 4), torch.randn(24, 4)
+    expected = torch.logsumexp(x @ y.T, -1)
+
+    def call(_):
+        with mr.use(engine="eager"):
+            return [sums(x, y) for _ in range(6)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(call, range(8)):
+            for one in found:
+                torch.testing.assert_close(one, expected)
