@@ -166,7 +166,7 @@ class ReplayedProgram:
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
-    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> Sequence[Tensor | None]:
         """The gradients by their program, step by step."""
         backwards, key = replay.backwards, (needs, saved.given)
         runner = self.gradients.get(key)
@@ -269,9 +269,10 @@ class GradientRunner:
     def __init__(self, made: GradientProgram, engine: str, records: bool, sizes: Sizes | None = None):
         self.made, self.engine, self.records = made, engine, records
         self.runs: dict[tuple, _Run] = {}
-        run, count = functools.partial(self._gradients, sizes), len(made.leaves)
-        split = lambda pool: run(pool[:count], pool)
-        self.calls = None if sizes is None or records else replay_calls(split, engine, sizes)
+        self.calls: TorchReplays | None = None
+        if sizes is not None and not records:
+            run, count = functools.partial(self._gradients, sizes), len(made.leaves)
+            self.calls = replay_calls(lambda pool: run(pool[:count], pool), engine, sizes)
 
     def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> Sequence[Tensor | None]:
         """A gradient per leaf (None where not asked); ``others``: results and cotangents."""
