@@ -155,8 +155,9 @@ def _make_layers(findings: Findings) -> str:
         return ""
     means = [format_ratio(geometric_mean([getattr(r, what) for r in results])) for what in ("faster", "smaller")]
     left = f" Left out, for want of time: {escape('; '.join(findings.left_out))}." if findings.left_out else ""
-    intro = f"""<p>The {len(results)} layers of the papers beside the same layers in plain torch. Geometric means, dense
-divided by ours: time {means[0]}, extra memory {means[1]}.{left}</p>"""
+    summary = f" Geometric means, dense divided by ours: time {means[0]}, extra memory {means[1]}."
+    summary = summary if len(results) > 2 else ""
+    intro = f"<p>Layers of the papers beside the same layers in plain torch.{summary}{left}</p>"
     return report.make_section("The papers’ layers", intro, _make_layer_table(results))
 
 
