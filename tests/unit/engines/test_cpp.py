@@ -187,6 +187,16 @@ def test_layouts_batches_and_broadcast_inputs():
     check(mr.ops.attention, q, k, v)
 
 
+@pytest.mark.parametrize("features, values", [(0, 3), (3, 0), (0, 0)])
+def test_vectors_without_features_run_in_torch(features, values, ran):
+    @mr.op
+    def picked(x: Row["f"], t: Row, y: Col["f"], v: Col["d"]):
+        return mr.softmax_mean(torch.where(mr.col_index == t + 1, x @ y, -torch.inf), v), mr.max(x @ y)
+
+    check(picked, R(2, 6, features), torch.arange(6) % 4, R(2, 8, features), R(2, 8, values))
+    assert ran and not ran[0]
+
+
 def test_threads_and_repeated_runs_have_equal_bits(ran):
     q, k, v = (R(1, 1, 700, 16) for _ in range(3))
     one = [results(mr.ops.attention, (q, k, v), "eager") for _ in range(2)]
