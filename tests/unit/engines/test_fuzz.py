@@ -1,4 +1,4 @@
-"""A thousand random programs, each called cold, against plain torch.
+"""Random programs, each called cold, against plain torch: some in every run, a thousand with the slow tests.
 
 More of them: ``python -m tests.fuzz --programs 10000``.
 """
