@@ -19,20 +19,22 @@ from .._version import __version__
 
 
 class Entry(NamedTuple):
-    """A row of the table: a command's name, the module that has it under that name, and the first line of its help."""
+    """A row of the table: a command's name, the module that has it under that name, the first line of its help, and
+    whether it is about a layer of a file."""
 
     name: str
     module: str
     summary: str
+    of_file: bool = False
 
 
 COMMANDS: tuple[Entry, ...] = (
     Entry("demo", "demo", "Show what fits in a given memory, and how fast."),
-    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory."),
-    Entry("explain", "plans", "Say what would run at a size, and why."),
+    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory.", of_file=True),
+    Entry("explain", "plans", "Say what would run at a size, and why.", of_file=True),
     Entry("bench", "bench", "Measure layers beside every peer that is installed."),
     Entry("profile", "profile", "Draw a layer's memory over time, ours and the dense form's."),
-    Entry("tune", "plans", "Find the fastest plans for a size, and remember them."),
+    Entry("tune", "plans", "Find the fastest plans for a size, and remember them.", of_file=True),
     Entry("cache", "plans", "Show, clear or share the plans kept on disk."),
     Entry("doctor", "doctor", "Say what is here, what runs where, and what to install."),
 )
@@ -85,7 +87,10 @@ class _Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        if args[0] in names or args[0].startswith("-"):
+        entry = next((e for e in COMMANDS if e.name == args[0]), None)
+        if entry is not None and entry.of_file:
+            _check_target(args[1:], ctx)
+        if entry is not None or args[0].startswith("-"):
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(args[0], names, 1)
         advice = f"Did you mean {close[0]}?" if close else f"There are {', '.join(names)}"
@@ -94,6 +99,17 @@ class _Group(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(entry.name, entry.summary) for entry in COMMANDS])
+
+
+def _check_target(args: Sequence[str], ctx: click.Context) -> None:
+    """Raise click's errors of a layer that is not named, or is in no file, before torch is imported (seconds)."""
+    if {"-h", "--help"} & set(args):
+        return
+    if all(a.startswith("-") for a in args):
+        raise click.UsageError("Missing argument 'FILE.py:NAME', such as layers.py:attention", ctx)
+    file = args[0].rpartition(":")[0]
+    if file.endswith(".py") and len(file) < 4096 and "\0" not in file and not os.path.exists(file):
+        raise click.UsageError(f"the file {file} does not exist. Give FILE.py:NAME, such as layers.py:attention", ctx)
 
 
 def make_group() -> click.Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,15 @@ def parse_count(text: str) -> int | None:
     return number if 1 <= (number := int(text)) <= LARGEST_COUNT else None
 
 
+def parse_number(text: str) -> int:
+    """A whole number from 1 to LARGEST_COUNT, also written as 1e5 or 100_000."""
+    plain = re.fullmatch(r"([1-9]\d{0,2})[eE]\+?(\d{1,2})", text.strip())
+    found = int(plain[1]) * 10 ** int(plain[2]) if plain else parse_count(text.replace("_", ""))
+    if found is None or found > LARGEST_COUNT:
+        raise ValueError(f"{text!r:.80} is no whole number from 1 to 10^15, such as 4096 or 1e5")
+    return found
+
+
 def parse_dtype(text: str) -> torch.dtype:
     if text not in DTYPES:
         raise ValueError(f"{text!r} is no floating type here. Use float64, float32, bf16 or fp16")
@@ -132,7 +142,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # Options that several commands share ------------------------------------------------------------------------------
 
-COUNT = click.IntRange(min=1, max=LARGEST_COUNT)
+COUNT = ParsedType("COUNT", parse_number)
 SIZE = ParsedType("SIZE", parse_size)
 
 TARGET = click.Argument(["target"], metavar="FILE.py:NAME")

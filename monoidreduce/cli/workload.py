@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from .. import ops
 from ..algebra import Monoid
 from ..engines.common.evaluate import Evaluator, Value
 from ..errors import MonoidReduceError
@@ -79,6 +80,11 @@ def load(spec: str) -> Target:
     """The layer or monoid that ``spec`` names."""
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name or "/" in name or "\\" in name:
+        if spec in ops.__all__:
+            raise CommandError(
+                f"{spec} is a ready-made layer, which bench and profile know by its name. Here, write a function that "
+                f"calls ops.{spec} into a file, and NAME_inputs(rows, cols) that makes its arguments: FILE.py:NAME"
+            )
         known = _list_names(_load_module(spec)) if spec.endswith(".py") else []
         raise CommandError(f"{spec} names no layer. {_HINT}" + (f". The file has: {', '.join(known)}" if known else ""))
     module = _load_module(where)

@@ -209,7 +209,7 @@ class Sinkhorn(NamedTuple):
     >>> import torch, monoidreduce as mr
     >>> found = mr.ops.sinkhorn(torch.zeros(2, 1), torch.ones(3, 1), eps=0.1, tolerance=1e-6)
     >>> found.f.shape, found.g.shape, found.iterations, found.converged
-    (torch.Size([2]), torch.Size([3]), 2, True)
+    (torch.Size([2]), torch.Size([3]), 1, True)
     """
 
     value: Tensor

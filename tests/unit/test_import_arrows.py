@@ -79,7 +79,17 @@ PACKAGES: dict[str, set[str]] = {
     "nn": {"errors", "domains", "plan.settings", "ops"},  # modules: no mathematics
     "integrations": {"errors", "domains", "nn", "ops"},  # doors to other libraries
     "integrations.ray": COMMON
-    | {"block_runs", "engines.auto", "engines.stream", "op", "ops", "sources", "stream"},  # spread
+    | {
+        "block_runs",
+        "engines.auto",
+        "engines.stream",
+        "files",
+        "op",
+        "ops",
+        "saved_runs",
+        "sources",
+        "stream",
+    },  # spread
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # they may import any package, and monoidreduce itself
 IMPORTS_NOTHING = {"errors", "_version"}  # not even the standard library

@@ -206,8 +206,16 @@ def test_a_file_that_changes_is_an_error(tmp_path):
 
 def test_a_folder_is_of_one_job(tmp_path):
     make_job(tmp_path)
-    with pytest.raises(mr.StreamError, match="holds another job: its grid"):
+    with pytest.raises(mr.StreamError, match="holds another job: col_chunk was 8, and is 9"):
         make_job(tmp_path, chunk=9)
+    files = {"rows": str(tmp_path / "given" / "x*.npy"), "cols": str(tmp_path / "given" / "y*.npy")}
+    make_job(tmp_path, "near", fold=mr.ops.knn, **files, k=5)
+    with pytest.raises(mr.StreamError, match=r"holds another job: k was 5, and is 4\."):
+        make_job(tmp_path, "near", fold=mr.ops.knn, **files, k=4)
+    with pytest.raises(mr.ArgumentError, match=r"given.*\.npy of the rows lies in out=.*given"):
+        make_job(tmp_path, "given")
+    with pytest.raises(mr.ArgumentError, match="sinkhorn is not one fold per row"):
+        make_job(tmp_path, "both", fold=mr.ops.sinkhorn)
     (tmp_path / "out" / "job.json").write_text("{")
     with pytest.raises(mr.StreamError, match=r"job\.json cannot be read"):
         make_job(tmp_path)
