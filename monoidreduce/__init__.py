@@ -7,6 +7,7 @@
 ...     return mr.softmax_mean(q @ k, v)
 """
 
+import difflib as _difflib
 import gc as _gc
 import importlib as _importlib
 import os as _os
@@ -85,6 +86,17 @@ if not _TYPE_CHECKING and _deferred:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         del globals()["__getattr__"]
         return getattr(_importlib.reload(_sys.modules[__name__]), name)
+
+
+elif not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        words = f"module {__name__!r} has no attribute {name!r}"
+        if not name.startswith("_"):
+            near = _difflib.get_close_matches(name, [*__all__, *(f"ops.{n}" for n in ops.__all__)], 1)
+            near = [f"ops.{name}"] if name in ops.__all__ else near
+            words += f". Did you mean mr.{near[0]}?" if near else ""
+        raise AttributeError(words)
 
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.

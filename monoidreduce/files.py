@@ -291,8 +291,11 @@ class Parts:
     """Several arrays of one type and one shape but for their lengths, laid end to end."""
 
     def __init__(self, parts: Sequence[Any]):
-        parts = [q for p in parts for q in (p.parts if isinstance(p, Parts) else [p])]
-        self.parts, first = parts, parts[0]
+        flat: list[Any] = []
+        for p in parts:
+            flat += p.parts if isinstance(p, Parts) else [p]
+        self.parts: list[Any] = flat
+        parts, first = flat, flat[0]
         for p in parts:
             if p.dtype != first.dtype:
                 raise DTypeError(

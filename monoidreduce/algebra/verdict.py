@@ -374,6 +374,8 @@ def law_error(law: Law, family: Family, case: Case) -> MonoidLawError:
     fix = law.fix
     if case.batched:
         fix += ". It fails only for several elements at once: combine must treat every leading axis as a batch"
+    if not getattr(type(case.elements[0]), "domain", None):
+        fix += ". If no fold can reach such a state, say so with a domain over all fields (writing a monoid: domains)"
     example = "\n".join(f"  {name} = {value}" for name, value in lines) + f"\n  found among {family.name}"
     return MonoidLawError(monoid=type(case.elements[0]).__name__, law=law.name, example=example, fix=fix)
 

@@ -144,6 +144,8 @@ def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path
     (page,) = folder.write({"index.html": render_page(findings, environment)})
 
     def show(console: Any) -> None:
+        if quick:
+            console.print(f"[bold]{QUICK_CAUTION}[/]")
         print_limits(console, findings.limits)
         print_results(console, [*findings.wins, *findings.papers], _write_footnotes(findings))
         console.print(f"report: {page}", soft_wrap=True, markup=False)
@@ -239,6 +241,10 @@ def _measure_errors(layer: Layer, runners: Sequence[Runner]) -> list[float]:
 
 # In the terminal --------------------------------------------------------------------------------------------------
 
+QUICK_CAUTION = (
+    "--quick: these sizes are too small to tell. They show that everything runs; at such sizes Python decides the time "
+    "and a dense matrix costs nothing. For sizes that tell, run monoidreduce demo (about two minutes)."
+)
 _WIDE, _NARROW = 112, 72  # window widths that the two forms of the table need
 _BAR = 24  # characters of the longest bar
 
@@ -302,7 +308,9 @@ def _write_footnotes(findings: Findings) -> list[str]:
         "error: the worst of outputs and gradients against float64. ratio: naive ÷ ours.",
     ]
     means = ""
-    if len(results) > 2:
+    if findings.quick:
+        notes.insert(0, QUICK_CAUTION)
+    elif len(results) > 2:
         times, sizes = ([getattr(r, what) for r in results] for what in ("faster", "smaller"))
         means = f"Geometric means of the ratios: time {format_ratio(geometric_mean(times))}, "
         means += f"memory {format_ratio(geometric_mean(sizes))}. "

@@ -82,8 +82,8 @@ def load(spec: str) -> Target:
     if not colon or not where or not name or "/" in name or "\\" in name:
         if spec in ops.__all__:
             raise CommandError(
-                f"{spec} is a ready-made layer, which bench and profile know by its name. Here, write a function that "
-                f"calls ops.{spec} into a file, and NAME_inputs(rows, cols) that makes its arguments: FILE.py:NAME"
+                f"{spec} is a ready-made layer, and this command is about layers in files. Write a function NAME that "
+                f"calls ops.{spec}, and NAME_inputs(rows, cols) that makes its arguments, and give FILE.py:NAME"
             )
         known = _list_names(_load_module(spec)) if spec.endswith(".py") else []
         raise CommandError(f"{spec} names no layer. {_HINT}" + (f". The file has: {', '.join(known)}" if known else ""))

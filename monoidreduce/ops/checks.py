@@ -6,6 +6,7 @@ that must agree are left to ``@mr.op``, which knows them from the declarations.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -528,7 +529,11 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
                 return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
         if agreement.layout_in_force.get() is None:
-            return replay(args, kwargs)
+            try:
+                return replay(args, kwargs)
+            except TypeError as error:
+                _explain_keywords(error, layer, names, kwargs)
+                raise
         if arrays.has_arrays((*args, *kwargs.values())):
             return replay.call_with_arrays(args, kwargs)
         try:
@@ -539,6 +544,18 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
 
     checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
     return checked
+
+
+def _explain_keywords(error: TypeError, layer: Callable, names: list[str], kwargs: Mapping[str, Any]) -> None:
+    """Raise ArgumentError in place of Python's bare error for a keyword that the layer does not have."""
+    unknown = next((n for n in kwargs if n not in names), None)
+    if isinstance(error, MonoidReduceError) or unknown is None or "unexpected keyword" not in str(error):
+        return
+    near = difflib.get_close_matches(unknown, names, 1)
+    raise ArgumentError(
+        detail=f"{layer.__name__} has no argument {unknown!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        fix=f"It takes {', '.join(names)}",
+    ) from None
 
 
 def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:

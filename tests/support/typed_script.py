@@ -4,13 +4,17 @@ Nothing here imports from the tests. Ruff alone needs one line of settings, for 
 the name of a variable: F821 ignored for files with ops (``# ruff: noqa: F821`` in the file will do as well).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Pair, Row, ops
+
+Array = NDArray[Any]
 
 
 @mr.op
@@ -79,5 +83,21 @@ def main() -> tuple[int, ...]:
     return (*sizes, again.dim())
 
 
+def arrays(points: Array) -> tuple[int, ...]:
+    """numpy arrays give numpy arrays."""
+    indices: Array = ops.knn(points, points, 5).indices.astype(np.int32)
+    near: Array = ops.knn.prepare(points)(points, 2).values
+    total: Array = ops.kernel_sum(points, points, points[:, 0], bandwidth=0.3)
+    assigned: Array = ops.kmeans_assign(points, points[:3]).indices
+    transport = ops.sinkhorn(points, points, eps=0.5, iterations=3)
+    f, g = ops.sinkhorn_step(points, points, transport.g, total, total, eps=0.5)
+    kernel = mr.linalg.matrix(ops.kernel_sum, points, bandwidth=0.3)
+    helper = mr.linalg.nystroem(kernel, points, rank=5, ridge=0.1)
+    solved: Array = mr.linalg.cg(kernel, kernel @ total, ridge=0.1, preconditioner=helper)
+    again: Array = mr.linalg.cg(lambda u: ops.kernel_sum(points, points, u), total, ridge=0.1)
+    results = (indices, near, total, assigned, transport.value, f, g, solved, again)
+    return tuple(result.ndim for result in results)
+
+
 if __name__ == "__main__":
-    print(main())
+    print(main(), arrays(np.random.default_rng(0).random((50, 3))))

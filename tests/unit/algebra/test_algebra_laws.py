@@ -362,3 +362,23 @@ def test_every_law_has_a_row_and_a_function():
     names = {law.name for law in laws.LAWS}
     assert names == VALUE_LAWS | {"removal", "local_gradient", "partition_gradient"}
     assert all(callable(getattr(laws, name)) and name in laws.__all__ for name in names)
+
+
+def test_a_state_that_no_fold_reaches_is_excluded_by_a_domain():
+    class WeightedMean(Monoid):
+        w: Scalar = 0.0
+        m: Scalar = 0.0
+
+        def combine(a, b):
+            w = a.w + b.w
+            return type(a)(w=w, m=(a.w * a.m + b.w * b.m) / torch.where(w == 0, 1.0, w))
+
+    with pytest.raises(errors.MonoidLawError, match="If no fold can reach such a state, say so with a domain"):
+        laws.check(WeightedMean)
+
+    class Reachable(WeightedMean):
+        @staticmethod
+        def domain(x):
+            return (x.w > 0) | ((x.w == 0) & (x.m == 0))
+
+    laws.check(Reachable)

@@ -24,6 +24,8 @@ def modules(stderr: str) -> set[str]:
         (["--version"], 0, f"monoidreduce {__version__}"),
         (["dmeo"], 2, "No such command 'dmeo'. Did you mean demo?"),
         (["--verion"], 2, "No such option"),
+        (["check"], 2, "Missing argument 'FILE.py:NAME'"),
+        (["explain", "nowhere.py:layer", "--rows", "10"], 2, "the file nowhere.py does not exist"),
     ],
 )
 def test_help_version_and_typos_answer_without_torch(arguments, code, words):

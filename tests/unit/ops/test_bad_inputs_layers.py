@@ -412,3 +412,22 @@ def test_inputs_are_left_as_they_were(name):
     before = x.detach().clone(), y.detach().clone()
     assert isinstance(run(call(name), (x, y)), Result)
     assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+def test_names_that_are_not_there_are_answered_with_what_is():
+    x = torch.ones(4, 3)
+    for call, said in (
+        (
+            lambda: ops.knn(x, x, n_neighbors=2),
+            "knn has no argument 'n_neighbors'. It takes x, y, k, metric, exclude_self",
+        ),
+        (lambda: ops.knn(x, x, 2, metrc="dot"), "knn has no argument 'metrc'; did you mean 'metric'?"),
+    ):
+        with pytest.raises(mr.ArgumentError) as found:
+            call()
+        assert said in str(found.value)
+    with pytest.raises(AttributeError, match=r"no attribute 'knn'\. Did you mean mr\.ops\.knn\?"):
+        mr.knn  # noqa: B018
+    with pytest.raises(mr.ShapeError) as found:
+        ops.knn(x, x[:, :2], 2)
+    assert "_knn" not in str(found.value) and "neighbours.py" not in str(found.value)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 from tests.support import ROOT, typed_script
@@ -33,6 +34,7 @@ def check_with_pyright(script: Path) -> list[str]:
 
 def test_the_script_runs():
     assert typed_script.main()[-1] == 3
+    assert typed_script.arrays(numpy.random.default_rng(0).random((50, 3))) == (2, 2, 1, 1, 0, 1, 1, 1, 1)
 
 
 def test_pyright_passes_and_knows_the_types(tmp_path):
@@ -40,10 +42,12 @@ def test_pyright_passes_and_knows_the_types(tmp_path):
     planted = tmp_path / "planted.py"
     text = SCRIPT.read_text().replace("text: str = attention.explain", "text: int = attention.explain")
     planted.write_text(text.replace("lse: Tensor = unannotated", "lse: str = unannotated"))
+    planted.write_text(planted.read_text().replace("total: Array = ops", "total: Tensor = ops"))
     found = check_with_pyright(planted)
     told = [line.splitlines()[0].split(": ")[1] for line in found]
     assert 'Type "Explanation" is not assignable to declared type "int"' in told
     assert 'Type "Tensor" is not assignable to declared type "str"' in told
+    assert any("ndarray" in t.lower() and 'is not assignable to declared type "Tensor"' in t for t in told)
 
 
 def test_ruff_passes_with_one_line_of_settings():
