@@ -331,7 +331,7 @@ def test_long_lists(run, monkeypatch, batch, plans):
     """Lists of more than two windows are folded window by window, in both directions, and combined."""
     monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
     monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
-    monkeypatch.setattr(listed_fold, "_UNEVEN_WAVES", 1)  # few lists are all split alike
+    monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)  # few lists are all split alike
     domain, make = edges(21, 5, 4, 57), torch.Generator().manual_seed(0)
     count = len(domain.index)
     draw = lambda *shape: torch.randn(*batch, *shape, generator=make)
