@@ -37,7 +37,7 @@ from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import list_kernels, merge_batches_and_strides
-from .record_launches import Made
+from .record_launches import Beside, Made
 
 _KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
@@ -81,19 +81,29 @@ class PreparedListedFold:
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
 
-    def recipes(self, places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]) -> list[Made] | None:
-        """How a replay makes the launches again; None where it cannot. ``places``: of the leaves in those of a call."""
-        if any(long is not None for long in self.long) or any(kind_of(r).per_pair for r in self.fold.reductions):
-            return None
+    def recipes(
+        self, leaves: Sequence[Any], places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]
+    ) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot. ``leaves``: of a call; ``places``: of those of
+        this fold among them."""
         made, first = [], 0
         at = dict(zip(self.fold.leaves, places, strict=True))
-        for one in self.launches:
-            recipe = one.recipe_over([at[e] for e in one.fold.leaves], found(one)) if one.grid else None
-            joined = one.united()
-            if recipe is None or joined is None:
+        for one, long in zip(self.launches, self.long, strict=True):
+            own = [at[e] for e in one.fold.leaves]
+            numbers = [k for k, (r, _) in enumerate(one.fold.outputs) if kind_of(r).per_pair]
+            if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
                 return None
+            recipe = one.recipe_over(own, found(one)) if one.grid else None
+            joined, after = one.united(), [] if long is None else long.recipes(one.outputs, own, len(leaves), found)
+            if recipe is None or joined is None or after is None:
+                return None
+            before = [(one.cleared(k), k) for k in numbers]
             count = len(one.outputs)
-            made.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
+            results = [self.order.index(first + k) for k in range(count)]
+            beside = [Beside(clear, (k,)) for clear, k in before if clear is not None]
+            if len(beside) < len(before):
+                return None
+            made.append(Made(recipe, results, joined, before=beside, after=after))
             first += count
         return made
 
@@ -114,6 +124,11 @@ def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
     extra = result.dim() - len(like)
     dims = [d for d, n in enumerate(result.shape) if n != 1 and (d < extra or like[d - extra] == 1)]
     return (result.sum(dims, keepdim=True) if dims else result).view(like)
+
+
+def _is_broadcast(shape: tuple[int, ...], r: Expr, at: Mapping[Expr, int], leaves: Sequence[Any]) -> bool:
+    """Whether numbers of entries of this shape belong to an argument of another one."""
+    return len(r.args) > 1 and tuple(leaves[at[r.args[1]]].shape) != tuple(shape)
 
 
 def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
@@ -224,6 +239,7 @@ class ListedFold:
     def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
         self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
         self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
+        self.found: dict[tuple[str, bool], Callable[..., tuple[int, ...]]] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = _find_domain(self.fold, leaves)
@@ -243,17 +259,20 @@ class ListedFold:
         """How a replay makes the launches again; None where it cannot."""
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
             return None
-        return self.ready.recipes(self.local.places, self._find_lists)
+        if not all(t.is_contiguous() for t in _find_domain(self.fold, leaves)):  # copies would not live until a launch
+            return None
+        return self.ready.recipes(leaves, self.local.places, self._find_lists)
 
     def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
-        listed = one.spec.listed
-        assert listed is not None
+        assert one.spec.listed is not None
+        key = one.over, one.spec.listed.entries
+        if key not in self.found:  # one function for all launches along a list, which is called once for them
+            self.found[key] = functools.partial(self._find_addresses, *key)
+        return FoundAtLaunch(self.asked, self.found[key], 2 + one.spec.listed.ends + one.spec.listed.entries)
 
-        def find(*tensors: Tensor) -> tuple[int, ...]:
-            read = _read_domain(self.fold, tensors, self.sizes, one.over)
-            return tuple(t.data_ptr() for t in read.tensors(listed.entries))
-
-        return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
+    def _find_addresses(self, over: str, entries: bool, *tensors: Tensor) -> tuple[int, ...]:
+        read = _read_domain(self.fold, tensors, self.sizes, over)
+        return tuple(t.data_ptr() for t in read.tensors(entries))
 
 
 class PagedFold:

@@ -22,6 +22,7 @@ from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
+from ..launch.launch_cache import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.few_rows import FewRows
@@ -41,6 +42,19 @@ UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of
 # sequences of 1k to 32k, 32/8 heads)
 _UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
+_LANES = 1024
+_TEXT = '''"""Zeros."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["size"])
+def clear(out, size, LANES: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    tl.store(out + at, tl.zeros([LANES], out.dtype.element_ty), mask=at < size)
+'''
+_kernels = Kernels(_TEXT)
 
 
 class ListedLaunch(FoldLaunch):
@@ -309,6 +323,13 @@ class ListedLaunch(FoldLaunch):
             else:
                 arguments.append(a._replace(at=places[a.at]) if isinstance(a, Leaf | DescriptorOf) else a)
         return made._replace(arguments=tuple(arguments))
+
+    def cleared(self, k: int) -> Recipe | None:
+        """How a replay clears the k-th result, numbers of entries, of which some may be in no list."""
+        shape, dtype = self.outputs[k]
+        out = torch.empty(shape, dtype=dtype, device=self.sizes.device)
+        again = _kernels("clear", (-(-out.numel() // _LANES),), (out, out.numel()), dict(LANES=_LANES))
+        return None if again is None else Recipe(again, (self.outputs[k],), (out.numel(),))
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not LISTS}, plan)
