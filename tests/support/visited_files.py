@@ -1,11 +1,13 @@
 """Which files of the library a call visits: ``python -m tests.support.visited_files ENGINE`` prints them as JSON.
 
 An attention layer is called four times in a fresh process, with and without a backward; a file is visited where one of
-its functions is called. The first call traces, plans and builds; from the third on nothing changes.
+its functions is called. The first call traces, plans and builds; from the third on nothing changes. ``h200`` instead of
+an engine: calls take the road that they would take on that GPU, where launches are replayed, and nothing is computed.
 """
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,13 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 CALLS = 4
+SHAPES = {"h200": (2, 4, 256, 64)}  # of 16-bit tensors; small ones of float32 elsewhere
 
 
 @functools.cache
 def visited(engine: str) -> dict[str, list[list[str]]]:
     """The files that each of the calls visits, in order: of "forward" and of "backward", which runs both."""
     command = [sys.executable, "-m", "tests.support.visited_files", engine]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if k != "MONOIDREDUCE_ENGINE"}  # ``main`` chooses it
+    root = Path(__file__).parents[2]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root, env=environment)
     return json.loads(found.stdout.splitlines()[-1])
 
 
@@ -48,14 +53,18 @@ def files_of(call: Callable[[], object], package: Path) -> list[str]:
 def main(engine: str) -> None:
     import torch
 
+    if engine == "h200":
+        from benchmarks.pretend import h200
     import monoidreduce as mr
     from monoidreduce import ops
 
+    shape, dtype = SHAPES.get(engine, (2, 64, 16)), torch.bfloat16 if engine in SHAPES else torch.float32
+
     def forward(grads: bool = False):
-        return ops.attention(*(torch.randn(2, 64, 16, requires_grad=grads) for _ in range(3)))
+        return ops.attention(*(torch.randn(shape, dtype=dtype, requires_grad=grads) for _ in range(3)))
 
     package, found = Path(mr.__file__).parent, {}
-    with mr.use(engine=engine):
+    with h200(again=True) if engine == "h200" else mr.use(engine=engine):
         calls = {"forward": forward, "backward": lambda: forward(True).sum().backward()}
         for name, call in calls.items():
             found[name] = [files_of(call, package) for _ in range(CALLS)]
