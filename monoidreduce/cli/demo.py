@@ -154,21 +154,22 @@ def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path
 def _measure_all(memory: int, device: torch.device, quick: bool) -> Findings:
     """Measure everything. On a slow or busy machine, later layers get fewer timed runs, or are left out.
 
-    The papers' first layer, whose memory the page draws, comes early and is never left out; nor is any tiny size.
+    The first of either list is never left out (the page draws the memory of the papers' first layer), nor is any tiny
+    size.
     """
     start = time.perf_counter()
     seconds = 2.0 if quick else SECONDS
     found: list[Limit] = []
     results: list[Result] = []
     left_out: list[str] = []
-    layers = (PAPER_LAYERS[0], *TIME_LAYERS, *PAPER_LAYERS[1:])
+    layers = (TIME_LAYERS[0], PAPER_LAYERS[0], *TIME_LAYERS[1:], *PAPER_LAYERS[1:])
     with show_progress(len(QUESTIONS) + len(layers) * len(STAGES)) as begin:
         for question in QUESTIONS:
             begin(f"{question.title} in {format_size(memory)}")
             found.append(limits.answer(question, memory, seconds * GROWING_SHARE / len(QUESTIONS) / 2, device))
         for k, layer in enumerate(layers):
             left = SECONDS - (time.perf_counter() - start)
-            if k and left < 0 and not quick:
+            if k > 1 and left < 0 and not quick:
                 left_out.append(layer.name)
                 continue
             tell = lambda stage, name=layer.name: begin(f"{name}: {stage}")
@@ -300,12 +301,12 @@ def _write_footnotes(findings: Findings) -> list[str]:
         "ms: forward and backward, the best run. MB: peak beyond the inputs and their gradients. "
         "error: the worst of outputs and gradients against float64. ratio: naive ÷ ours.",
     ]
-    if results:
-        notes.append(
-            f"Geometric means of the ratios: time {format_ratio(geometric_mean([r.faster for r in results]))}, "
-            f"memory {format_ratio(geometric_mean([r.smaller for r in results]))}. "
-            f"Measured in {findings.seconds:.0f} s."
-        )
+    means = ""
+    if len(results) > 2:
+        times, sizes = ([getattr(r, what) for r in results] for what in ("faster", "smaller"))
+        means = f"Geometric means of the ratios: time {format_ratio(geometric_mean(times))}, "
+        means += f"memory {format_ratio(geometric_mean(sizes))}. "
+    notes.append(f"{means}Measured in {findings.seconds:.0f} s.")
     if findings.left_out:
         notes.append(f"Left out, for want of time: {'; '.join(findings.left_out)}.")
     return notes
@@ -451,8 +452,9 @@ def _make_layers(findings: Findings) -> str:
         return ""
     means = [format_ratio(geometric_mean([getattr(r, what) for r in results])) for what in ("faster", "smaller")]
     left = f" Left out, for want of time: {escape('; '.join(findings.left_out))}." if findings.left_out else ""
-    intro = f"""<p>The {len(results)} layers of the papers beside the same layers in plain torch. Geometric means, dense
-divided by ours: time {means[0]}, extra memory {means[1]}.{left}</p>"""
+    summary = f" Geometric means, dense divided by ours: time {means[0]}, extra memory {means[1]}."
+    summary = summary if len(results) > 2 else ""
+    intro = f"<p>Layers of the papers beside the same layers in plain torch.{summary}{left}</p>"
     return report.make_section("The papers’ layers", intro, _make_layer_table(results))
 
 
