@@ -172,9 +172,7 @@ def test_values_and_gradients(run, name):
 
 @pytest.mark.parametrize("copied", [False, True], ids=["loaded", "copied by descriptors"])
 def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
-    internals.guess_maximum_for(
-        monkeypatch, torch.float16
-    )  # the interpreter multiplies no bfloat16, whose range is wider
+    internals.guess_maximum_for(monkeypatch, torch.float16)  # whose range is narrower than bfloat16's
     monkeypatch.setattr(softmax_kind, "_MOST", 2.0**14)
     monkeypatch.setattr(softmax_kind, "_ABOVE", 0)
     compiler.compile_fold.cache_clear()

@@ -166,8 +166,8 @@ def _close(op, args, extra, bound):
     ],
 )
 def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
-    """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
-    the interpreter gets bfloat16 wrong and float16 ends there."""
+    """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two,
+    where float16 ends: the interpreter cuts bfloat16 off, which these gradients cannot bear."""
     internals.guess_maximum_for(monkeypatch, torch.float16)
     monkeypatch.setattr(softmax, "_MOST", 2.0**14)
     monkeypatch.setattr(softmax, "_ABOVE", 0)

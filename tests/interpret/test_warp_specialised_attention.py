@@ -29,6 +29,7 @@ from tests.support.warp_specialised_attention_cases import (
     check_nan,
     check_peaked,
     check_slanted,
+    shipped,
 )
 from tests.support.warp_specialised_attention_cases import CASES as TRIED
 
@@ -67,7 +68,7 @@ def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=Non
         {"return_lse": True, "scale": 0.3},
         {"d": 72},
         {"d": 96, "causal": True},
-        {"d": 256, "plans": {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2)}},
+        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, parts=1, boxes=2)}},
     ],
     ids=lambda o: ", ".join(f"{k}={v}" if k == "d" else k for k, v in o.items()) or "plain",
 )
@@ -204,7 +205,7 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 
 @pytest.mark.parametrize(
     ("length", "count", "tile"),
-    [(4096, 64, attention.SCHEDULES[0].tile), (4096, 8, attention.SCHEDULES[0].tile), (64, 132, None)],
+    [(4096, 64, shipped(128).tile), (4096, 8, shipped(128).tile), (64, 132, None)],
 )
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     internals.pretend_device(monkeypatch, warp_specialised=True)
