@@ -1,7 +1,7 @@
 """The Triton engine in the interpreter: every layer of the zoo, ragged sizes, batches, strides, bounds, fallback.
 
-Tiles are made small, so that small problems walk many ragged ones. Most 16-bit numbers are tried as float16: the interpreter
-cuts bfloat16 off where a GPU rounds.
+Tiles are made small, so that small problems walk many ragged ones. Most 16-bit numbers are tried as float16: the
+interpreter cuts bfloat16 off where a GPU rounds.
 """
 
 import contextlib
