@@ -107,7 +107,7 @@ def test_by_the_compilers_schedule(width, values, boxes):
 
 def test_schedules_of_every_width_fit():
     assert [s.widest for s in SCHEDULES] == sorted(s.widest for s in SCHEDULES) and SCHEDULES[-1].widest == 256
-    with pytest.raises(ValueError, match="as many blocks in flight"):
+    with pytest.raises(ValueError, match="as many as there are groups"):
         AttentionSchedule(widest=64, groups=3, folded=64, ring=2, registers=(160, 160, 24))
 
 

@@ -14,6 +14,7 @@ Vectors of any number of features are multiplied in slices that are powers of tw
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,16 +51,18 @@ from ..kernel_plan import KernelPlan
 from . import attention_template
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
 
-_SHARED = 227 * 1024  # bytes of shared memory of a Hopper multiprocessor that one kernel may have
+_WIDEST = 256  # features: the longest block that TMA copies
+_REGISTERS = 65536 // 128  # that a multiprocessor has for each thread of a warp group
+_NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 
 
 @dataclass(frozen=True)
 class AttentionSchedule:
     """How an instance of the kernel runs, for vectors of up to so many features."""
 
-    widest: int  # features, of the slices that hold them
+    widest: int  # features, of the slices that hold them: a multiple of 16
     groups: int  # consumer warp groups, of 64 kept indices each
-    folded: int  # folded indices of a tile: a power of two
+    folded: int  # folded indices of a tile: a power of two, at least 16
     ring: int  # blocks of keys in flight, and of values
     registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
     holds_queries: bool = True  # in registers, in whole tiles
@@ -67,12 +70,27 @@ class AttentionSchedule:
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
 
     def __post_init__(self) -> None:
+        if not 16 <= self.widest <= _WIDEST or self.widest % 16:
+            raise ValueError(f"widest is a multiple of 16 up to {_WIDEST}, not {self.widest}")
+        if self.folded < 16 or self.folded & (self.folded - 1):
+            raise ValueError(f"folded is a power of two, at least 16, not {self.folded}")
         if len(self.registers) != self.groups:
             raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
-        if self.ring < self.groups:
-            raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
-        if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
-            raise ValueError(f"{taken} bytes of shared memory; an instance has {_SHARED}")
+        if any(count % 8 or not 24 <= count <= 256 for count in self.registers):
+            raise ValueError(f"registers are multiples of 8 from 24 to 256, not {self.registers}")
+        if (left := _REGISTERS - sum(self.registers)) < max(self.registers[:-1], default=24):
+            raise ValueError(
+                f"{self.registers} leave the first group {left} of {_REGISTERS} registers, fewer than another has"
+            )
+        if self.ring < max(2, self.groups):
+            raise ValueError(
+                f"a ring holds at least 2 blocks, so that copies overlap, and as many as there are groups "
+                f"({self.groups}), which need them in flight to retry, not {self.ring}"
+            )
+        staged = self.widest if self.item == 1 else 0
+        taken = self.shared_bytes(self.widest, self.widest, staged, numbers=_NUMBER_RINGS)
+        if taken > gluon_parts.SHARED_BYTES:
+            raise ValueError(f"{taken} bytes of shared memory; an instance has {gluon_parts.SHARED_BYTES}")
 
     @property
     def kept(self) -> int:
@@ -84,12 +102,16 @@ class AttentionSchedule:
         """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
         return self.kept, self.folded, 4, self.ring
 
-    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
-        """The resident tile and two rings of blocks for queries and values of so many features; and ``staged`` features
-        of results that are stored through 16-bit memory of their own. ``folded``, ``ring``: if others."""
+    def shared_bytes(
+        self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0, numbers: int = 0
+    ) -> int:
+        """All that a kernel takes: the resident tile and two rings of blocks for queries and values of so many
+        features; ``staged`` features of results that are stored through 16-bit memory of their own; rings of
+        ``numbers`` 32-bit numbers per folded index; barriers. ``folded``, ``ring``: if others."""
         folded, ring = folded or self.folded, ring or self.ring
         in_flight = ring * queries + (ring + self.more_values) * values
-        return self.item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
+        blocks = self.item * (self.kept * queries + folded * in_flight) + 4 * numbers * ring * folded
+        return blocks + 2 * self.kept * staged + gluon_parts.SPARE_BYTES
 
 
 SCHEDULES = (
@@ -117,7 +139,6 @@ _LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NARROW_TABLES = 32  # the same of pairs that look up tables, which compete with the MMAs' operands for registers there
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
-_NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
@@ -194,15 +215,20 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
+    numbers = len(_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
     if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
-        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
+        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
-            return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
+        taken = schedule.shared_bytes(*widths, staged, folded, ring, numbers)
+        if suits and taken <= gluon_parts.SHARED_BYTES:
+            if tile is None:
+                return schedule
+            with contextlib.suppress(ValueError):  # a tile that breaks a limit
+                return replace(schedule, widest=max(widths), folded=folded, ring=ring)
     return None
 
 
