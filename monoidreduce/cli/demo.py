@@ -251,9 +251,9 @@ def print_limits(console: Any, found: Sequence[Limit]) -> None:
         largest = max([g.largest.size for g in (answer.ours, answer.dense) if g.largest] or [1])
         for who, growth, colour in (("ours", answer.ours, "blue"), ("torch", answer.dense, "dim")):
             size = growth.largest.size if growth.largest else 0
-            width = min(_BAR, max(4, console.width - 36))
+            width = min(_BAR, max(4, console.width - 50))
             bar = "█" * max(1, round(width * size / largest)) if size else ""
-            words = demo_page.describe_largest(growth, question.unit)
+            words = demo_page.describe_largest(growth, question.unit) + demo_page.describe_used(growth)
             ratio = f", [green]{format_ratio(answer.gain)}[/]" if who == "ours" and 1 < answer.gain < 1e9 else ""
             console.print(f"  {who:5} [{colour}]{bar}[/] {words}{ratio}")
 
