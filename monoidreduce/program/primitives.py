@@ -8,6 +8,7 @@ receives the cotangent ``g``, the result ``y`` and the arguments as symbols and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ def _popcount(x: Any, bits: int = 64, out: Any = None) -> Any:
 
 
 _P = Primitive
+_own = functools.partial(Primitive, in_torch=False)  # of ours: ``mr.NAME``, or what derivatives and domains use
 _monotone = iv.monotone
 
 _ROWS = [
@@ -129,16 +131,7 @@ _ROWS = [
         lambda x: iv.div(iv.TRUE, x),
         triton="1.0 / {0}",
     ),
-    _P(
-        "decay",
-        _decay,
-        lambda g, y, x: (-g * y,),
-        lambda x: (0.0, iv.INF),
-        triton="decay({0})",
-        cost=1.0,
-        fast=1.0,
-        in_torch=False,
-    ),
+    _own("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0, fast=1.0),
     _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})", cost=1.0, fast=1.0),
     _P(
         "exp2",
@@ -374,25 +367,16 @@ _ROWS = [
         fast=1.5,
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
-    _P(
-        "gate",
-        torch.sigmoid,
-        lambda g, y, x: (g * (y * (1 - y)),),
-        triton="gate({0})",
-        cost=1.0,
-        fast=1.0,
-        in_torch=False,
-    ),
-    _P(
+    _own("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=1.0),
+    _own(
         "normal_gate",
         torch.special.ndtr,
         lambda g, y, x: (g * d.normal_density(x),),
         triton="normal_gate({0})",
         cost=1.0,
         fast=1.5,
-        in_torch=False,
     ),
-    _P(
+    _own(
         "mish_gate",
         lambda x, out=None: torch.tanh(F.softplus(x), out=out),
         lambda g, y, x: (g * ((1 - y * y) * x.primitive("gate")),),
@@ -400,7 +384,6 @@ _ROWS = [
         triton="mish_gate({0})",
         cost=4.0,
         fast=2.0,
-        in_torch=False,
     ),
     _P("silu", aten.silu, d.silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
     _P(
@@ -547,7 +530,7 @@ _ROWS = [
         "same",
         triton="shift_right({0}, {1})",
     ),
-    _P(
+    _own(
         "popcount",
         _popcount,
         _no_gradient(1),
@@ -555,7 +538,6 @@ _ROWS = [
         "int",
         attributes={"bits": 64},
         triton="popcount({0}, {bits})",
-        in_torch=False,
     ),
     # truth
     _P("eq", torch.eq, None, iv.equal, "bool", triton="{0} == {1}"),
@@ -578,16 +560,7 @@ _ROWS = [
         triton="tl.abs({0}) == float('inf')",
     ),
     # others
-    _P(
-        "cast",
-        _cast,
-        lambda g, y, x, to: (g,),
-        iv.cast,
-        "cast",
-        attributes={"to": "float"},
-        triton="{0}",
-        in_torch=False,
-    ),
+    _own("cast", _cast, lambda g, y, x, to: (g,), iv.cast, "cast", attributes={"to": "float"}, triton="{0}"),
     _P(
         "nan_to_num",
         torch.nan_to_num,
@@ -597,35 +570,11 @@ _ROWS = [
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     # the same condition, which holds in long stretches of both axes: numbers along each rise (``mr.jagged``)
-    _P("stretches", lambda x, out=None: _into(x, out), None, lambda x: x, "bool", triton="{0}", in_torch=False),
-    _P(
-        "word",
-        philox.word,
-        _no_gradient(3),
-        lambda *_: (-(2**31), 2**31 - 1),
-        "int",
-        triton="word({0}, {1}, {2})",
-        in_torch=False,
-    ),
-    _P(
-        "mark",
-        philox.mark,
-        _no_gradient(2),
-        lambda *_: (-(2**31), 2**31 - 1),
-        "int",
-        triton="mark({0}, {1})",
-        in_torch=False,
-    ),
-    _P(
-        "coin",
-        philox.coin,
-        _no_gradient(3),
-        lambda *_: (0, philox.COINS - 1),
-        "int",
-        triton="coin({0}, {1}, {2})",
-        in_torch=False,
-    ),
-    _P(
+    _own("stretches", lambda x, out=None: _into(x, out), None, lambda x: x, "bool", triton="{0}"),
+    _own("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
+    _own("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
+    _own("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
+    _own(
         "gumbel",
         philox.gumbel,
         _no_gradient(4),
@@ -633,16 +582,14 @@ _ROWS = [
         triton="gumbel({0}, {1}, {2}, {3}, {4})",
         cost=6.0,
         fast=6.0,
-        in_torch=False,
     ),
-    _P(
+    _own(
         "uniform",
         philox.uniform,
         _no_gradient(4),
         lambda *_: (0.0, 1.0),
         triton="uniform({0}, {1}, {2}, {3})",
         cost=12.0,
-        in_torch=False,
     ),
 ]
 

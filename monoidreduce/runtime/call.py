@@ -29,8 +29,7 @@ from ..program.domain import ROW_SEQUENCE
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced
-from . import gradient_in_forward as known
-from . import layer_replay, logit_rounding, registry, table_range
+from . import gradient_in_forward, layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import output_form, padded
 from .call_context import is_untraced, need_gradient
@@ -201,11 +200,11 @@ def _walk(
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
-    given = all(n in names for n in known.inputs_of(traced.outputs)) and not program.is_listed
-    if not given or not known.is_wide(traced.outputs, sizes):
+    given = all(n in names for n in gradient_in_forward.inputs_of(traced.outputs)) and not program.is_listed
+    if not given or not gradient_in_forward.is_wide(traced.outputs, sizes):
         return names, sums, calm
     make = registry.stepper(engine, sizes.device)
-    return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
+    return names, gradient_in_forward.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
 def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:

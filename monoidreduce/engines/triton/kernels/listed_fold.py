@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -565,7 +564,7 @@ def _prepare(
 ) -> tuple[ListedFold, list[Any]] | None:
     """The fold as kernels run it, and the leaves that they read; None where it has none."""
     local = localize(fold)
-    if local is None or not available() or (sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+    if local is None or not available() or (sizes.device.type == "cpu" and not settings.interprets_kernels()):
         return None
     own = local.fold
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)

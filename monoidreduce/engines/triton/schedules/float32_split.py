@@ -17,7 +17,6 @@ split, nor are points with other uses than distances and gaps.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import budget, settings
 from ....program import constructors
 from ....program.constructors import apply
 from ....program.contract import contractions
@@ -130,7 +129,7 @@ class Rewritten:
 def is_supported(device: torch.device) -> bool:
     """True on Hopper and newer, which multiply split weights without moving them between threads."""
     if device.type != "cuda":
-        return os.environ.get("TRITON_INTERPRET") == "1"
+        return settings.interprets_kernels()
     if not torch.cuda.is_available() or torch.version.hip is not None:  # a plan for a GPU elsewhere
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
