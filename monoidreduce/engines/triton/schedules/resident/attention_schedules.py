@@ -1,4 +1,4 @@
-"""The tiles of the warp-specialised attention forward (``attention.py``): one frozen value for each class of head widths.
+"""The tiles of the warp-specialised attention forward (``attention.py``): one frozen value per class of head widths.
 
 **To give the kernel another tile, edit** ``SCHEDULES``. A value says how wide vectors may be, how many consumer groups
 an instance has (64 kept indices each), how many folded indices a tile has, how deep the ring buffers are, and how
