@@ -28,20 +28,20 @@ from ...common.combine import split
 from ...common.evaluate import Form, Sizes, restore_domain, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.few_rows import FewRows
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
-from ..launch.availability import available
+from ..launch.jit_module import available
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
-from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, overriding_plans
+from ..schedules.vector_conversions import Conversions
 from . import long_lists
 from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm, Lists, make_lists
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
-from .prepared_fold import list_kernels, merge_batches_and_strides
-from .record_launches import Made
+from .prepared_fold import Made, list_kernels, merge_batches_and_strides
 
 _LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -94,7 +94,7 @@ class ListedLaunch(FoldLaunch):
         read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
-        self.before = ((), tuple(c for c in casts if c[0] not in read), (), ())
+        self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess
