@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import vector_conversions
 from tests.support import internals
@@ -29,7 +29,7 @@ def split(monkeypatch):
 def precise(request):
     """Both precisions; blocks are loaded, or copied by tensor descriptors."""
     precision, boxes = request.param
-    plan = KernelPlan(32, 32, 4, 1, boxes=boxes)
+    plan = KernelPlan(32, 32, 4, 1, rendering=Rendering(boxes))
     with mr.use(engine="triton", precision=precision), use_plan({"cols": plan, "rows": plan}):
         yield precision
 

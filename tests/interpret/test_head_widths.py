@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines import triton as engine
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen.kernel_spec import slice_width
 from monoidreduce.engines.triton.schedules.resident.attention import SCHEDULES, AttentionSchedule
 from tests.support import gluon_simulator, internals
@@ -100,7 +100,7 @@ def test_hand_scheduled(width, values, causal, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("width", "values", "boxes"), [(72, 24, 0), (96, 160, 1)])
 def test_by_the_compilers_schedule(width, values, boxes):
-    plan = KernelPlan(64, 32, 4, 2, parts=1, boxes=boxes)
+    plan = KernelPlan(64, 32, 4, 2, parts=1, rendering=Rendering(boxes))
     with use_plan({"cols": plan, "rows": plan}):
         _check(width, values, torch.float16, causal=True, strided=not boxes)
 

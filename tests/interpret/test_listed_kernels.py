@@ -11,7 +11,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
-from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
+from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
 
@@ -181,7 +181,7 @@ def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
     q, k, v = (torch.randn(2, n, 32, generator=seed).half().requires_grad_() for n in (64, 256, 256))
     far = k.detach().clone()
     far[:, 64:128] *= 9  # a later block's logits lie beyond what a guess can bear
-    plans = {w: KernelPlan(16, 32, boxes=int(copied)) for w in ("cols", "rows")}
+    plans = {w: KernelPlan(16, 32, rendering=Rendering(copied)) for w in ("cols", "rows")}
     for keys in (k, far.requires_grad_()):
         with run(plans):
             y = attention(q, keys, v, cols=domain)

@@ -43,7 +43,7 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
-from ..kernel_plan import KernelPlan
+from ..kernel_plan import KernelPlan, Rendering
 from . import attention_template
 from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
@@ -62,7 +62,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     kept = plan.num_warps == 4 and any(
         s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
     )
-    return plan.boxes == 2 and kept and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and kept and kernel_plan.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
