@@ -47,7 +47,7 @@ class CallForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """One traced program on arguments of one kind."""
 
     traced: Traced
@@ -68,7 +68,7 @@ class Plan:
         engine: str,
         order: Sequence[str] | None = None,
         total: bool = False,
-    ) -> Plan:
+    ) -> CallPlan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
         and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
@@ -83,7 +83,7 @@ class Plan:
             run = table_range.checked(run, look, names)
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
-        return Plan(
+        return CallPlan(
             traced,
             sizes,
             run,

@@ -21,7 +21,7 @@ from ..program.declarations import Parameter
 from ..program.domain import inputs_of
 from ..program.trace import Traced, trace
 from .bind import number_class
-from .call import CallForm, Plan
+from .call import CallForm, CallPlan
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 
 _PLANS = 1024  # kinds of calls of one op
@@ -41,7 +41,7 @@ class Plans:
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
         self.keys = CallKeys(self._declared)
-        self.known: BoundedCache[tuple, tuple[Plan, ...]] = BoundedCache(_PLANS)
+        self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
         """How many kinds of calls are known."""
@@ -64,7 +64,7 @@ class Plans:
 
     def find(
         self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
-    ) -> tuple[tuple | None, Plan | None]:
+    ) -> tuple[tuple | None, CallPlan | None]:
         """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
         key = self.keys.key(count, names, values, asked)
         for plan in () if key is None else self.known.find(key, ()):
@@ -72,7 +72,7 @@ class Plans:
                 return key, plan
         return key, None
 
-    def keep(self, key: tuple, plan: Plan) -> None:
+    def keep(self, key: tuple, plan: CallPlan) -> None:
         """Cache a plan in front of others with its key, which were made for other numbers."""
         self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
 
