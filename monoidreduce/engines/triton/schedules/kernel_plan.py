@@ -55,7 +55,7 @@ class KernelPlan:
     num_warps: int = 4  # of a hand-scheduled kernel: of its first warp group
     num_stages: int = 2  # of the compiler's pipeline; of hand-scheduled attention: blocks in a ring buffer
     parts: int = 0  # splits of the folded axis (as in split-K); 0: as many as keep the device busy
-    rendering: Rendering = Rendering.LOADS
+    rendering: int = Rendering.LOADS  # a ``Rendering``; plan records hold its number
 
 
 def use_plan(plans: Mapping[str, KernelPlan]) -> contextlib.AbstractContextManager[None]:
