@@ -112,6 +112,7 @@ def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
     for question in QUESTIONS:
         assert f"{question.title} in 16 MiB" in out
     assert f"report: {tmp_path / 'index.html'}" in out
+    assert out.startswith("--quick: these sizes are too small to tell.") and "Geometric means" not in out
 
 
 @pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])

@@ -228,7 +228,7 @@ def test_a_mistake_in_the_target(target, message, tmp_path):
         (["--dense", "nobody"], "has no function nobody, which --dense names"),
         (["--device", "cuda:99"], "there is no cuda:99 here"),
         (["--device", "toaster"], "is no device"),
-        (["--batch", "0"], "0 is not in the range"),
+        (["--batch", "0"], "'0' is no whole number from 1"),
     ],
 )
 def test_a_mistake_in_the_options(arguments, message):
