@@ -462,8 +462,8 @@ class PublicLayer(Protocol[Given, Result]):
 
     __name__: str
 
-    @overload
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+    @overload  # tried first: what it takes are tensors
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...  # type: ignore[overload-overlap]
     @overload  # numpy arrays give numpy arrays: a type checker goes by the first argument, and checks no others then
     def __call__(self: PublicLayer[..., Tensor], array: Array, /, *args: Any, **kwargs: Any) -> Array: ...
     @overload

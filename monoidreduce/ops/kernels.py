@@ -328,7 +328,7 @@ def _stream_sinkhorn(
 
     def run(x: Any, y: Any, quiet: bool) -> Sinkhorn:
         lengths = [count_entries("x", x), count_entries("y", y)]
-        kind = torch.float64 if AlongAxis(*open_arrays(x), 0).dtype is torch.float64 else torch.float32
+        kind = torch.float64 if AlongAxis(open_arrays(x)[0], 0).dtype is torch.float64 else torch.float32
         masses = []
         for mass, count, name in zip(given, lengths, "ab", strict=True):
             mass = torch.full((count,), 1 / max(count, 1), dtype=kind) if mass is None else mass

@@ -114,7 +114,7 @@ class PointIndex(point_index.PreparedPoints):
         return self._find(x, k, exclude_self)
 
     def _compare_all(self, x: Tensor, k: int, exclude_self: bool) -> Neighbours:
-        return knn(x, self.points, k, metric=self.metric, exclude_self=exclude_self)  # type: ignore[arg-type]
+        return knn(x, self.points, k, metric=self.metric, exclude_self=exclude_self)  # type: ignore[call-overload]
 
     def _finish(self, squares: Tensor, places: Tensor, dtype: torch.dtype) -> Neighbours:
         values = root(squares) if self.metric == "euclidean" else squares
