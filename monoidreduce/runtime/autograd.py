@@ -42,7 +42,17 @@ from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
-from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
+from .replay import (
+    CallViews,
+    ForwardReplay,
+    ForwardReplays,
+    PassReplay,
+    ProgramSteps,
+    Saved,
+    apply_views,
+    can_record,
+    make_steps,
+)
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
@@ -125,13 +135,22 @@ class ReplayedProgram:
         return found if replay.formed else list(found)
 
     def fix(
-        self, sizes: Sizes, values: Sequence[Any], otherwise: Runner, form: Callable[[list[Any]], Sequence[Any]]
+        self,
+        sizes: Sizes,
+        values: Sequence[Any],
+        otherwise: Runner,
+        form: Callable[[list[Any]], Sequence[Any]],
+        given: Sequence[Any] = (),
+        views: CallViews | None = None,
     ) -> Callable[..., Sequence[Any]] | None:
         """This program for inputs like these with the same numbers, while ``launch_key`` is what it is now: a function
         without look-ups. None where there is no recording. ``otherwise`` runs where its launches are gone; ``form``
-        gives the outputs the form that is expected, where they do not have it."""
+        gives the outputs the form that is expected, where they do not have it. With ``views`` the function takes what
+        the inputs are views of (``given``, now), and returns views of the outputs; so does ``otherwise``."""
         replay, count = self.replays.find(sizes, values), len(values)
         if replay is None or self.replays.steps.moving is None or replay.is_wide:
+            return None
+        if views is not None and (replay := self.replays.through(replay, given, views)) is None:
             return None
         names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
         asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
@@ -161,7 +180,13 @@ class ReplayedProgram:
         return self._walk(replay, *values)
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
-        output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
+        replays, views = self.replays, replay.backwards.views
+        if views is None:
+            output = detach_views(self.walk(replay.sizes, *values))
+        else:
+            inputs = [apply_views(chain, v) if chain else v for chain, v in zip(views.inputs, values, strict=True)]
+            found = zip(views.outputs, self.walk(replay.sizes, *inputs), strict=True)
+            output = detach_views([apply_views(chain, t) for chain, t in found])
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
@@ -171,7 +196,7 @@ class ReplayedProgram:
         runner = self.gradients.get(key)
         if runner is None:
             runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
-        return runner(replay.sizes, backwards.leaves(saved), backwards.others(saved))
+        return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.others(saved)))
 
     def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
         """The gradients of a forward that is run once more; differentiable where that is asked for."""
@@ -185,13 +210,15 @@ class ReplayedProgram:
         with torch.enable_grad():
             given = [v.detach().requires_grad_() if n and not graph else v for v, n in zip(leaves, needs, strict=True)]
             found = run(sizes, *given)
-            pairs = zip(sum_rows(found, sizes) if steps.total else found, saved.cotangents, strict=True)
+            cotangents = replay.backwards.cotangents(saved)
+            pairs = zip(sum_rows(found, sizes) if steps.total else found, cotangents, strict=True)
             moving = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
             wanted = [v for v, n in zip(given, needs, strict=True) if n]
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        return [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        pairs = zip(given, needs, made, strict=True)
+        return replay.backwards.gradients([zero_gradient(v) if n and g is None else g for v, n, g in pairs])
 
 
 def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:

@@ -142,6 +142,18 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _find_view(
+    view: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, strides: Strides
+) -> tuple[tuple[int, ...], Strides] | None:
+    """Shape and strides of a view of all of such a tensor; None where it is a copy."""
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    whole = whole if strides is None else torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    found = view(whole)
+    if found.untyped_storage()._cdata != whole.untyped_storage()._cdata or found.storage_offset():
+        return None
+    return tuple(found.shape), None if found.is_contiguous() else found.stride()
+
+
 class ProgramReplay:
     """The recorded launches of a program as one function, ``run``.
 
@@ -150,7 +162,8 @@ class ProgramReplay:
 
     ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
     ``parts``: names of tensors that lie inside another, at so many bytes; ``summed``: the shapes of results that are
-    returned as sums. ``run`` returns what ``returned`` names (None: None). Where something may be ``kept`` for a
+    returned as sums; ``seen``: what makes a tensor in the program's form of the one that ``run`` is given, where its
+    address is not enough; ``shown_as``: what makes the tensor that is returned of a result. ``run`` returns what ``returned`` names (None: None). Where something may be ``kept`` for a
     backward (a sequence, perhaps empty), it also returns all that one needs: the tensors, the results and the buffer of
     what is kept; and the inputs that are numbers."""
 
@@ -164,6 +177,8 @@ class ProgramReplay:
         sizes: Sizes,
         parts: Mapping[str, tuple[str, int]] | None = None,
         summed: Mapping[str, tuple[int, ...]] | None = None,
+        seen: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        shown_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
         strides = recorded.strides
@@ -181,23 +196,38 @@ class ProgramReplay:
         steps: list[Step] = []
         if (arithmetic := recorded.numbers) is not None:
             steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+        views = dict(shown_as or {})
         for name in shown:
-            steps.append(self._allocated(name, *forms[name], strides.get(name)))
+            (shape, dtype), own = forms[name], strides.get(name)
+            if name in views and name not in (summed or {}):
+                viewed = _find_view(views[name], shape, dtype, own)
+                if viewed is not None:  # allocated as what is returned: the memory is the same
+                    (shape, own), _ = viewed, views.pop(name)
+            steps.append(self._allocated(name, shape, dtype, own))
         for buffer in (self.kept, self.between):
             if buffer.places:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
+        given_as = dict(self.places)
+        for name, look in (seen or {}).items():
+            place = Place(f"{name}_seen", 0, None, (), ())
+            steps.append(Operation(look, (self.places[name],), {}, (place,), False))
+            self.places[name] = place
         steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
         for name, shape in (summed or {}).items():
             place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
-            self.places[name] = place
+            self.places[name] = given_as[name] = place
+        for name, look in views.items():
+            place = Place(f"{name}_shown", 0, forms[name][1], (), ())
+            steps.append(Operation(look, (self.places[name],), {}, (place,), False))
+            self.places[name] = given_as[name] = place
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
             found = (
                 found,
-                tuple(self.places[name] for name in saved),
+                tuple(given_as[name] for name in saved),
                 tuple(Number(n) for n in inputs if n not in tensors),
             )
         replay = Replay(steps, given, found, self.constants, sizes.device, always=True)
