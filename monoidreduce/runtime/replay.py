@@ -527,7 +527,7 @@ class BackwardReplays:
         if moved or not made.program.outputs:
             return None
         values = [pool[k] for k in made.sources]
-        key = (needs, saved.given, triton.describe_leaves(values))
+        key = (needs, saved.given, self._signs(needs, saved), triton.describe_leaves(values))
         recorded = self.recorded_before.get(key, _MISSING)
         if recorded is _MISSING:
             recorded = self.recorded_before.keep(key, steps.record(values, self.sizes))
