@@ -295,7 +295,9 @@ class LayerRecorder(TorchFunctionMode):
 
     def _add(self, step: _Step) -> None:
         given = _tensors_in((step.args, step.kwargs))
-        self.failed = self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
+        self.failed = (
+            self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
+        )
         name = f"r{len(self.steps)}"
         for k, t in enumerate(step.made):
             self.names[id(t)] = name if step.plan is None else f"{name}[{k}]"

@@ -473,9 +473,7 @@ class BackwardReplays:
         found = [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
         if self.views is None:
             return found
-        return [
-            apply_views(chain, v) if chain else v for chain, v in zip(self.views.inputs, found, strict=True)
-        ]
+        return [apply_views(chain, v) if chain else v for chain, v in zip(self.views.inputs, found, strict=True)]
 
     def cotangents(self, saved: Saved) -> list[Tensor | None]:
         """The cotangents of the program's outputs."""
