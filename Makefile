@@ -5,11 +5,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
+PEER   := $(VENV)/.transformers-tests
 
-MAKEFLAGS += -j2  # types and the site are checked at the same time
+MAKEFLAGS += -j3  # types are checked while the site is built and the first tests run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow ranks lint types docs docs-serve bench size release-check clean
+.PHONY: help setup demo test test-unit test-interpret test-ranks slow lint types docs docs-serve bench size release-check clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -21,11 +22,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev,docs]'
-	@$(BIN)/python -m tests.support.transformers_test_classes || echo "transformers' test class could not be downloaded: tests with it are skipped."
 	@echo "$(VENV) is ready."
 	@touch $@
 
-setup: $(STAMP)  ## a virtual environment with everything, at the pinned versions
+$(PEER): $(STAMP)
+	@$(BIN)/python -m tests.support.transformers_test_classes || echo "transformers' test class could not be downloaded: tests with it are skipped."
+	@touch $@
+
+setup: $(STAMP) $(PEER)  ## a virtual environment with everything, at the pinned versions
 
 demo: $(STAMP)  ## what the library does, shown
 	$(BIN)/python -m monoidreduce demo
@@ -33,20 +37,23 @@ demo: $(STAMP)  ## what the library does, shown
 # Compiled modules are kept: the tests start a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers with one thread each: torch's own threads would fight over the cores.
-test: lint docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
-	@$(MAKE) types ranks
+test: lint types test-ranks  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 
-slow: $(STAMP)  ## what `make test` leaves out: the longest tests, and the other cases of those that it samples
+# One after the other, from here up. Two workers with one thread each: torch's own threads would fight over the cores.
+# A test of ranks has up to eight processes of its own, which often wait for each other.
+test-ranks: test-interpret
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks
+
+test-interpret: test-unit
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
+
+test-unit: lint docs $(PEER)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+slow: $(STAMP) $(PEER)  ## what `make test` leaves out: the longest tests, and the other cases of those that it samples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m slow tests/interpret
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow tests/ranks
-
-# Each test has up to eight processes of its own, which often wait for each other: types are checked beside them.
-ranks: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

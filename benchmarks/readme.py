@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: ([\w-]+)(, short)? -->\n.*?<!-- end results -->", re.S)
 OURS = "ours"
 HEADLINE, FRONT = "headline", "front"
+AIMS = {"goal", "bar"}  # columns of a file that say what was aimed at: not for readers of a page
 
 
 class Entry(NamedTuple):
@@ -101,10 +102,27 @@ def filled(text: str) -> str:
         elif found is not None:
             results = json.loads(found.read_text(encoding="utf-8"))
             whole = WHOLE.get(kind, lambda _: found.with_suffix(".md").read_text(encoding="utf-8"))
-            body = shortened(kind, found) if short else whole(results).replace("\n## ", "\n### ")
+            body = shortened(kind, found) if short else drop_aims(whole(results)).replace("\n## ", "\n### ")
         return f"<!-- results: {kind}{short} -->\n{body}<!-- end results -->"
 
     return BLOCK.sub(table, text)
+
+
+def drop_aims(text: str) -> str:
+    """The text without the columns of its tables that say what was aimed at.
+
+    >>> drop_aims("| work | ms | goal |\\n|---|---|---|\\n| a | 1 | < 2 |\\n\\n| who | goal |\\n").splitlines()
+    ['| work | ms |', '|---|---|', '| a | 1 |', '', '| who |']
+    """
+    lines, dropped = [], set[int]()
+    for line in text.splitlines():
+        cells = line.split("|")
+        if not line.startswith("|"):
+            dropped = set()
+        elif not dropped:
+            dropped = {k for k, cell in enumerate(cells) if cell.strip() in AIMS}
+        lines.append("|".join(cell for k, cell in enumerate(cells) if k not in dropped))
+    return "\n".join(lines) + "\n"
 
 
 def _cpu(results: dict[str, Any]) -> Iterator[Entry]:

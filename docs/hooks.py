@@ -5,6 +5,7 @@
 - The changelog is a page.
 - Pages that were moved leave a page with a link at their old address.
 - The table of sizes in the contributing page is computed when the site is built.
+- A pipe inside code in a table is written ``\\|``, as GitHub needs it; Markdown here would show the backslash.
 - Search puts pages for users before internals. What people type must find the page that answers (search.py): a build
   whose index does not is an error.
 """
@@ -36,8 +37,8 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Point links that leave docs/ at the pages made for them, and fill the table of sizes."""
-    markdown = size.filled(markdown)
+    """Point links that leave docs/ at the pages made for them, fill the table of sizes, and mend pipes in tables."""
+    markdown = unescape_pipes(size.filled(markdown))
     boost = next((b for start, b in search.BOOSTS.items() if page.file.src_uri.startswith(start)), None)
     if boost is not None:
         page.meta.setdefault("search", {}).setdefault("boost", boost)
@@ -49,6 +50,17 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         return f"]({'../' * depth}{shown_at(match[2])})"
 
     return OUTSIDE.sub(point, markdown)
+
+
+def unescape_pipes(markdown: str) -> str:
+    r"""The text with ``\|`` inside code in the rows of tables as a plain pipe.
+
+    >>> unescape_pipes("| `a \| None` | b \| c |")
+    '| `a | None` | b \\| c |'
+    """
+    in_code = lambda match: match[0].replace(r"\|", "|")
+    rows = (re.sub(r"`[^`]+`", in_code, r) if r.startswith("|") else r for r in markdown.split("\n"))
+    return "\n".join(rows)
 
 
 def on_post_build(config) -> None:

@@ -12,11 +12,11 @@ LEVELS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("reductions/", "one file per kind of reduction"),),
     (("plan/", "cost, budget, schedule, plan records"),),
     (("engines/", "run folds forward"),),
-    (("tuning/", "trials and the tuner: which plan is fastest here"),),
+    (("tuning.py", "trials and the tuner: which plan is fastest here"),),
     (("runtime/", "one call: bind, key, cache, autograd, replay"),),
     (("op.py", "the decorator"), ("stream.py", "chunks of columns"), ("blockwise.py", "the papers' factories")),
-    (("ops/", "layers in the pair language"), ("nn/", "modules")),
-    (("integrations/", "transformers, trainers"), ("cli/", "command line")),
+    (("ops/", "layers in the pair language"), ("nn/", "modules"), ("linalg/", "solvers")),
+    (("integrations/", "transformers, trainers, Ray"), ("cli/", "command line")),
 )
 ENGINES = ("common", "reference", "dense", "eager", "panel", "triton", "listed", "ranks", "stream", "auto")
 TRITON = ("codegen", "launch", "schedules", "kernels", "panel")
@@ -57,7 +57,7 @@ def _engines(d: Drawing, y: float) -> float:
     for k, name in enumerate(names):
         x = 52 + k * (width + 8)
         d.box(x, y + 48, width, 26, "white", COL, rx=6)
-        d.text(x + width / 2, y + 66, name, 12, COL)
+        d.text(x + width / 2, y + 66, name, 11, COL)
         if name == "triton":
             middle = x + width / 2
     d.line(middle, y + 74, middle, y + 84, COL)
@@ -79,7 +79,7 @@ def call() -> Drawing:
         ("runtime", "bind, key"),
         ("program", "trace"),
         ("program", "gradient"),
-        ("program", "lower"),
+        ("program", "compile"),
         ("plan", "choose"),
         ("engine", "build"),
         ("runtime", "replay"),

@@ -151,24 +151,27 @@ def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path
 
 
 def _measure_all(memory: int, device: torch.device, quick: bool) -> Findings:
-    """Measure everything. On a slow or busy machine, later layers get fewer timed runs, or are left out."""
+    """Measure everything. On a slow or busy machine, later layers get fewer timed runs, or are left out.
+
+    The papers' first layer, whose memory the page draws, comes early and is never left out; nor is any tiny size.
+    """
     start = time.perf_counter()
     seconds = 2.0 if quick else SECONDS
     found: list[Limit] = []
     results: list[Result] = []
     left_out: list[str] = []
-    layers = (*TIME_LAYERS, *PAPER_LAYERS)
+    layers = (PAPER_LAYERS[0], *TIME_LAYERS, *PAPER_LAYERS[1:])
     with show_progress(len(QUESTIONS) + len(layers) * len(STAGES)) as begin:
         for question in QUESTIONS:
             begin(f"{question.title} in {format_size(memory)}")
             found.append(limits.answer(question, memory, seconds * GROWING_SHARE / len(QUESTIONS) / 2, device))
         for k, layer in enumerate(layers):
             left = SECONDS - (time.perf_counter() - start)
-            if left < 0:
+            if k and left < 0 and not quick:
                 left_out.append(layer.name)
                 continue
             tell = lambda stage, name=layer.name: begin(f"{name}: {stage}")
-            share = left / (len(layers) - k) * TIMED_SHARE
+            share = max(left, 0.0) / (len(layers) - k) * TIMED_SHARE
             results.append(measure_layer(layer, _choose_size(layer, device, quick), share, tell, device))
     wins, papers = ([r for r in results if r.layer in some] for some in (TIME_LAYERS, PAPER_LAYERS))
     return Findings(found, wins, papers, memory, time.perf_counter() - start, left_out, quick)
@@ -248,9 +251,9 @@ def print_limits(console: Any, found: Sequence[Limit]) -> None:
         largest = max([g.largest.size for g in (answer.ours, answer.dense) if g.largest] or [1])
         for who, growth, colour in (("ours", answer.ours, "blue"), ("torch", answer.dense, "dim")):
             size = growth.largest.size if growth.largest else 0
-            width = min(_BAR, max(4, console.width - 36))
+            width = min(_BAR, max(4, console.width - 50))
             bar = "█" * max(1, round(width * size / largest)) if size else ""
-            words = demo_page.describe_largest(growth, question.unit)
+            words = demo_page.describe_largest(growth, question.unit) + demo_page.describe_used(growth)
             ratio = f", [green]{format_ratio(answer.gain)}[/]" if who == "ours" and 1 < answer.gain < 1e9 else ""
             console.print(f"  {who:5} [{colour}]{bar}[/] {words}{ratio}")
 

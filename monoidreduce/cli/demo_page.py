@@ -62,6 +62,18 @@ def describe_largest(growth: Growth, unit: str) -> str:
     return f"{'' if growth.stopped == MEMORY else '≥ '}{growth.largest.size:,} {unit}"
 
 
+def describe_used(growth: Growth) -> str:
+    """How much of the memory the largest size used, where time ended the search; else nothing.
+
+    >>> from .limits import Run
+    >>> describe_used(Growth((Run(1024, 5 * 2**20, 0.1),), 2**28, "time"))
+    ' (uses 5 MiB)'
+    """
+    if growth.stopped == MEMORY or growth.largest is None or growth.largest.peak is None:
+        return ""
+    return f" (uses {format_size(growth.largest.peak)})"
+
+
 def _make_tile(answer: Limit) -> tuple[str, str, str]:
     question = answer.question
     words = describe_largest(answer.ours, question.unit)
@@ -103,7 +115,8 @@ def _draw_limit(answer: Limit) -> str:
 
 def _make_caption(answer: Limit) -> str:
     question = answer.question
-    ours, dense = (escape(describe_largest(g, question.unit)) for g in (answer.ours, answer.dense))
+    sides = (describe_largest(g, question.unit) + describe_used(g) for g in (answer.ours, answer.dense))
+    ours, dense = map(escape, sides)
     times = f", {format_ratio(answer.gain)} as many" if 0 < answer.gain < 1e9 else ""
     return (
         f"<b>{escape(question.title)}</b>: ours {ours}, torch {dense}{times}. {escape(question.what.capitalize())}. "

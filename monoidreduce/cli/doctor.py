@@ -52,7 +52,9 @@ def _describe_engines() -> dict[str, str]:
         return {"every device": str(error)}
     if engine != "auto":
         return {"every device": f"the engine {engine}, as MONOIDREDUCE_ENGINE asks"}
-    cpu = "tiles in torch; the dense form where the pairs are few"
+    compiles = find_cpp_compiler() and os.environ.get("MONOIDREDUCE_CPP") != "never"
+    compiled = "generated C++ for large folds, " if compiles else ""
+    cpu = f"{compiled}tiles in torch; the dense form where the pairs are few"
     if not torch.cuda.is_available():
         return {"cpu": cpu}
     kernels = "generated Triton kernels; panels for features too wide for them; tiles in torch for what has no kernel"

@@ -29,6 +29,7 @@ _LEAST_STEP = 1.3  # growing by less is not worth a run
 _COLD = 0.5  # seconds from which a run that took too long is made again
 _PATIENCE = 3.0  # times the seconds allowed, compiling included
 _MOST_STEP = 4.0  # a larger step would trust a guess from small sizes too far
+_BEYOND = 2.0  # times the other side's largest size that are tried, however long it takes
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,26 @@ def fits(run: Run, limit: int) -> bool:
     return run.peak is not None and run.peak <= limit
 
 
-def grow(measure: Callable[[int], Run], start: int, limit: int, seconds: float, multiple: int = 1) -> Growth:
+def grow(
+    measure: Callable[[int], Run], start: int, limit: int, seconds: float, multiple: int = 1, beside: int = 0
+) -> Growth:
     """Run growing sizes from ``start`` on, until one exceeds ``limit`` bytes or the next would exceed ``seconds``.
 
     The next size is guessed from the runs so far; what is reported was run. A run that is slower than its size explains
     is made once more and judged by the faster one: a new size may compile a kernel. Time that compiling took does not
     count, unless the whole takes ``_PATIENCE`` times ``seconds``.
 
+    ``beside`` is the largest size that was found for another side. It is the second size that is run, and time ends
+    the growth only beyond it: a busy machine must not decide which of the two is larger.
+
     >>> grow(lambda n: Run(n, 12 * n * n, 0.0), 100, 10**6, 1.0).largest.size
     286
     """
     start_time, spent = time.perf_counter(), 0.0
     runs = [measure(start)]
+    if beside > start and fits(runs[0], limit):
+        spent += runs[0].seconds
+        runs.append(_measure_warm(measure, beside, runs[0]))
     while True:
         spent += runs[-1].seconds
         inside = sorted((r for r in runs if fits(r, limit)), key=lambda r: r.size)
@@ -122,6 +131,8 @@ def grow(measure: Callable[[int], Run], start: int, limit: int, seconds: float, 
         size = _guess_size(inside, limit, outside)
         late = time.perf_counter() - start_time > _PATIENCE * seconds
         affordable = 0.0 if late else _guess_affordable(inside, seconds - spent)
+        if inside[-1].size <= beside:
+            affordable = max(affordable, _BEYOND * beside)
         if affordable < size and (affordable < _LEAST_STEP * inside[-1].size or outside):
             return Growth(tuple(runs), limit, STOPPED_BY_TIME)
         size = max(int(min(size, affordable)) // multiple * multiple, inside[-1].size + multiple)
@@ -198,15 +209,18 @@ def _peak_on_gpu(call: Callable[..., Tensor], args: list[Tensor], cotangent: Ten
 
 
 def answer(question: Question, limit: int, seconds: float, device: torch.device) -> Limit:
-    """Grow both sides, each for about ``seconds`` at most. A first small run of each compiles and fills caches."""
-    found = []
-    for call in (question.ours, question.dense):
+    """Grow torch's side, then ours, each for about ``seconds``. A first small run of each compiles and fills caches."""
+
+    def find(call: Callable[..., Tensor], beside: int = 0) -> Growth:
         measure = measure_run(call, lambda size: question.inputs(size, device), device)
         measure(question.start)
-        found.append(grow(measure, question.start, limit, seconds, question.multiple))
+        growth = grow(measure, question.start, limit, seconds, question.multiple, beside)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return Limit(question, found[0], found[1])
+        return growth
+
+    dense = find(question.dense)
+    return Limit(question, find(question.ours, dense.largest.size if dense.largest else 0), dense)
 
 
 # The questions ----------------------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ class _Generator:
             op = r.choice(["mr.max", "mr.max", "mr.min", "mr.argmax", "mr.argmin"])
             x = number(True) if self.chance(0.92) else self.truth(*axes, 1)
             masks = x.cls == "float" and op in ("mr.max", "mr.argmax") and self.chance(0.4)
-            return self.make(op, self.masked(x) if masks else x, over=over)
+            return self.make(op, self.masked(x, exact=True) if masks else x, over=over)
         if kind == "topk":
             return self.topk(over, size, number(True))
         if kind == "truth":
@@ -431,9 +431,10 @@ class _Generator:
         p = self.make("exp", self.make("sub", s, self.make("clamp_min", z)))
         return self.make("mr.sum", self.make("mul", p, number()), over=over)
 
-    def masked(self, x: Node) -> Node:
+    def masked(self, x: Node, exact: bool = False) -> Node:
+        """Some pairs hidden. ``exact``: no function that rounds is put around it, which decides who is largest."""
         if x.bound > 60:
-            x = self.make("tanh", x) if self.chance(0.5) else x
+            x = self.make("tanh", x) if self.chance(0.5) and not exact else x
         self.shared.append(x) if x.rows and x.cols and not x.holes else None
         if not self.chance(0.5):
             return x

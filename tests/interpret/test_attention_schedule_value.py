@@ -26,7 +26,7 @@ def schedule(request, monkeypatch):
     attention.write_kernel.cache_clear()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in TRIED], ids=repr)
 def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):

@@ -129,6 +129,7 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     assert used == GUESSED * panels
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])
 @pytest.mark.parametrize("peaked", [0.0, 8.0])
 def test_weights_measured_from_a_guess(rows, cols, features, peaked, seed, used):

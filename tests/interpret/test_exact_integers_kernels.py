@@ -8,7 +8,7 @@ from monoidreduce import Col, Row
 from tests.support.exact_integer_cases import CASES, documents, vectors
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_are_those_of_torch(name):
     CASES[name].check("triton")

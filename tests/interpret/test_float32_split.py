@@ -40,7 +40,7 @@ def precise(request):
         yield precision
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", WORKS)
 def test_pieces_keep_the_error_rule(name, precise, split):
     ours, plain, make = WORKS[name]
@@ -68,6 +68,7 @@ def test_nearest_neighbours_are_found(precise, split):
     torch.testing.assert_close(values, expected.values.float())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_stays_in_its_row_and_column(precise, value):
     x, y = shapes((19, 16), (37, 16))(torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ from tests.support.label_arithmetic_cases import arguments, check, dense, op
 NAMES = ["next", "reversed", "batch offset", "column names row", "half a column", "own offset", "and more"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("over", ["cols", "rows"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gather_reads_the_place_that_the_label_names(name, over):
@@ -16,6 +17,7 @@ def test_a_gather_reads_the_place_that_the_label_names(name, over):
         check(op(name, over), dense(name, over), arguments())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_beside_a_logsumexp_of_all_pairs(name):
     with mr.use(engine="triton"):

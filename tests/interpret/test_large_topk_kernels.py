@@ -135,6 +135,7 @@ def test_what_is_gathered_and_its_gradients(no_fallback):
     torch.testing.assert_close([*found, *gradients], [*wanted, *exact])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["triton", "panel"])
 @pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(min_p=0.2), dict(top_k=7, top_p=0.8)], ids=str)
 def test_truncated_draws_are_those_of_the_definition(limits, engine, no_fallback):

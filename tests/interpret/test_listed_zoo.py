@@ -16,6 +16,7 @@ KINDS = ("edges", "blocks", "jagged", "pages")
 SEVERAL_PASSES = [("jensen_shannon", "jagged"), ("normalized_mlp", "jagged"), ("normalized_mlp", "blocks")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, kind", [*itertools.product(LAYERS, KINDS), *SEVERAL_PASSES])
 def test_zoo(name, kind, seed):
     """A pair that does not exist is nowhere: gradients are finite also where a row has none, which is inf × 0 in the

@@ -136,6 +136,7 @@ def test_peaked_logits(limit, steps):
 LIMITS = ["10MB", "60KB", "30KB", "8KB"]  # whole rows, panels in gradients' own memory, parts of both axes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("run", ["triton", "panel"])
 def test_what_was_predicted_and_did_not_come_true(limit, run, steps, elsewhere):

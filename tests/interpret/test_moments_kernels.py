@@ -13,6 +13,7 @@ def moments(x: Row["d"], y: Col["d"], b: Col):
     return mr.var(s, correction=0), mr.mean(s)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, cols", [(70, 200), (3, 64), (5, 1), (2, 129)])
 @pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
 def test_columns_far_from_zero_that_rise(rows, cols, dtype, most):

@@ -38,7 +38,7 @@ def used(monkeypatch):
     return internals.watch_panels(monkeypatch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
 def test_every_layer_in_panels(layer, seed):
     args = layer.args(5, 21, seed, torch.float32)
@@ -72,6 +72,7 @@ SIZES = {  # budget: rows and columns of the panels of forward and gradient, or 
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "limit"), [(d, b) for d, budgets in SIZES.items() for b in budgets])
 def test_every_way_to_cut_the_pairs(dtype, limit, used, seed):
     args = [torch.randn(s, dtype=torch.float64).to(getattr(torch, dtype)) for s in ((14, 5), (37, 5), (37,))]

@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("op", "rows", "cols", "features", "dtype", "limit"), CASES)
 def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype, limit, ran, by_address, monkeypatch):
     for k in range(2):  # walked, and heard

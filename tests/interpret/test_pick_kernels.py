@@ -90,6 +90,7 @@ def picked(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPS)
 def test_gradients_of_chosen_pairs(name, picked):
     batch, rows, cols, width = CASES[name]

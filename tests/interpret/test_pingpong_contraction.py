@@ -23,7 +23,7 @@ def seen(monkeypatch, tmp_path_factory):
     return gluon_simulator.simulate(monkeypatch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("over", "add"), KINDS)
 @pytest.mark.parametrize(("L", "N", "D"), SIZES)
 def test_sums_against_float64(L, N, D, over, add, seen):

@@ -31,6 +31,7 @@ def by_kernels(function, args):
         return run(function, args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sample", ATTENTION, ids=shown)
 def test_attention_by_kernels_is_its_dense_form(sample):
     args, options = problem(sample, 3)
@@ -42,6 +43,7 @@ def test_attention_by_kernels_is_its_dense_form(sample):
     assert_equal(by_kernels(partial(ours, options=options), args), run(partial(dense, options=options), args))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ready", READY, ids=repr)
 def test_a_layer_by_kernels_is_plain_torch(ready):
     sample = {name: values[-1] for name, values in ready.factors.items()} | {"size": (19, 37), "batch": ()}

@@ -17,7 +17,7 @@ from tests.support.warp_specialised_attention_cases import BY_TURNS
 OPS = [cases.attention, cases.head, cases.mlp, cases.near]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("op", "width"),
     [*((op, width) for op in OPS for width in (5, 24)), (cases.head, 300)],
@@ -38,6 +38,7 @@ def test_kernels_equal_plain_tensors(op, width, seed):
         torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
 @pytest.mark.parametrize("width", [24, 40, 128, 300])
 def test_products_of_both_sides_as_they_are_stored(kind, width, seed, monkeypatch):
@@ -78,6 +79,7 @@ def _made(batch, rows, cols, scales="number"):
     return q, k, store(torch.randn(*batch, cols, 128), torch.float8_e4m3fn, "number")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_fp8_attention_has_the_error_of_rounded_weights(name, seed, monkeypatch):
     """Weights have four digits in binary: means are off by 2⁻⁴ of what single values add to them at most."""

@@ -106,7 +106,7 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     assert_error_rule([(got, plain, truth)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_split_walk_gives_the_whole(name, parts):
@@ -152,7 +152,7 @@ def _close(op, args, extra, bound):
         assert (a.double() - b).norm() <= bound * b.norm()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1.0, 60.0], ids=["near", "far"])
 @pytest.mark.parametrize(
     ("op", "parts", "boxes"),

@@ -109,7 +109,7 @@ def alone(monkeypatch):
         yield gluon_simulator.simulate(monkeypatch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
 def test_against_float64(options, rows, cols, alone):

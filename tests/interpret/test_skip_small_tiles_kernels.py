@@ -46,7 +46,7 @@ def kept_of(w):
     return found, count
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("size", [(32, 48, 32), (37, 59, 33), (1, 111, 5), (64, 17, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
@@ -99,6 +99,7 @@ def test_a_loss_in_panels(limit, monkeypatch):
     assert ((x.grad - exact).abs() < 2.0**-6 * w.abs().sum(0)).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [300, 515])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_the_k_best_in_two_levels(dtype, length, monkeypatch):

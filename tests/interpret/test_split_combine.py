@@ -49,7 +49,7 @@ def parts(op, shape, width, seed=0):
     return fold, [log + peak, *map(seen, means), log, torch.where(log.isinf(), 0.0, peak)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shape", [(2, 59), (5, 2, 111), (3, 1), (64, 7)], ids=str)
 @pytest.mark.parametrize(("op", "width"), [(attention, 64), (attention, 111), (attention, 1), (several, 16), (loss, 8)])
 def test_as_torch_has_it(op, width, shape):
@@ -68,6 +68,7 @@ def most(q: Row["f"], k: Col["f"]):
     return mr.max(s), mr.argmax(s), mr.argmin(s), mr.sum(torch.relu(s)), mr.count(s > 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("shape", [(2, 59), (5, 2, 111), (126, 7), (3, 1)], ids=str)
 def test_the_best_and_sums_as_torch_has_them(shape, dtype, seed):

@@ -15,6 +15,7 @@ PIECES = ((0, 5), (5, 5), (5, 19)), ((0, 17), (17, 23))
 NAMES = ["causal_attention", "window_attention", "cross_entropy", "categorical_sample", "dropout_attention"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cut_run_by_kernels_is_the_whole(name, seed, monkeypatch):
     layer = BY_NAME[name]

@@ -60,6 +60,7 @@ def alike(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "op, side, batch, heads, period, sharing",
     [

@@ -16,6 +16,7 @@ CASES = [pytest.param(case, id=case.name) for case in tables.CASES]
 PLAN = KernelPlan(16, 16, 4, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bands", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_kernels(case, bands, monkeypatch):

@@ -68,7 +68,7 @@ def by_name(layers):
     return [pytest.param(layer, id=layer.name) for layer in layers]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layer", by_name(ZOO))
 def test_float32_values_and_gradients(layer, seed):
     M, N = (17, 33) if layer.name in SLOW else (33, 70)
@@ -81,7 +81,7 @@ def test_float32_values_and_gradients(layer, seed):
     assert_error_rule(trials, factor=3.0)  # two small draws: the largest of few rounding errors is a matter of luck
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [(1, 1), (1, 65), (65, 1), (16, 32), (17, 31)], ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize(
     "name", ["causal_attention", "relu_mlp", "label_smoothing", "moments", "gaussian_kernel", "pooling"]
@@ -102,7 +102,7 @@ def plain_attention(q, k, v):
     return torch.softmax(q @ k.mT * 0.25, -1) @ v
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("widths", [(16, 16), (59, 111), (9, 130), (8, 17), (256, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
 def test_feature_sizes(widths, dtype, seed):
@@ -343,7 +343,7 @@ def has_no_kernel(layer, args):
     return any(r.attrs[0] == "topk" for r in reductions)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layer", by_name(ZOO))
 def test_nothing_else_falls_back(layer, seed, monkeypatch):
     args = draw(layer, 9, 12, seed)

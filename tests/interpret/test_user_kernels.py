@@ -44,7 +44,7 @@ def cotangents_of(name, args, generator):
     return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in LAYERS[name].torch.apply(*args)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [(1, 1), (33, 50), (59, 16)], ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("name", sorted(LAYERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])

@@ -18,6 +18,7 @@ SAMPLES = [pytest.param(*RICH[i], id=i) for i in RICH if i not in EAGER] + [pyte
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_a_head_by_kernels_is_plain_torch(name, sample):
     f = FUNCTIONS[name]

@@ -152,6 +152,7 @@ def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
     assert 0.999 < end * 20 / min(logit[near].max(), exact[near].max()) < 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "count"),
     [
@@ -183,19 +184,19 @@ def by_turns(monkeypatch, request):
     assert len(seen) == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CAPPED, ids=repr)
 def test_soft_caps_against_float64(case, by_turns):
     check(case, "cpu")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("kind", DATA)
 def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns):

@@ -53,6 +53,7 @@ def three_sums(x: Row["d"], p: Col["d"], q: Col["d"], u: Col["n"], v: Col["n"], 
     return mr.sum(torch.sin(s + t) * u), mr.sum(torch.cos(s + t) * v), mr.sum(torch.sin(s) * w)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "elu"])
 def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
     found = launched(activation=activation)
@@ -194,7 +195,7 @@ def by_groups(monkeypatch):
         yield gluon_simulator.simulate(monkeypatch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_against_float64(case, by_groups):
     check(case, "cpu")
@@ -202,7 +203,7 @@ def test_against_float64(case, by_groups):
     assert len(by_groups) == 2 * case.grouped
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("rows", "cols", "batch", "activation"), PLAIN)
 def test_a_plain_perceptron_against_float64(rows, cols, batch, activation, by_groups):
     check_plain(rows, cols, batch, activation, "cpu")
@@ -231,7 +232,7 @@ OPTIONS += [{"causal": True, "softcap": 5.0}, {"dropout_p": 0.2, "seed": 3}]
 OPTIONS += [{"dropout_p": 0.5, "seed": -(2**62), "causal": True}]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (2, 300, 171), (1, 65, 64)])
 def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):

@@ -10,6 +10,7 @@ WORLD = 3
 MAKE = {"int8": lambda x: cases.store(x, torch.int8), **{n: cases.PACKED[n] for n in list(cases.PACKED)[:3]}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
 @pytest.mark.parametrize("name", MAKE)
 def test_ranks(pool, name, divided):

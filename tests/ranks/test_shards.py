@@ -28,7 +28,7 @@ def check(pool, cases):
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_by_rows_by_columns_and_by_both(pool, layer, seed):
     world = [2, 3, 4, 7][ZOO.index(layer) % 4]

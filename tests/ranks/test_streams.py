@@ -66,7 +66,7 @@ def test_most_layers_stream():
     assert len(STREAMED) > 0.7 * len(ZOO)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(STREAMED))
 def test_any_chunking_is_the_whole_with_gradients_for_rows_and_columns(layer, seed):
     args = layer.args(13, 41, seed)

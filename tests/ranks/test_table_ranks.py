@@ -19,6 +19,7 @@ def _dense(case, args):
     return [*(v.detach() for v in values), *torch.autograd.grad([v.sum() for v in values], asked)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_ranks(pool, name, divided):

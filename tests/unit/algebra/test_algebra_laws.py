@@ -14,7 +14,7 @@ PRODUCTS = [product(monoids.Sum, monoids.LogWSum, monoids.Or), monoids.Max * mon
 VALUE_LAWS = {"associativity", "commutativity", "left_identity", "right_identity", "partition", "tile"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("monoid", ALL + PRODUCTS, ids=lambda m: m.__name__)
 def test_the_catalogue_obeys_its_laws(monoid):
     report = laws.check(monoid)

@@ -107,6 +107,7 @@ def test_what_would_not_fit_is_not_tried(monkeypatch):
     assert rows[0].ms and rows[1].ms is None and "GB free" in rows[1].note
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", LAYERS)
 def test_every_ready_made_layer_is_its_dense_form(key):
     layer = workload.find(key, features={"": 5})

@@ -4,15 +4,15 @@ What needs no browser (well formed, self-contained, a viewport, dark colours) is
 ``test_cli.py`` and ``test_cli_bench.py``.
 """
 
-import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from monoidreduce.cli import demo
+from tests.support.browser import CHROMIUM, open_browser
 from tests.support.command_line import call
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 COMMANDS = {
@@ -25,20 +25,19 @@ WIDTHS = (320, 390, 1280)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every kind of page, written by its command."""
+    """Every kind of page, written by its command. The demo leaves nothing out, however busy the machine is."""
     folder = tmp_path_factory.mktemp("pages")
-    for arguments in COMMANDS.values():
-        assert call(*arguments, "--out", str(folder))[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "SECONDS", float("inf"))
+        for arguments in COMMANDS.values():
+            assert call(*arguments, "--out", str(folder))[0] == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with open_browser() as opened:
         yield opened
-        opened.close()
 
 
 def opened(browser, path: Path, scheme: str, width: int):

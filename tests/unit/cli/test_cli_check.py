@@ -141,7 +141,7 @@ def test_layers_of_the_zoo_pass(layer):
         assert verdict.answer != checks.FAILED, verdict
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_the_dense_form_made_of_a_program_is_the_layer(layer):
     args = layer.make(17, 29, torch.Generator().manual_seed(0), torch.float64)

@@ -36,6 +36,17 @@ def test_no_run_is_begun_that_would_take_too_long():
     assert 10_000 < max(asked) <= 20_100
 
 
+def test_time_ends_the_growth_only_beyond_what_the_other_side_reached():
+    """On a busy machine every run takes long: the other side's largest size and twice that are run all the same."""
+    measure, asked = pretend(lambda n: 100 * n, lambda n: 40.0)
+    found = grow(measure, 512, 2**40, seconds=4.0, multiple=64, beside=6400)
+    assert found.stopped == "time" and asked == [512, 6400, 12_800] and found.largest.size == 12_800
+    measure, asked = pretend(lambda n: 12 * n * n)
+    assert 4400 < grow(measure, 512, 2**28, seconds=5.0, multiple=64, beside=6400).largest.size <= 4729
+    measure, asked = pretend(lambda n: None)
+    assert grow(measure, 512, 2**28, seconds=5.0, beside=6400).largest is None and asked == [512]
+
+
 def test_compiling_for_a_new_size_does_not_end_the_growth():
     """The first run of every size is slow, as where a kernel is compiled for it: the second one counts."""
     asked = []

@@ -63,7 +63,7 @@ def test_both_mean_the_same(row, names):
         torch.testing.assert_close(eval(here, names), eval(plain, names), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r[0]}: {r[1]}")
 def test_so_does_the_other_library(row, names):
     section, there, _, plain = row

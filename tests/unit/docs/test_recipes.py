@@ -77,6 +77,7 @@ def test_a_recipe_is_its_plain_form(name, page, seed, monkeypatch):
         assert_equal(run(page[name], args), run(page[f"dense_{name}"], args))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_as_exact_as_its_plain_form(name, page, seed):
     trials = []
@@ -87,7 +88,7 @@ def test_a_recipe_is_as_exact_as_its_plain_form(name, page, seed):
     assert_error_rule(trials)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_never_builds_the_matrix(name, page, seed):
     rows = cols = 1200

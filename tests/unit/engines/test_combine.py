@@ -47,7 +47,7 @@ DIVISIBLE = [layer for layer in ZOO if all(p.axis != "pairs" for p in layer.para
 CUTS = [pytest.param((1, 5), marks=SLOW), pytest.param((4, 1), marks=SLOW), (3, 3)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("blocks", CUTS, ids=str)
 @pytest.mark.parametrize("layer", named(DIVISIBLE))
 def test_any_cut_of_any_layer_is_the_layer(layer, blocks, seed, monkeypatch):
@@ -102,6 +102,7 @@ def assert_same(got, whole, k):
     torch.testing.assert_close(k.squeeze(-1)[places], top, equal_nan=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [(), (0,), (7,), (3, 3, 9), (1, 2, 3, 4, 5), (19,)], ids=str)
 @pytest.mark.parametrize("special", [None, -math.inf, math.inf, math.nan, 1e5], ids=str)
 def test_stacked_results_combine(at, special, seed):

@@ -8,7 +8,7 @@ from monoidreduce import Col, Row
 from tests.support.empty_shape_cases import EMPTY, LAYERS, REDUCTIONS, check, check_layer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_every_reduction(name, engine):
@@ -22,7 +22,7 @@ def test_every_reduction_of_the_reference(name):
         check(name, "reference", kind)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer(name, engine):

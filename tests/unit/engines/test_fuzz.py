@@ -15,7 +15,7 @@ from tests.fuzz.tree import topological
 SHARDS, PROGRAMS = 25, 40
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_programs_agree_with_plain_torch(shard: int):
     assert_programs(range(shard * PROGRAMS, (shard + 1) * PROGRAMS))

@@ -39,7 +39,7 @@ def test_small_tiles_are_used(seed):
     assert t.computed >= 2 * 3 * 3 and t.skipped == 0
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_float64_equals_the_plain_form(layer, size, seed):
@@ -52,7 +52,7 @@ def trial(layer, args):
     return run(layer.op, args), run(layer.dense, args), run(layer.dense, cast(args, torch.float64))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed, monkeypatch):
@@ -72,7 +72,7 @@ def test_results_have_the_documented_types(layer, seed):
         assert got.dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_two_runs_are_bitwise_equal(layer, seed):
     args = layer.args(59, 111, seed, torch.float32)
@@ -80,7 +80,7 @@ def test_two_runs_are_bitwise_equal(layer, seed):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_the_reference_engine_agrees(layer, seed):
     args = layer.args(35, 37, seed)
@@ -103,7 +103,7 @@ def of_floats(layer, args):
     return function, tuple(args[k].requires_grad_() for k in at)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layer", named(DIFFERENTIABLE))
 def test_first_derivatives(layer, seed, monkeypatch):
     use_small_tiles(monkeypatch, 3, 4)
@@ -111,7 +111,7 @@ def test_first_derivatives(layer, seed, monkeypatch):
     assert torch.autograd.gradcheck(function, floats, fast_mode=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layer", named(DIFFERENTIABLE))
 def test_second_derivatives(layer, seed, monkeypatch):
     use_small_tiles(monkeypatch, 3, 4)

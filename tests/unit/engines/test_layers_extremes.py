@@ -185,7 +185,7 @@ def row_axis(a, p):
     return a.dim() - 1 - (p.feature is not None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(NO_SHARED_RESULT))
 def test_nan_stays_in_its_own_row(layer, seed):
     M, bad = 35, 17
@@ -312,7 +312,7 @@ def test_kinks_are_torchs_kinks(function):
 HUGE = ["scaled_attention", "value_and_lse", "cross_entropy", "soft_targets", "causal_attention"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("size", [1e4, 1e5])
 @pytest.mark.parametrize("name", HUGE)
@@ -356,6 +356,7 @@ def best_of_many(x: Row, y: Col, k: int, largest: bool):
     return mr.topk(x * y, k, largest=largest)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("k", [1, 10])

@@ -46,7 +46,7 @@ def unaligned(a):
 VIEWS = [transposed, strided, unaligned]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("view", VIEWS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_views_are_as_good_as_contiguous_tensors(layer, view, seed):
@@ -124,7 +124,7 @@ RANDOM = ("dropout_attention", "categorical_sample")  # each problem of a batch 
 UNBATCHED = [layer for layer in ZOO if not has_own_batch(layer) and layer.name not in RANDOM]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(UNBATCHED))
 def test_batches_broadcast(layer, seed):
     args = batched(layer, 19, 37, seed)

@@ -93,7 +93,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", PROBLEMS)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.function.__name__)
 def test_kinds_of_reductions(op, kind):

@@ -52,6 +52,7 @@ def where_defined(got: Result, truth: Result, also: Result) -> Result:
     return Result(got.values, {n: torch.where(hidden[n], torch.nan, g) for n, g in got.grads.items()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", cases(keep=is_placed))
 def test_values_and_gradients(case, seed):
     args = case.args(seed)
@@ -92,6 +93,7 @@ def second(function, args):
     return Result({}, {f"second derivative {k}": g for k, g in enumerate(zeros)})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case", cases(make=without_empty_lists, keep=lambda l, k: l.differentiable and is_placed(l, k), some=SOME[:5])
 )

@@ -15,7 +15,7 @@ def engine():
         yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_layers_and_their_gradients(layer, seed):
     args = layer.args(13, 17, seed)

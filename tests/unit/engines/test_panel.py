@@ -27,7 +27,7 @@ def small(monkeypatch):
     internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=1, MULTIPLE=4)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_in_panels(layer, rows, seed):

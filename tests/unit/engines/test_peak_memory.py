@@ -49,13 +49,13 @@ def assert_grows_linearly(function, layer):
     assert second <= 2.3 * first + slack, f"peaks of {small:,}, {middle:,} and {large:,} bytes at {SIZES}"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layer", named(GIVEN_SIDES))
 def test_no_tensor_is_larger_than_a_tile_or_the_inputs(layer):
     assert_never_dense(layer.op, make(layer, *WIDE), *WIDE)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layer", named(GIVEN_SIDES))
 def test_memory_grows_with_the_inputs(layer, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)

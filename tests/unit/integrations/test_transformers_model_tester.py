@@ -142,7 +142,7 @@ def ours(name, monkeypatch):
     return calls
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", DECODERS + OTHERS)
 def test_with_our_attention(name, check, ours, mixin):
@@ -152,7 +152,7 @@ def test_with_our_attention(name, check, ours, mixin):
     assert ours, "our attention was not called"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("check", WITH_OUR_LOSS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_with_our_loss(name, check, ours, mixin, monkeypatch):

@@ -128,14 +128,14 @@ def problem(sample, seed, dtype=FLOAT64):
     return args, {n: v for n, v in options.items() if v is not None}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sample", SAMPLES, ids=shown)
 def test_every_two_options_together(sample, seed):
     args, options = problem(sample, seed)
     assert_equal(run(partial(ours, options=options), args), run(partial(dense, options=options), args))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("sample", SAMPLES[::2], ids=shown)
 def test_error_rule(sample, dtype, seed):

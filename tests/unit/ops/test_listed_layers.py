@@ -68,6 +68,7 @@ def test_block_sparse_attention(engine, heads):
     compare(ours, dense, (q, k, v))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True, "lower_right"])
 @pytest.mark.parametrize("square", [True, False])
 def test_packed_attention(engine, square, causal):
@@ -185,6 +186,7 @@ def dense_sampled(x, w, target, samples, bias, log_q, temperature, remove):
     return torch.logsumexp(torch.cat([own, negatives], 1), 1) - own.squeeze(1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("remove", [True, False])
 @pytest.mark.parametrize("sparse", [True, False])

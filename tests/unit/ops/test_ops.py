@@ -211,7 +211,7 @@ def assert_equal_with_gradients(case: Case, inputs: list[Tensor], **tolerance: f
     assert_close(grads(got, inputs, cotangent), grads(expected, inputs, cotangent), **tolerance)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", RAGGED, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_plain_torch(name, size, seed):
@@ -229,7 +229,7 @@ def test_several_tiles_agree_with_plain_torch(name, seed):
     assert_equal_with_gradients(CASES[name], CASES[name].inputs(1025, 1025, 3))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MAIN)
 def test_derivatives_match_finite_differences(name, seed):
     inputs = CASES[name].inputs(3, 4, 2)
@@ -278,7 +278,7 @@ def assert_error_rule(case: Case, inputs: list[Tensor]) -> None:
 RULED = [name for name in MAIN if not name.startswith("sample") and not name.endswith("batched")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("name", RULED)
 def test_errors_stay_within_twice_plain_torch(name, dtype, seed):

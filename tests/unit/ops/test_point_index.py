@@ -199,7 +199,7 @@ def clusters(count, features, seed=0):
     return 100 * cloud(7, features, seed=9)[own] + 0.01 * torch.randn(count, features, generator=draw)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("queries", [1, 7, 300])
 @pytest.mark.parametrize(
     ("dtype", "features", "draw"),

@@ -39,14 +39,14 @@ def both(ready, sample, seed, dtype=FLOAT64):
     return partial(ready.ours, **options), partial(ready.dense, **options), args
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("ready", "sample"), ALL)
 def test_float64_equals_plain_torch(ready, sample, seed):
     ours, dense, args = both(ready, sample, seed)
     assert_equal(run(ours, args), run(dense, args))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("ready", "sample"), [p for p in ALL if p.values[1]["size"] != (1, 1)][::4])
 def test_error_rule(ready, sample, seed):
     for dtype, draws in ((torch.float32, 4), (torch.bfloat16, 1)):
@@ -60,7 +60,7 @@ def test_error_rule(ready, sample, seed):
             assert_error_rule(trials)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("ready", "sample"), ALL[::7])
 def test_the_dense_engine_agrees(ready, sample, seed):
     ours, _, args = both(ready, sample, seed)

@@ -11,6 +11,7 @@ from tests.support.allocations import usage
 from tests.support.truncated_sampling import LIMITS, arguments, draw, keep_classes, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
 @pytest.mark.parametrize("limits", LIMITS, ids=name)
 def test_draws_are_those_of_the_definition(limits, engine):

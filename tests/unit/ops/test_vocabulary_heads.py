@@ -49,7 +49,7 @@ def test_there_are_enough_samples(name):
     assert len(FUNCTIONS[name].samples()) >= 25
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_values_and_gradients_are_those_of_plain_torch(name, sample):
     ours, plain, _ = evaluate(FUNCTIONS[name], sample, F64, seed=1)
@@ -63,7 +63,7 @@ def enough(sample):
     return sample | {"rows": rows, "classes": max(sample["classes"], 59), "features": 16}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_errors_stay_within_twice_plain_torch(name, sample, dtype):
@@ -91,7 +91,7 @@ def test_derivatives_match_finite_differences(name, sample):
     assert torch.autograd.gradgradcheck(smooth, args, fast_mode=True)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("scale", [0.1, 1.5], ids=["flat", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SMOOTH)

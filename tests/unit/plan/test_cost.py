@@ -12,10 +12,17 @@ from monoidreduce.plan import candidates, communication, cost, op_counts
 from monoidreduce.plan.op_counts import count_work, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime.dry_run import LiveMemory
+from tests.support import internals
 from tests.support.comparison import flatten, is_float
 from tests.support.layers import BY_NAME
 
 _FREE = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "unbind", "empty")
+
+
+@pytest.fixture(autouse=True)
+def _steady_memory(monkeypatch):
+    """Panels take a share of the free memory, which other processes change between an estimate and its run."""
+    internals.pretend_free_memory(monkeypatch, 4 * 2**30)
 
 
 class Counter(LiveMemory):
@@ -76,7 +83,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
@@ -101,7 +108,7 @@ def assert_memory(op, args):
             assert found.peak == pytest.approx(real, rel=0.05), found.schedule
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(61, 1100), (1100, 40)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_of_every_schedule_is_that_of_a_run(name, shape):
@@ -154,7 +161,7 @@ def test_memory_of_points_that_are_sorted_is_that_of_a_run(op, monkeypatch):
     assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
@@ -347,10 +354,14 @@ def test_empty_sides_cost_next_to_nothing():
 
 
 def test_this_cpus_ceilings_are_plausible_and_measured_once():
-    found = op_counts.measure_cpu(torch.get_num_threads())
-    assert found is op_counts.get_rates(torch.device("cpu"))
-    assert found.rate("float32") > found.plain > found.special
-    assert found.rate("bfloat16") == found.rate("float32") and 1e-7 < found.launch < 1e-3
+    threads = torch.get_num_threads()
+    found = op_counts.measure_cpu(threads)
+    assert found is op_counts.get_rates(torch.device("cpu")) and found.rate("bfloat16") == found.rate("float32")
+    rounds = [found, *(op_counts.measure_cpu.__wrapped__(threads) for _ in range(5))]  # one may be disturbed, not all
+    single, plain, special = (
+        max(map(rate, rounds)) for rate in (lambda r: r.rate("float32"), lambda r: r.plain, lambda r: r.special)
+    )
+    assert single > plain > special and 1e-7 < min(r.launch for r in rounds) < 1e-3
 
 
 def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):

@@ -158,7 +158,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 # The dense form is right
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_the_dense_form_equals_the_plain_one(layer, seed):
     with follow(DENSE):
@@ -179,6 +179,7 @@ def test_the_dense_form_keeps_the_error_rule(name, dtype, seed):
     assert_error_rule(trials)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", named(DIFFERENTIABLE[::4]))
 def test_second_derivatives_of_the_dense_form(layer, seed):
     args = layer.args(4, 5, seed)

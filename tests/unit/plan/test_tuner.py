@@ -293,7 +293,7 @@ CASES = [(attention, f) for f in WRONG]
 CASES += [(nearest, f) for f in WRONG if f not in (adds_twice, reads_before_it_writes)]  # poison cancels in integers
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "dishonest"), CASES, ids=lambda f: f.__name__)
 def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
     few(monkeypatch, FAST)

@@ -8,6 +8,7 @@ from monoidreduce import Col, Row
 from tests.support.label_arithmetic_cases import CONDITIONS, arguments, check, dense, op, run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("over", ["cols", "rows"])
 @pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -16,6 +17,7 @@ def test_a_gather_reads_the_place_that_the_label_names(name, engine, over):
         check(op(name, over), dense(name, over), arguments())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("over", ["cols", "rows"])
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 @pytest.mark.parametrize("name", CONDITIONS)

@@ -19,7 +19,7 @@ def engine(request, monkeypatch):
         yield request.param
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_values_and_derivatives_are_torchs(name, seed):
     x, y = (torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (4, 5))

@@ -34,7 +34,7 @@ def test_where_gradients_come_from():
     assert gradient_road(mr.monoids.And * mr.monoids.Or) == "none"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("op", own.OPS)
 @pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
 def test_engines(engine, op):

@@ -112,7 +112,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_call_of_an_op(way, engine):
@@ -188,7 +188,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["auto", "eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_a_layer_save_the_same(case, engine):
@@ -199,7 +199,7 @@ def test_calls_of_a_layer_save_the_same(case, engine):
     assert all(other == first for other in others)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_call_of_a_layer(case):
     call, args = CASES[case]()

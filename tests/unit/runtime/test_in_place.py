@@ -74,7 +74,7 @@ def test_second_derivatives_of_changed_results(engine):
         torch.testing.assert_close(second(fresh_op()), second(dense_form))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["auto", "eager"])
 @pytest.mark.parametrize("ready", READY, ids=repr)
 def test_results_of_layers_are_changed(ready, engine):

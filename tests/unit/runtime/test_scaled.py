@@ -30,7 +30,7 @@ def assert_equal_to_plain_tensors(engine, op, x, rest):
     torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
 @pytest.mark.parametrize("op", OPS, ids=named)
 @pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])

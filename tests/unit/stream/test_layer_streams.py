@@ -87,7 +87,7 @@ def give(columns):
     return tuple(columns.values()) if len(columns) == 1 else (columns,)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_streamed_layer_is_the_layer(name, tmp_path, monkeypatch):
     layer, args = getattr(ops, name.split()[0]), LAYERS[name]

@@ -104,7 +104,7 @@ def native_normal_log2(x):
 
 def native_gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
     # exact to 5e-5: a logarithm near 1 is exact to 2e-7 of 1, which is 4e-5 of it at 1 - 1 / 256; but for the least,
-    # one in ten thousand (below -2.2), which may be one step of u off: none is infinite, and there is no comparison
+    # one in seven thousand (below -2.18), which may be one step of u off: none is infinite, and there is no comparison
     u = lot(seed, batch, i, j)
     near = u * (1.0 + u * 0.5)
     far = native_normal_log2(1.0 - u * 0.9999999403953552) * -0.6931471805599453
