@@ -71,7 +71,7 @@ class View(NamedTuple):
         if not source.numel() or found.data_ptr() != source.data_ptr():
             return None
         if reshapes or run in _RESHAPES:
-            return View(run, tuple(rest), Tensor.reshape, (tuple(source.shape),))
+            return View(Tensor.reshape, (tuple(found.shape),), Tensor.reshape, (tuple(source.shape),))
         if run in _SWAPS and len(rest) == 2:
             back = tuple(rest) if run is Tensor.transpose else (rest[1], rest[0])
             return View(run, tuple(rest), run, back)
@@ -97,6 +97,18 @@ def undo_views(views: Views, t: Tensor) -> Tensor:
     for view in reversed(views):
         t = view.undo(t, *view.undo_arguments)
     return t
+
+
+Look = functools.partial  # of ``apply_views`` or ``undo_views``: a function of a tensor
+
+
+def _split_looks(
+    looks: Mapping[str, Look], given: Mapping[str, Tensor], looked: set[str]
+) -> tuple[dict[str, Look], dict[str, Look]]:
+    """Of the views of tensors, by name: those that kernels look at, and those that are copies. Of all others kernels
+    need the address, which is the same."""
+    copied = {name: look for name, look in looks.items() if look(given[name]).data_ptr() != given[name].data_ptr()}
+    return {name: look for name, look in looks.items() if name in looked and name not in copied}, copied
 
 
 class CallViews(NamedTuple):
@@ -349,13 +361,11 @@ class ForwardReplays:
         made, recorded, kept = self.steps.script, replay.backwards.recorded, replay.launches.kept
         if self.steps.total or not replay.formed:
             return None
-        seen: dict[str, Callable[[Tensor], Tensor]] = {}
-        for k in self.tensors:
-            chain = views.inputs[k]
-            if chain and (
-                made.names[k] in recorded.looked or apply_views(chain, values[k]).data_ptr() != values[k].data_ptr()
-            ):
-                seen[made.names[k]] = functools.partial(apply_views, chain)
+        chains = {
+            made.names[k]: functools.partial(apply_views, views.inputs[k]) for k in self.tensors if views.inputs[k]
+        }
+        given = {made.names[k]: values[k] for k in self.tensors}
+        seen, copied = _split_looks(chains, given, recorded.looked)
         shown = {
             name: functools.partial(apply_views, chain)
             for name, chain in zip(made.returned, views.outputs, strict=True)
@@ -363,7 +373,15 @@ class ForwardReplays:
         }
         tensors = [made.names[k] for k in self.tensors]
         launches = triton.ProgramReplay(
-            recorded, made.names, tensors, made.returned, [*kept.places], replay.sizes, seen=seen, shown_as=shown
+            recorded,
+            made.names,
+            tensors,
+            made.returned,
+            [*kept.places],
+            replay.sizes,
+            seen=seen,
+            copied=copied,
+            shown_as=shown,
         )
         backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, views)
         backwards.recorded_before = replay.backwards.recorded_before
@@ -545,37 +563,36 @@ class BackwardReplays:
         inputs, tensors, parts = self._names(used, saved)
         if recorded.looked & parts.keys():
             return None
-        seen, shown = self._looks(used, saved, pool, recorded.looked), dict[str, Callable[[Tensor], Tensor]]()
+        seen, copied = self._looks(used, saved, recorded.looked)
+        shown: dict[str, Look] = {}
         for name, chain in zip(grads, self.views.inputs if self.views else (), strict=False):
             if chain and name is not None:
                 shown[name] = functools.partial(undo_views, chain)
         launches = triton.ProgramReplay(
-            recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed, seen, shown
+            recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed, seen, copied, shown
         )
         return launches if launches.lean else None
 
     def _looks(
-        self, used: Mapping[int, str], saved: Saved, pool: Sequence[Any], looked: set[str]
-    ) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The tensors that kernels need in the program's form: they are looked at, or only a copy has it."""
+        self, used: Mapping[int, str], saved: Saved, looked: set[str]
+    ) -> tuple[dict[str, Look], dict[str, Look]]:
+        """What makes the tensors that kernels look at, or that only copies are, of those that are saved."""
         if self.views is None:
-            return {}
-        inputs, count = self.steps.script.inputs, len(self.steps.inputs)
-        given, there = iter(saved.tensors), dict[int, tuple[Callable[..., Tensor], Any]]()
+            return {}, {}
+        inputs, count, tensors = self.steps.script.inputs, len(self.steps.inputs), iter(saved.tensors)
+        there: dict[int, tuple[Look, Any]] = {}  # by the places of leaves and others
         for k, chain in enumerate(self.views.inputs):
             if inputs[k] not in self.steps.numbers:
-                there[k] = functools.partial(apply_views, chain), next(given)
+                there[k] = functools.partial(apply_views, chain), next(tensors)
         undone = [functools.partial(undo_views, chain) for chain in self.views.outputs]
-        for undo, name, t in zip(undone, self.steps.script.returned, given, strict=False):
+        for undo, name, t in zip(undone, self.steps.script.returned, tensors, strict=False):
             if name in self.results:
                 there[count + self.results.index(name)] = undo, t
         for k, (undo, g) in enumerate(zip(undone, saved.cotangents, strict=True)):
             there[count + len(self.results) + k] = undo, g
-        found = {}
-        for k, (view, t) in there.items():
-            if k in used and isinstance(t, Tensor) and (used[k] in looked or t.data_ptr() != pool[k].data_ptr()):
-                found[used[k]] = view
-        return found
+        there = {k: (look, t) for k, (look, t) in there.items() if k in used and look.args[0] and t is not None}
+        chains = {used[k]: look for k, (look, _) in there.items()}
+        return _split_looks(chains, {used[k]: t for k, (_, t) in there.items()}, looked)
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the

@@ -549,10 +549,9 @@ class FoldLaunch:
         self.edges = None if asked else found
         return found
 
-    def _edged(self, *asked: Any) -> tuple[int, ...]:
-        """The same for a replay, which passes addresses: the cache of unchanged tensors keeps the table alive."""
-        edges, *rest = self._bounds(asked)
-        return edges.data_ptr(), *rest
+    def _edged(self, *asked: Any) -> tuple:
+        """The same for a replay."""
+        return tuple(self._bounds(asked))
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""

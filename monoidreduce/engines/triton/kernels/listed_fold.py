@@ -547,17 +547,24 @@ class ListedFold:
         """How a replay makes the launches again; None where it cannot."""
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
             return None
-        return self.ready.recipes(self.local.places, self._find_lists)
+        return self.ready.recipes(
+            self.local.places, functools.partial(self._find_lists, _find_domain(self.fold, leaves))
+        )
 
-    def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
+    def _find_lists(self, given: Sequence[Tensor], one: ListedLaunch) -> FoundAtLaunch:
         listed = one.spec.listed
-        assert listed is not None
+        assert listed is not None and self.fold.domain is not None
+        places = 2 + listed.ends + listed.entries
+        if self.fold.domain.attrs[0][0] == "pages" and one.over == "cols" and not bounded_cache.is_capturing(given[0]):
+            offsets, *rest = _read_domain(self.fold, given, self.sizes, "cols").tensors(listed.entries)
+            if [t.data_ptr() for t in rest] == [t.data_ptr() for t in given]:  # as they are, whatever they hold
+                at = lambda *tensors: (offsets.data_ptr(), *[t.data_ptr() for t in tensors])
+                return FoundAtLaunch(self.asked, at, places, by_address=True)
 
-        def find(*tensors: Tensor) -> tuple[int, ...]:
-            read = _read_domain(self.fold, tensors, self.sizes, one.over)
-            return tuple(t.data_ptr() for t in read.tensors(listed.entries))
+        def find(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return _read_domain(self.fold, tensors, self.sizes, one.over).tensors(listed.entries)
 
-        return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
+        return FoundAtLaunch(self.asked, find, places)
 
 
 def _prepare(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.bounded_cache import BoundedCache
+from ...common.bounded_cache import BoundedCache, LastComputed
 from ...common.evaluate import Form, Sizes
 from ...common.torch_code import Step as ProgramStep
 from ...common.torch_code import number
@@ -40,12 +40,28 @@ class DescriptorOf(NamedTuple):
 
 
 class FoundAtLaunch(NamedTuple):
-    """``places`` consecutive arguments, which ``find`` computes at every launch from some of the leaves: numbers, or
-    tensors that were given to the program."""
+    """``places`` consecutive arguments, which ``find`` computes at every launch from some of the leaves (numbers, or
+    tensors that were given to the program): numbers, and tensors. ``by_address``: it asks tensors for nothing else."""
 
     leaves: tuple[int, ...]
     find: Callable[..., tuple]
     places: int
+    by_address: bool = False
+
+
+class FoundOnce(LastComputed):
+    """The arguments that ``find`` computes of tensors, addresses in place of tensors, remembered for the last ones.
+    ``looks``: what makes the tensors that ``find`` takes of those that are given, or None."""
+
+    def __init__(self, find: Callable[..., tuple], looks: Sequence[Callable[[Tensor], Tensor] | None]):
+        super().__init__(self._find)
+        self.find, self.looks, self.held = find, looks, list[Tensor]()
+
+    def _find(self, *given: Any) -> tuple:
+        made = self.find(*[v if look is None else look(v) for v, look in zip(given, self.looks, strict=True)])
+        theirs = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+        self.held = [t for t in made if isinstance(t, Tensor) and t.untyped_storage()._cdata not in theirs]
+        return tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in made])
 
 
 class Recipe(NamedTuple):
@@ -56,6 +72,10 @@ class Recipe(NamedTuple):
     outputs: tuple[Form, ...]
     arguments: tuple[Any, ...]
     strides: tuple[Strides, ...] = ()
+
+
+def _is_looking(argument: Any) -> bool:
+    return isinstance(argument, FoundAtLaunch) and not argument.by_address
 
 
 class ProgramLaunch(NamedTuple):
@@ -101,7 +121,7 @@ class RecordedLaunches(NamedTuple):
     @property
     def looked(self) -> set[str]:
         """The names of what is looked at at every launch."""
-        given = [(one, v) for one in self.launches for v in one.recipe.arguments if isinstance(v, FoundAtLaunch)]
+        given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
         return {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
 
     @property
@@ -162,10 +182,11 @@ class ProgramReplay:
 
     ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
     ``parts``: names of tensors that lie inside another, at so many bytes; ``summed``: the shapes of results that are
-    returned as sums; ``seen``: what makes a tensor in the program's form of the one that ``run`` is given, where its
-    address is not enough; ``shown_as``: what makes the tensor that is returned of a result. ``run`` returns what ``returned`` names (None: None). Where something may be ``kept`` for a
-    backward (a sequence, perhaps empty), it also returns all that one needs: the tensors, the results and the buffer of
-    what is kept; and the inputs that are numbers."""
+    returned as sums; ``seen`` and ``copied``: what makes a tensor in the program's form of the one that ``run`` is
+    given, where it is looked at and where only a copy has that form (elsewhere the address is the same); ``shown_as``:
+    what makes the tensor that is returned of a result. ``run`` returns what ``returned`` names (None: None). Where
+    something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that one needs: the
+    tensors, the results and the buffer of what is kept; and the inputs that are numbers."""
 
     def __init__(
         self,
@@ -178,6 +199,7 @@ class ProgramReplay:
         parts: Mapping[str, tuple[str, int]] | None = None,
         summed: Mapping[str, tuple[int, ...]] | None = None,
         seen: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        copied: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         shown_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
@@ -189,7 +211,7 @@ class ProgramReplay:
         cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
         alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
         self.lean = self.between.size - alive <= most
-        self.constants = dict(recorded.constants)
+        self.constants, self.seen = dict(recorded.constants), seen or {}
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
         given = {name: self.places.get(name) for name in inputs}
@@ -209,8 +231,8 @@ class ProgramReplay:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
         given_as = dict(self.places)
-        for name, look in (seen or {}).items():
-            place = Place(f"{name}_seen", 0, None, (), ())
+        for name, look in (copied or {}).items():
+            place = Place(f"{name}_copied", 0, None, (), ())
             steps.append(Operation(look, (self.places[name],), {}, (place,), False))
             self.places[name] = place
         steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
@@ -247,7 +269,10 @@ class ProgramReplay:
             if isinstance(given, DescriptorOf):
                 found.append(Descriptor(given.template, self.places[str(leaf)]))
             elif isinstance(given, FoundAtLaunch):
-                found.append(Computed(given.find, tuple(self._value(one.feeds[k]) for k in given.leaves), given.places))
+                names = [one.feeds[k] for k in given.leaves]
+                looks = [self.seen.get(name) if isinstance(name, str) else None for name in names]
+                find = given.find if given.by_address else FoundOnce(given.find, looks)
+                found.append(Computed(find, tuple(map(self._value, names)), given.places))
             else:
                 found.append(self._value(given if leaf is None else leaf))
         return tuple(found)
