@@ -8,6 +8,7 @@ of the instance, which may load other elements than they stored.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ....program.contract import Contraction, contractions
@@ -19,6 +20,7 @@ from .kernel_spec import Unsupported, padded
 from .several import block_of
 
 
+@functools.lru_cache(maxsize=1024)
 def is_stored(r: Expr) -> bool:
     """Whether a reduction is a sum of vectors that is kept in memory."""
     kind, over, _ = r.attrs

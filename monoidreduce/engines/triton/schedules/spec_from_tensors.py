@@ -22,7 +22,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
 from . import distances, float32_split, turned_values
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
@@ -121,7 +121,7 @@ def describe_fold(
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, (splits, tuple(casts), norms, ())
+    return specialize(spec), (splits, tuple(casts), norms, ())
 
 
 def _is_unaligned(v: Tensor) -> bool:
