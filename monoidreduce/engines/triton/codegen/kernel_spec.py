@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
