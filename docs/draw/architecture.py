@@ -93,7 +93,7 @@ def call() -> Drawing:
     d.text(420, 204, "no checks, no tracing, no planning", 12, FOLD, "start")
     backward = (
         ("autograd", "P, cotangents"),
-        ("runtime", "gradient program"),
+        ("runtime", "gradient"),
         ("plan", "choose (once)"),
         ("engine", "build (once)"),
         ("runtime", "replay"),
