@@ -212,6 +212,7 @@ class ProgramReplay:
         alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
         self.lean = self.between.size - alive <= most
         self.constants, self.seen = dict(recorded.constants), seen or {}
+        self.once: dict[Callable[..., tuple], FoundOnce] = {}  # by what they call: the same for all launches
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
         given = {name: self.places.get(name) for name in inputs}
@@ -271,7 +272,9 @@ class ProgramReplay:
             elif isinstance(given, FoundAtLaunch):
                 names = [one.feeds[k] for k in given.leaves]
                 looks = [self.seen.get(name) if isinstance(name, str) else None for name in names]
-                find = given.find if given.by_address else FoundOnce(given.find, looks)
+                find = (
+                    given.find if given.by_address else self.once.setdefault(given.find, FoundOnce(given.find, looks))
+                )
                 found.append(Computed(find, tuple(map(self._value, names)), given.places))
             else:
                 found.append(self._value(given if leaf is None else leaf))
