@@ -32,7 +32,7 @@ from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
 from . import call_context, saved_row_gradients
-from .autograd import GradientRunner, Runner, make_runner
+from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
 from .call_context import apply_settings, need_gradient
 from .replay import ProgramSteps, can_record, make_steps
@@ -200,6 +200,8 @@ def run_gradient(
 # What they do
 
 _forwards: BoundedCache[tuple, tuple[Sizes, Runner, list]] = BoundedCache(_MOST)
+# recorded forwards, by the settings and numbers too; and the engine's cache that their launches are from
+_replays: BoundedCache[tuple, tuple[Any, Callable[..., tuple]]] = BoundedCache(_MOST)
 _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCache(_MOST)
 
 
@@ -207,6 +209,14 @@ def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]
     call = _known(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
+    asked = (call_context.launch_key(), *map(repr, numbers), *key)  # repr tells 0.0 from -0.0
+    store, replay = _replays.find(asked, (None, None))
+    if replay is not None and store is triton.prepared_folds():
+        try:
+            with bounded_cache.allocate_in_own_thread():
+                return list(replay(*values)[0])
+        except Exception as error:
+            oom_retry.find_reason(error)
     known = _forwards.find(key)
     if known is None:
         made, sizes = call.program, call.frame.read_lengths(lengths, tensors[0].device)
@@ -216,7 +226,12 @@ def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]
     sizes, run, forms = known
     with torch.no_grad(), bounded_cache.allocate_in_own_thread():
         found = oom_retry.run_with_typed_error(run, (sizes, *values), sizes)
-        return own_tensors(found, forms, tensors, sizes.device)
+        owned = own_tensors(found, forms, tensors, sizes.device)
+        if asked[0] is not None and isinstance(run, ReplayedProgram):
+            recorded = run.replays.find(sizes, values)
+            if recorded is not None and all(a is b for a, b in zip(owned, found, strict=True)):
+                _replays.keep(asked, (triton.prepared_folds(), recorded.launches.run))  # whose results are its own
+        return owned
 
 
 def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:

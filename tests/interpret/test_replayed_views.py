@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.common.bounded_cache import clear_caches
+from monoidreduce.engines.common.bounded_cache import LastComputed, clear_caches
 from monoidreduce.runtime import autograd, layer_replay
 from monoidreduce.runtime.replay import View, apply_views, undo_views
 
@@ -195,3 +195,42 @@ def test_views_and_their_inverses():
         (torch.Tensor.long, ()),
     ):
         assert View.of(run, (x, *given), run(x, *given)) is None
+
+
+def test_lists_of_grouped_heads_that_change_in_place():
+    """Lists are found once for the same tensors: other ones, and the same with other numbers, are other lists."""
+    index, count = torch.tensor([[0], [1], [2]]), torch.tensor([1, 1, 1])
+    q, k, v = (t.detach() for t in drawn((4, 48, 16), (2, 48, 16), (2, 48, 8)))
+
+    def call(index):
+        return attend(q, k, v, cols=mr.blocks(index, count, 16, 16))
+
+    def expected(index):
+        with mr.use(engine="reference"):
+            return ops.attention.__wrapped__(q, k, v, enable_gqa=True, cols=mr.blocks(index, count, 16, 16))
+
+    for _ in range(RECORDED + 2):
+        assert_close([call(index)], [expected(index)])
+    index += 1
+    index %= 3
+    assert_close([call(index)], [expected(index)])
+    count[1] = 0
+    assert_close([call(index)], [expected(index)])
+    other = index.flip(0)
+    assert_close([call(other), call(index)], [expected(other), expected(index)])
+
+
+def test_what_is_computed_of_the_last_tensors():
+    calls = []
+    total = LastComputed(lambda *given: calls.append(given) or sum(int(t.sum()) for t in given))
+    x, y = torch.arange(3), torch.arange(4)
+    assert total(x, y) == total(x, y) == 9 and len(calls) == 1
+    y += 1
+    assert total(x, y) == 13 and total(x, y.clone()) == 13 and len(calls) == 3
+    y = torch.ones(2, dtype=torch.int64)  # perhaps at the same address
+    assert total(x, y) == 5
+    with torch.inference_mode():
+        z = torch.arange(2)
+    assert [total(x, z), total(x, z)] == [4, 4] and len(calls) == 6, "of what has no version nothing is known"
+    del x, y
+    assert total.last[0] == ()
