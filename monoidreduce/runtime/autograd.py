@@ -313,6 +313,16 @@ class GradientRunner:
         run.fits = fits and bool(kind)
         return grads
 
+    def find_launches(self, sizes: Sizes, pool: Sequence[Any]) -> Callable[..., tuple] | None:
+        """The recorded launches that give the gradients of leaves, and of others behind them, as they are returned: a
+        function of the program's inputs. None where there are none, or small tiles are skipped."""
+        values = [pool[k] for k in self.made.sources]
+        run = self.runs.get(triton.describe_leaves(values)) if self.records else None
+        if run is None or not run.fits or not isinstance(run.run, ReplayedProgram) or self._skips(values):
+            return None
+        found = run.run.replays.find(sizes, values)
+        return None if found is None else found.launches.run
+
     def _skips(self, values: Sequence[Any]) -> bool:
         """Whether small tiles may be skipped: of one pass, whose sums are the gradients themselves."""
         if skip_small_tiles.requested() is None or torch.is_grad_enabled():
