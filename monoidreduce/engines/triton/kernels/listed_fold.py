@@ -189,7 +189,7 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     return None if found is None else found[0].run(found[1], lists)
 
 
-def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | PagedFold | None:
+def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
     """A fold over lists prepared for leaves like these; None where it has no kernel."""
     if page_gradients.find_gradients(fold):
         return _prepare_pages(fold, leaves, sizes)
@@ -284,12 +284,9 @@ class ListedFold:
         return find, False
 
 
-class PagedFold:
+class PagedFold(ListedFold):
     """A fold over columns in pages with gradients of these, prepared for leaves like some: results of rows along the
     table, those of columns along the transposed one."""
-
-    picks: Sequence[Expr] = ()
-    launches: Sequence[ListedLaunch] = ()
 
     def __init__(
         self, fold: Fold, sizes: Sizes, by_row: ListedFold | None, by_col: PageGradients, ready: PreparedListedFold
@@ -326,11 +323,11 @@ def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold
     gradients = page_gradients.prepare(part, own, sizes) if _launches_on(sizes.device) else None
     if gradients is None:
         return None
-    by_row = None
+    by_row: ListedFold | None = None
     if others:
         rest = page_gradients.keep_reductions(fold, others)
         by_row = prepare_listed(rest, _choose_leaves(fold, leaves, rest), sizes)
-        if not isinstance(by_row, ListedFold):
+        if by_row is None:
             return None
     read = {"rows": gradients.lists(own)}
     ready = _prepare_launches(gradients.fold, gradients.leaves(own), gradients.sizes, read, 0)
