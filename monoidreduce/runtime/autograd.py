@@ -217,8 +217,8 @@ class ReplayedProgram:
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        pairs = zip(given, needs, made, strict=True)
-        return replay.backwards.gradients([zero_gradient(v) if n and g is None else g for v, n, g in pairs])
+        whole = [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        return replay.backwards.gradients(whole)
 
 
 def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
