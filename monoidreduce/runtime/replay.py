@@ -32,7 +32,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.torch_code import Script, Side, define, script, tuple_text
+from ..engines.common.torch_code import BatchArithmetic, Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -223,7 +223,8 @@ class ProgramSteps:
             not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
         ):
             return False
-        theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
+        alone = Expr | BatchArithmetic
+        theirs = {name for step in made.steps if not isinstance(step.what, alone) for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
 
     @functools.cached_property

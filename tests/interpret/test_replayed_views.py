@@ -234,3 +234,6 @@ def test_what_is_computed_of_the_last_tensors():
     assert [total(x, z), total(x, z)] == [4, 4] and len(calls) == 6, "of what has no version nothing is known"
     del x, y
     assert total.last[0] == ()
+    scaled = LastComputed(lambda t, n: t * n)
+    t, n = torch.ones(2), 0.1
+    assert scaled(t, n) is scaled(t, n) and scaled(t, 0.2)[0] == t[0] * 0.2

@@ -128,35 +128,38 @@ def compute_once(given: Sequence[Any], make: Callable[[], Any], device: torch.de
 
 
 class LastComputed:
-    """``make(*tensors)``, remembered for the last tensors while calls come with the same ones, and nobody has changed
-    them: less to ask than :func:`compute_once` does, for what is called again and again."""
+    """``make(*given)``, remembered for the last tensors and numbers while calls come with the same ones, and nobody has
+    changed them: less to ask than :func:`compute_once` does, for what is called again and again."""
 
     def __init__(self, make: Callable[..., Any]):
         self.make = make
-        self.last: tuple[tuple[Any, ...], tuple[int, ...], Any] = ((), (), None)
+        self.last: tuple[tuple[tuple[Any, Any], ...], Any] = ((), None)
 
-    def __call__(self, *tensors: Any) -> Any:
-        refs, versions, found = self.last
-        if not refs:
-            return self._compute(tensors)
-        for t, ref, version in zip(tensors, refs, versions, strict=True):
-            if ref() is not t or t._version != version:
-                return self._compute(tensors)
-        return self._compute(tensors) if is_capturing(tensors[0]) else found
+    def __call__(self, *given: Any) -> Any:
+        known, found = self.last
+        if not known:
+            return self._compute(given)
+        for v, (version, ref) in zip(given, known, strict=True):
+            if (v is not ref) if version is None else (ref() is not v or v._version != version):
+                return self._compute(given)
+        return self._compute(given) if True in map(is_capturing, given) else found
 
-    def _compute(self, tensors: tuple) -> Any:
-        found = self.make(*tensors)
-        if all(type(t) is Tensor and not t.is_inference() for t in tensors) and not is_capturing(tensors[0]):
-            self.last = tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors), found
+    def _compute(self, given: tuple) -> Any:
+        found = self.make(*given)
+        tensors = [v for v in given if isinstance(v, Tensor)]
+        plain = all(type(v) is Tensor and not v.is_inference() for v in tensors)
+        if plain and not any(map(is_capturing, given)):
+            pairs = ((v._version, weakref.ref(v)) if isinstance(v, Tensor) else (None, v) for v in given)
+            self.last = tuple(pairs), found
         else:
-            self.last = ((), (), None)
+            self.last = (), None
         return found
 
 
-def is_capturing(t: Tensor) -> bool:
+def is_capturing(t: Any) -> bool:
     """Whether a CUDA graph is captured where a tensor is: a replay may read other numbers at the same address, and
     what is allocated meanwhile is the graph's."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return isinstance(t, Tensor) and t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _run_in_thread(make: Callable[[], Any], device: torch.device) -> Any:

@@ -7,6 +7,7 @@ the steps of ``replay.py``: one function without look-ups or loops, since at sma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,16 +50,24 @@ class FoundAtLaunch(NamedTuple):
     by_address: bool = False
 
 
+Looks = Sequence[Callable[[Tensor], Tensor] | None]
+
+
+def _call_on(run: Callable[..., Any], looks: Looks, *given: Any) -> Any:
+    """Call a function on views of what is given, where there are ``looks``."""
+    return run(*[v if look is None else look(v) for v, look in zip(given, looks, strict=True)])
+
+
 class FoundOnce(LastComputed):
     """The arguments that ``find`` computes of tensors, addresses in place of tensors, remembered for the last ones.
     ``looks``: what makes the tensors that ``find`` takes of those that are given, or None."""
 
-    def __init__(self, find: Callable[..., tuple], looks: Sequence[Callable[[Tensor], Tensor] | None]):
+    def __init__(self, find: Callable[..., tuple], looks: Looks):
         super().__init__(self._find)
         self.find, self.looks, self.held = find, looks, list[Tensor]()
 
     def _find(self, *given: Any) -> tuple:
-        made = self.find(*[v if look is None else look(v) for v, look in zip(given, self.looks, strict=True)])
+        made = _call_on(self.find, self.looks, *given)
         theirs = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
         self.held = [t for t in made if isinstance(t, Tensor) and t.untyped_storage()._cdata not in theirs]
         return tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in made])
@@ -109,20 +118,31 @@ class NumberArithmetic:
         return tuple(known[name] for name in self.results)
 
 
+class TorchCall(NamedTuple):
+    """A call of torch's before all launches: what it is fed (names, or numbers), and what its result is called."""
+
+    run: Callable[..., Tensor]
+    feeds: tuple[str | float, ...]
+    result: str
+
+
 class RecordedLaunches(NamedTuple):
     """The launches of a program, in order; ``results``: what those of its one fold are called; ``numbers``: the
-    arithmetic that comes before them; ``constants``: tensors that are the same in every call."""
+    arithmetic that comes before them; ``constants``: tensors that are the same in every call; ``calls``: what torch
+    does before the launches."""
 
     launches: list[ProgramLaunch]
     results: tuple[str, ...]
     numbers: NumberArithmetic | None = None
     constants: Mapping[str, Tensor] = {}
+    calls: Sequence[TorchCall] = ()
 
     @property
     def looked(self) -> set[str]:
-        """The names of what is looked at at every launch."""
+        """The names of what is looked at at every launch, or by torch before."""
         given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
-        return {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+        found = {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+        return found | {name for call in self.calls for name in call.feeds if isinstance(name, str)}
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -219,6 +239,15 @@ class ProgramReplay:
         steps: list[Step] = []
         if (arithmetic := recorded.numbers) is not None:
             steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+        given_as = dict(self.places)
+        for name, look in (copied or {}).items():
+            self.places[name] = self._looked(steps, look, name, "copied")
+        for call in recorded.calls:
+            looks = [self.seen.get(name) if isinstance(name, str) else None for name in call.feeds]
+            run, feeds = LastComputed(functools.partial(_call_on, call.run, looks)), map(self._value, call.feeds)
+            place = Place(call.result, 0, None, (), ())
+            steps.append(Operation(run, tuple(feeds), {}, (place,), False))
+            self.places[call.result] = place
         views = dict(shown_as or {})
         for name in shown:
             (shape, dtype), own = forms[name], strides.get(name)
@@ -231,31 +260,30 @@ class ProgramReplay:
             if buffer.places:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
-        given_as = dict(self.places)
-        for name, look in (copied or {}).items():
-            place = Place(f"{name}_copied", 0, None, (), ())
-            steps.append(Operation(look, (self.places[name],), {}, (place,), False))
-            self.places[name] = place
         steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
         for name, shape in (summed or {}).items():
             place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
-            self.places[name] = given_as[name] = place
+            self.places[name] = place
         for name, look in views.items():
-            place = Place(f"{name}_shown", 0, forms[name][1], (), ())
-            steps.append(Operation(look, (self.places[name],), {}, (place,), False))
-            self.places[name] = given_as[name] = place
+            self.places[name] = self._looked(steps, look, name, "shown")
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
             found = (
                 found,
-                tuple(given_as[name] for name in saved),
+                tuple(given_as.get(name, self.places[name]) for name in saved),
                 tuple(Number(n) for n in inputs if n not in tensors),
             )
         replay = Replay(steps, given, found, self.constants, sizes.device, always=True)
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
+
+    def _looked(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
+        """Make another tensor of one, as a step."""
+        place = Place(f"{name}_{how}", 0, None, (), ())
+        steps.append(Operation(look, (self.places[name],), {}, (place,), False))
+        return place
 
     def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
         step = allocate(name, shape, dtype, strides)
