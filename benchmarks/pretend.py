@@ -30,9 +30,9 @@ import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
-from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
+from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
-from monoidreduce.engines.triton.schedules import float32_split, kernel_plan, spec_from_tensors
+from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors, vector_conversions
 from monoidreduce.plan import op_counts, tiles
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
@@ -67,7 +67,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
         (kernel_plan, dict(runs_warp_specialized=yes)),
-        (float32_split, dict(is_supported=yes)),
+        (vector_conversions, dict(can_split=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:
@@ -82,7 +82,7 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    launch_cache.report(_nothing, given)
+    jit_module.report(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:

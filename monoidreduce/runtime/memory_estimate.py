@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ..engines import auto, eager, panel, triton
-from ..engines.common import batching, matmul
+from ..engines.common import evaluate, matmul
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
-from ..engines.triton.kernels import panel_topk, pick, split_combine, topk
+from ..engines.triton.kernels import large_topk, pick, split_combine, topk
 from ..engines.triton.panel import epilogue
 from ..engines.triton.panel.arena import MemoryPlan
 from ..plan import budget, cost, tiles
@@ -88,7 +88,7 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
-    merged, _ = batching.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    merged, _ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
     own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else tiles.Tiles(*asked)
@@ -220,7 +220,7 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice, *, replayed: bool = True) 
         if topk.find_product(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
             return _run_on_meta(call, lambda given, meant: triton.run_k_loop_fold(fold, given, meant))
         choice = Choice("flash")
-    if panel_topk.selects_from_panels(fold):
+    if large_topk.selects_from_panels(fold):
         return _run_panel_topk(call, choice)
     ready = auto.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready, replayed)
@@ -255,11 +255,11 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
 
 def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
     """A top-k that is selected from panels, after all else of its fold."""
-    rest, large = panel_topk.split(call.fold)
+    rest, large = large_topk.split(call.fold)
     ready = rest and auto.prepare_choice(choice, rest, call.leaves, call.sizes)
     if rest and ready is None:
         return None
-    found = [panel_topk.estimate_bytes(one, call.sizes) for one in large]
+    found = [large_topk.estimate_bytes(one, call.sizes) for one in large]
     return sum(found) + (_run_kernels(replace(call, fold=rest), ready) if rest and ready else 0)
 
 

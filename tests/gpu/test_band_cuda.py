@@ -5,7 +5,7 @@ import torch
 
 from monoidreduce import ops
 from monoidreduce.engines import triton
-from monoidreduce.engines.triton.kernels.diagonal_launch import DiagonalLaunch
+from monoidreduce.engines.triton.kernels.histogram import DiagonalLaunch
 from monoidreduce.engines.triton.schedules import kernel_plan
 from tests.support import table_cases
 

@@ -16,9 +16,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines.triton.codegen import compiler, k_loop
 from monoidreduce.engines.triton.kernels import listed_launch, pick, row_kernels, split_combine, topk
-from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
+from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue, epilogue_kernels, row_factor
-from monoidreduce.engines.triton.schedules import distances, float32_split
+from monoidreduce.engines.triton.schedules import vector_conversions
 from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
@@ -92,19 +92,9 @@ def by_address(monkeypatch):
         return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
     internals.replace_fixed_kernel_launch(monkeypatch, first)
-    small_ones = (
-        row_factor,
-        contraction,
-        distances,
-        float32_split,
-        row_kernels,
-        pick,
-        topk,
-        split_combine,
-        listed_launch,
-    )
+    small_ones = (row_factor, contraction, vector_conversions, row_kernels, pick, topk, split_combine, listed_launch)
     for kernels in (module._kernels for module in small_ones):
-        monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
+        monkeypatch.setattr(kernels, "kept", jit_module.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))

@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.triton.schedules import distances
+from monoidreduce.engines.triton.schedules import vector_conversions
 from tests.support import internals
 
 
@@ -24,7 +24,7 @@ def nearest(x: Row["f"], y: Col["f"]):
 @pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
 def test_values_and_gradients_equal_float64(op, width, seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(distances, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
     internals.forget_launches(monkeypatch)
     texts = []
     internals.replace_launch(monkeypatch, lambda launch, call: texts.append(call.kernel.text) or launch(call))
@@ -48,7 +48,7 @@ def test_values_and_gradients_equal_float64(op, width, seed, monkeypatch):
 
 def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(distances, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
     internals.forget_launches(monkeypatch)
     x, y, v = (torch.randn(n, 32).half() for n in (20, 40, 40))
     x[3, 5] = torch.nan
@@ -61,7 +61,7 @@ def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):
 @pytest.mark.parametrize("split", [False, True], ids=["contiguous", "split heads"])
 def test_norms_are_part_of_a_replay(split, by_address, monkeypatch, seed):
     torch.manual_seed(seed)
-    monkeypatch.setattr(distances, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
     shapes = [(2, 20, 24), (2, 30, 24), (2, 30, 40)]
     given = [torch.randn(b, n, d) if not split else torch.randn(n, b, d).transpose(0, 1) for b, n, d in shapes]
     for step in range(3):

@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module, launch_cache, replay
+from monoidreduce.engines.triton.launch import jit_module, replay
 from monoidreduce.engines.triton.panel import kernel_step
 from monoidreduce.plan import budget, panel_layout
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -296,7 +296,7 @@ def test_parts_of_one_tensor_are_told_apart():
 def test_a_kernel_that_is_not_launched_again_is_not_written_down():
     listener = replay.Recorder({})
     with listener:
-        launch_cache.report(None, ())
+        jit_module.report(None, ())
     assert "not launched again" in listener.failure
 
 
@@ -323,7 +323,7 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 
     def launch(x):
         out = torch.empty(5)
-        launch_cache.report(again, (out[1:], x[2:], 4, 0.5))
+        jit_module.report(again, (out[1:], x[2:], 4, 0.5))
         return (out,)
 
     made = written(launch, x)
@@ -336,7 +336,7 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 
 
 def test_launchers_are_kept_by_their_keys():
-    made, keeper = [], launch_cache.LaunchCache(most=2)
+    made, keeper = [], jit_module.LaunchCache(most=2)
 
     def first(name):
         made.append(name)
@@ -348,9 +348,9 @@ def test_launchers_are_kept_by_their_keys():
     keeper(("d",), lambda: None, ())
     assert ("d",) not in keeper.made
     assert (
-        launch_cache.specialized(1)
-        != launch_cache.specialized(2)
-        != launch_cache.specialized(16)
-        == launch_cache.specialized(32)
+        jit_module.specialized(1)
+        != jit_module.specialized(2)
+        != jit_module.specialized(16)
+        == jit_module.specialized(32)
     )
-    assert launch_cache.specialized(-(2**31)) != launch_cache.specialized(-(2**32))
+    assert jit_module.specialized(-(2**31)) != jit_module.specialized(-(2**32))

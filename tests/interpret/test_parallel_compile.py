@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.engines.triton.launch.launch_cache import LaunchCache
+from monoidreduce.engines.triton.launch.jit_module import LaunchCache
 from tests.support import internals
 
 CPU = torch.device("cpu")

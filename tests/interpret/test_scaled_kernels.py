@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.schedules import distances
+from monoidreduce.engines.triton.schedules import vector_conversions
 from tests.support import gluon_simulator, internals
 from tests.support import scaled_cases as cases
 from tests.support.scaled_cases import KINDS, store, widen
@@ -43,7 +43,7 @@ def test_kernels_equal_plain_tensors(op, width, seed):
 @pytest.mark.parametrize("width", [24, 40, 128, 300])
 def test_products_of_both_sides_as_they_are_stored(kind, width, seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(distances, "MANY", 0)
+    monkeypatch.setattr(vector_conversions, "MANY_STORED", 0)
     seen = []
     internals.forget_launches(monkeypatch)
     internals.replace_launch(monkeypatch, lambda launch, call: seen.append(call.kernel.text) or launch(call))

@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import pick, point_search, row_kernels, select_rows, split_combine
+from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, row_kernels, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
@@ -40,7 +40,7 @@ def selected(name, kind, key, largest=True, **constants):
     constants = {"LARGEST": largest, "TOP": int(key[1:]) - 1 - bits, "BITS": bits, **constants}
     known = ("LARGEST",) if name == "choose_strips" else ()
     constants = {k: v for k, v in constants.items() if k not in (*known, *(("BITS",) if known else ()))}
-    return select_rows._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
+    return large_topk._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
 
 
 def listed(kind, strips, width, slots, bits):
@@ -51,26 +51,26 @@ def listed(kind, strips, width, slots, bits):
 
 
 CASES = [
-    (strips._TEXT, *listed("*bf16", 2048, 4096, 64, 16)),
-    (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
-    (pick._TEXT, "run_sums", SINGLE, {"WHICH": 0, "WIDTH": 128, "LANES": 128, "ENTRIES": 16}, 1),
-    (split_combine._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (strips._kernels.text, *listed("*bf16", 2048, 4096, 64, 16)),
+    (strips._kernels.text, *listed("*fp32", 8192, 8192, 128, 0)),
+    (pick._kernels.text, "run_sums", SINGLE, {"WHICH": 0, "WIDTH": 128, "LANES": 128, "ENTRIES": 16}, 1),
+    (split_combine._kernels.text, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
     (
-        split_combine._TEXT,
+        split_combine._kernels.text,
         "unite_softmax",
         {**SOFT, "parts": "i32", "rows": "i32"},
         dict(WIDTH=128, LANES=128, ROWS=1, NUMBERS=True, ALL=128, SOME=64, WAIT=False),
         8,
     ),
     (
-        split_combine._TEXT,
+        split_combine._kernels.text,
         "unite_sum",
         {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"},
         split_blocks(1024),
         4,
     ),
     (
-        row_kernels._SHIFT,
+        row_kernels._shift_kernels.text,
         "shift",
         {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"},
         {"LANES": 1024},
@@ -80,7 +80,7 @@ CASES = [
     selected("choose_strips", "*fp64", "i64", STRIPS=8192),
     selected("collect", "*fp32", "i32", STRIP=64, LANES=2048, ROOM=4096),
     selected("choose", "*fp32", "i32", COLLECTED=True, WIDTH=8192),
-    (point_search._TEXT, "nearest", NEAREST, {"D": 3, "SLOTS": 16, "POINTS": 128, "BOXES": 512}, 4),
+    (point_search._kernels.text, "nearest", NEAREST, {"D": 3, "SLOTS": 16, "POINTS": 128, "BOXES": 512}, 4),
 ]
 
 

@@ -103,7 +103,7 @@ def pretend_device(
         "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
         "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
         "monoidreduce.engines.triton.schedules.kernel_plan.runs_warp_specialized": warp_specialised,
-        "monoidreduce.engines.triton.schedules.float32_split.is_supported": float32_split,
+        "monoidreduce.engines.triton.schedules.vector_conversions.can_split": float32_split,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.processors": processors,
     }
@@ -156,7 +156,7 @@ def set_pair_thresholds(
         "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY": many,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.VERY_MANY": very_many,
         "monoidreduce.runtime.saved_row_gradients.MANY": saved_row_gradients,
-        "monoidreduce.engines.triton.schedules.float32_split.MANY": float32_split,
+        "monoidreduce.engines.triton.schedules.vector_conversions.MANY_FLOAT32": float32_split,
     }
     for target, value in targets.items():
         if value is not None:
@@ -261,7 +261,7 @@ def watch_epilogue_kernels(patch: Patch) -> list[str]:
 def replace_fixed_kernel_launch(patch: Patch, around: Around) -> None:
     """``around(launch, kernels, name, grid, arguments, *constants)`` for first launches of kernels that no program
     generates."""
-    _wrap(patch, "monoidreduce.engines.triton.launch.launch_cache.Kernels._first", around)
+    _wrap(patch, "monoidreduce.engines.triton.launch.jit_module.Kernels._first", around)
 
 
 def relaunch_on_any_device(patch: Patch) -> None:

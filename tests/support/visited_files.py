@@ -1,7 +1,8 @@
 """Which files of the library a call visits: ``python -m tests.support.visited_files ENGINE`` prints them as JSON.
 
 An attention layer is called four times in a fresh process, with and without a backward; a file is visited where one of
-its functions is called. The first call traces, plans and builds; from the third on nothing changes.
+its functions is called. The first call traces, plans and builds; from the third on nothing changes. ``h200`` instead of
+an engine: calls take the road that they would take on that GPU, where launches are replayed, and nothing is computed.
 """
 
 import functools
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CALLS = 4
+SHAPES = {"h200": (2, 4, 256, 64)}  # of 16-bit tensors; small ones of float32 elsewhere
 
 
 @functools.cache
@@ -48,14 +50,18 @@ def files_of(call: Callable[[], object], package: Path) -> list[str]:
 def main(engine: str) -> None:
     import torch
 
+    if engine == "h200":
+        from benchmarks.pretend import h200
     import monoidreduce as mr
     from monoidreduce import ops
 
+    shape, dtype = SHAPES.get(engine, (2, 64, 16)), torch.bfloat16 if engine in SHAPES else torch.float32
+
     def forward(grads: bool = False):
-        return ops.attention(*(torch.randn(2, 64, 16, requires_grad=grads) for _ in range(3)))
+        return ops.attention(*(torch.randn(shape, dtype=dtype, requires_grad=grads) for _ in range(3)))
 
     package, found = Path(mr.__file__).parent, {}
-    with mr.use(engine=engine):
+    with h200(again=True) if engine == "h200" else mr.use(engine=engine):
         calls = {"forward": forward, "backward": lambda: forward(True).sum().backward()}
         for name, call in calls.items():
             found[name] = [files_of(call, package) for _ in range(CALLS)]

@@ -24,13 +24,11 @@ from ..common.evaluate import Sizes
 from ..common.torch_code import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
-from .kernels import elementwise, fold_kernel, panel_topk, topk
+from .kernels import elementwise, fold_kernel, large_topk, topk
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
-from .kernels.record_launches import record
+from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
 from .launch import jit_module
-from .launch.availability import available, launches_on, runs_on
-from .launch.jit_module import compile_only, skip_launches
+from .launch.jit_module import available, compile_only, launches_on, runs_on, skip_launches
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
@@ -121,7 +119,7 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = panel_topk.list_panel_folds(fold) if panel_topk.selects_from_panels(fold) else [fold]
+    folds = large_topk.list_panel_folds(fold) if large_topk.selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
     found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
     if None in every:
@@ -150,8 +148,8 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if panel_topk.selects_from_panels(fold):
-        return panel_topk.run(fold, leaves, sizes, _run)
+    if large_topk.selects_from_panels(fold):
+        return large_topk.run(fold, leaves, sizes, _run)
     return _prepare(fold, leaves, sizes)(leaves)
 
 

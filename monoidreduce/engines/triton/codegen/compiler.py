@@ -22,6 +22,7 @@ from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, listed, tile_ranges
 from . import reductions as kinds
+from .accumulators import is_stored
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec, padded
 from .kernel_text import (
@@ -40,7 +41,6 @@ from .kernel_text import (
     write_tile_range,
 )
 from .reductions import known
-from .stored_sums import is_stored
 
 # Numbers of a pair, beside sums of vectors, with which no registers are left for what a sine and a cosine share. H200,
 # the logsumexp of cos(softsign(x · y + b)) with gradients: 1.52 ms, 1.95 where it is shared (468 bytes spilled)

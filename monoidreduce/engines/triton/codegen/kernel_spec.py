@@ -79,7 +79,7 @@ class Spec:
     native: bool = False  # the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
     line: bool = False  # shifts of exponents are copied by tensor descriptors
-    pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
+    pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``vector_conversions.py``); 0: none
     near: Near = ()
     few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
     chained: bool = False  # the kernel that combines its splits is on its way before this one ends

@@ -25,7 +25,7 @@ from .reductions import known
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
 CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")
 
-_IMPORTS = """import triton
+IMPORTS = """import triton
 import triton.language as tl
 """
 
@@ -84,14 +84,14 @@ class Kernel:
     staged: bool = False  # hand-scheduled, written in Gluon
     alone: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    turned: Expr | None = None  # the leaf that is copied with its features first (``schedules/turned_values.py``)
+    turned: Expr | None = None  # the leaf that is copied with its features first (``vector_conversions.py``)
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
     made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)
     traits: Traits = field(default_factory=Traits)
 
 
-def write_header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
+def write_header(spec: Spec, used: list[Expr], imports: str = IMPORTS) -> str:
     """The docstring of a kernel's text (its reductions and leaves) and its imports."""
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
@@ -240,7 +240,7 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
         for texts, feature in r.finish():
             out = f"out{at}"
             at += 1
-            if not texts:  # it is there (``stored_sums.py``)
+            if not texts:  # it is there (``accumulators.py``)
                 continue
             if feature is None:
                 lines.append(f"tl.store({out} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
@@ -291,14 +291,15 @@ def device_function_sources() -> dict[str, str]:
 
 
 def copy_device_functions(text: str) -> list[str]:
-    """The device functions that a text calls, and those that these call, callees first."""
+    """The device functions that a text calls and does not hold, and those that these call, callees first."""
     library = device_function_sources()
+    held = set(re.findall(r"(?m)^def (\w+)", text))
     wanted: set[str] = set()
     stack = [text]
     while stack:
         here = re.sub("#.*", "", stack.pop())
         named = set(re.findall(r"(?<![\w.])(\w+)[()]", here))  # called, or given to a reduction
-        new = library.keys() & named - wanted
+        new = library.keys() & named - wanted - held
         wanted |= new
         stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]

@@ -1,9 +1,9 @@
 """Lookups in a kernel's text: an entry of a table for every pair.
 
 They are loads through the L1 cache: the entries of neighbours are neighbours, or the same. Hand-scheduled kernels look
-up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/diagonal_bands.py``): all places that
+up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/table_lookups.py``): all places that
 a thread reads are constants away from one another, and no tile reaches beyond the band. Others are read at a number of
-the row plus one of the column (``kernels/summed_places.py``), which are never outside of the table.
+the row plus one of the column (``kernels/table_lookups.py``), which are never outside of the table.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ from ....program.expression import Expr, const, topological
 from ....program.primitives import PRIMITIVES
 from ....reductions import kind_of
 from ....reductions.kernel_lines import Lines, Tools
-from .accumulators import Accumulator, move_factors_to_weight
+from .accumulators import Accumulator, StoredSum, is_stored, move_factors_to_weight
 from .exponents import literal
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
-from .stored_sums import StoredSum, is_stored
 
 # Vectors per pair in registers: blocks ``[KEPT, FOLDED, features]``, and functions of numbers and vectors.
 #

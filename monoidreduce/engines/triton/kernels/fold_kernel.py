@@ -25,13 +25,13 @@ from ....reductions.best import worst
 from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, k_loop, kernel_text, tile_ranges
+from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
+from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
-from ..codegen.stored_sums import is_stored
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import distances, few_rows, kernel_plan, spec_from_tensors, turned_values
+from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
@@ -159,18 +159,19 @@ class FoldLaunch:
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
-        self.before = (*self.before[:3], ())
+        self.before = self.before._replace(turned=())
         places = {e: k for k, e in enumerate(self.fold.leaves)}
         self.norm_rows = [
-            (places[one.vector], distances.NormRows.of(values[one.vector], len(self.batch))) for one in self.before[2]
+            (places[one.vector], vector_conversions.NormRows.of(values[one.vector], len(self.batch)))
+            for one in self.before.norms
         ]
-        leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
+        leaves = self.before.convert(values, self.batch, self.sizes)
         leaves = leaves if self.few is None else self.few.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
         if self.kernel.turned is not None:
-            self.before = (*self.before[:3], (self.kernel.turned,))
-            leaves = {**leaves, **turned_values.turn_leaves(self.before[3], leaves, len(self.batch))}
+            self.before = self.before._replace(turned=(self.kernel.turned,))
+            leaves = {**leaves, **vector_conversions.turn_leaves(self.before.turned, leaves, len(self.batch))}
         self._lay_out_results()
         self._lay_out_arguments(leaves)
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -318,7 +319,7 @@ class FoldLaunch:
     @property
     def is_repeatable(self) -> bool:
         """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
-        return not (self.kernel.made or self.lists or any((*self.before[:2], self.before[3])))
+        return not (self.kernel.made or self.lists or any(self.before._replace(norms=())))
 
     @property
     def holds_splits(self) -> bool:
@@ -486,7 +487,7 @@ class FoldLaunch:
         return found
 
     def _converted(self, values: Leaves) -> list[Any]:
-        found = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
+        found = self.before.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:

@@ -27,7 +27,7 @@ from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..launch import descriptors
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
@@ -43,13 +43,7 @@ _NOBODY = 2**30  # the first column tile of rows that no tile visits
 # times as many as it waits for.
 _STEPS = 16
 _BESIDE = 16  # batch elements whose tiles are launched side by side
-_TEXT = '''"""Sums of rows that column tiles add up in order: counters before, rounding after."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def set_counters(buffer, first, blocks, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(buffer + at, tl.load(first + at % blocks, mask=at < count), mask=at < count)
@@ -80,8 +74,8 @@ def round_sums(
     place = rest // n1 * s0 + rest % n1 * s1 + b2 * s2 + b3 * s3
     out += place + at[:, None] * step + lane[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=(at < length)[:, None])
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Sums of rows that column tiles add up in order: counters before, rounding after.", _TEXT)
 
 
 class JointLaunch(FoldLaunch):

@@ -25,7 +25,7 @@ from ...common import bounded_cache, matmul
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ..codegen.kernel_spec import Unsupported
-from ..launch.availability import available
+from ..launch.jit_module import available
 from ..launch.launch_recipes import FoundAtLaunch
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
@@ -36,8 +36,7 @@ from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import list_kernels, merge_batches_and_strides
-from .record_launches import Beside, Made
+from .prepared_fold import Beside, Made, list_kernels, merge_batches_and_strides
 
 _KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 

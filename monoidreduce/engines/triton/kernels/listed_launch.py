@@ -20,13 +20,14 @@ from ....reductions import kind_of
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.few_rows import FewRows
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
-from ..schedules.few_rows import FewRows
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits
+from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm
 from .listed_program import FIRST
@@ -43,18 +44,13 @@ UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of
 _UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
 _LANES = 1024
-_TEXT = '''"""Zeros."""
-
-import triton
-import triton.language as tl
-
-
+_TEXT = '''
 @triton.jit(do_not_specialize=["size"])
 def clear(out, size, LANES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     tl.store(out + at, tl.zeros([LANES], out.dtype.element_ty), mask=at < size)
 '''
-_kernels = Kernels(_TEXT)
+_kernels = Kernels("Zeros.", _TEXT)
 
 
 class ListedLaunch(FoldLaunch):
@@ -94,7 +90,7 @@ class ListedLaunch(FoldLaunch):
         read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
-        self.before = ((), tuple(c for c in casts if c[0] not in read), (), ())
+        self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess

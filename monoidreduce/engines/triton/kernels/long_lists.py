@@ -23,7 +23,7 @@ from ...common.evaluate import Form, Sizes
 from ..launch.launch_recipes import FoundAtLaunch
 from .fold_kernel import Leaves
 from .listed_launch import ListedLaunch
-from .record_launches import Beside
+from .prepared_fold import Beside
 
 # Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
 KINDS = ("soft", "sum", "pair", "best", "topk", "user")

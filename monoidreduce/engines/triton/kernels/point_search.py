@@ -14,17 +14,12 @@ from torch import Tensor
 
 from ...common.point_tree import PointTree, depth_for
 from ..codegen.kernel_spec import padded
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
 MOST = 512  # neighbours: their list is kept in registers
 _POINTS, _BOXES = 128, 512  # points of a block; boxes looked at together
 _EMPTY, _INFINITE = (0x7FFFFFFF << 32) | 0x7FFFFFFF, 0x7F800000  # a slot without a point; the bits of infinity
-_TEXT = '''"""The points nearest to each query, block by block."""
-
-import triton
-import triton.language as tl
-
-EMPTY = tl.constexpr((0x7FFFFFFF << 32) | 0x7FFFFFFF)  # behind everything, NaN too
+_TEXT = '''EMPTY = tl.constexpr((0x7FFFFFFF << 32) | 0x7FFFFFFF)  # behind everything, NaN too
 FARTHEST = tl.constexpr((0x7F800000 << 32) | 0x7FFFFFFF)  # infinitely far, and behind every column
 
 
@@ -107,7 +102,7 @@ def nearest(
             left = left & (bits <= (worst >> 32))
     tl.store(found + row * k + slot, best, mask=slot < k)
 '''
-_kernels = Kernels(_TEXT)
+_kernels = Kernels("The points nearest to each query, block by block.", _TEXT)
 
 
 def takes(tree: PointTree, k: int) -> bool:

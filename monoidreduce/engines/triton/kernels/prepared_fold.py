@@ -1,7 +1,8 @@
 """A fold, prepared: its gathers and launches on tensors of given types, shapes, strides and alignment.
 
 A fold becomes one kernel per direction, or several where its accumulators do not fit in registers together; labels that
-no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times.
+no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times. :func:`record` runs the
+steps of a whole program once, and says which launches repeat them (``launch/launch_recipes.py``).
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +23,22 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching
+from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
+from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
-from ..launch.availability import available
+from ..launch import jit_module
+from ..launch.jit_module import available
+from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
-from . import pick, summed_places
-from .diagonal_bands import Bands, rewrite_fold
-from .diagonal_launch import DiagonalLaunch
+from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
-from .histogram import HistogramLaunch, list_histograms
+from .histogram import DiagonalLaunch, HistogramLaunch
 from .joint_launch import JointLaunch
-from .record_launches import Made
+from .split_combine import Joined
+from .table_lookups import Bands, SummedPlaces, rewrite_bands, rewrite_sums
 
 
 class PreparedFold:
@@ -55,14 +58,14 @@ class PreparedFold:
             raise Unsupported("an argument is given per pair")
         self.fold, self.given = fold, sizes  # it is held, so that its id stays its own
         self.bands: Bands | None = None
-        self.sums: summed_places.SummedPlaces | None = None
+        self.sums: SummedPlaces | None = None
         self.plain: PreparedFold | None = None  # without places, for numbers that make some of them lie outside
         if prepares and fold.tables and _gains_by_bands(sizes):
-            inner, bands = rewrite_fold(fold)
+            inner, bands = rewrite_bands(fold)
             if bands:
                 self.bands = Bands(fold, bands, sizes)
                 fold, sizes, leaves = inner, self.bands.sizes, self.bands(leaves)
-            inner, self.sums = summed_places.rewrite_fold(fold, leaves, sizes)
+            inner, self.sums = rewrite_sums(fold, leaves, sizes)
             if self.sums is not None:
                 fold, sizes, leaves = inner, self.sums.sizes, self.sums(leaves) or leaves
         self.inner, self.sizes = fold, sizes
@@ -72,7 +75,7 @@ class PreparedFold:
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         self._join_directions(values, layouts)
-        for one in list_histograms(fold):
+        for one in _list_histograms(fold):
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
@@ -135,6 +138,13 @@ class PreparedFold:
             )
             first += count
         return found
+
+
+def _list_histograms(fold: Fold) -> list[Fold]:
+    """The histograms of a fold, each as a fold of its own."""
+    found = [r for r in fold.reductions if kind_of(r).both_axes]
+    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
+    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]
 
 
 def _gains_by_bands(sizes: Sizes) -> bool:
@@ -221,9 +231,9 @@ def merge_batches_and_strides(
     """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = batching.summed_batch(fold, r, leaves, sizes)
+        batch = evaluate.summed_batch(fold, r, leaves, sizes)
         shape, _ = result_form(r, k, sizes, batch)
-        strides = batching.find_strides(shape, batching.find_model(fold, r, k, leaves))
+        strides = evaluate.find_strides(shape, evaluate.find_model(fold, r, k, leaves))
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
@@ -233,7 +243,7 @@ def merge_batches_and_strides(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
+    merged, views, steps = evaluate.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
@@ -335,7 +345,7 @@ def gather_labels(
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     if pick.takes(r, sizes):
         known, found = {} if known is None else known, []
-        for where in batching.iterate_outer(batch):
+        for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)
             if pairs is None:
                 pairs = known[where] = pick.Pairs(_chunk(values, where), sizes, batch[-1])
@@ -345,7 +355,7 @@ def gather_labels(
     ((feature, _),) = outputs_of(r)
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
-    for where in batching.iterate_outer(batch):
+    for where in evaluate.iterate_outer(batch):
         run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
 
@@ -353,3 +363,120 @@ def gather_labels(
 def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
     """The leaves of one index into the looped batch dimensions."""
     return {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
+
+
+# The launches of a program's steps.
+
+
+class Beside(NamedTuple):
+    """A launch beside that of a step. It writes to some of the step's results (their number among those of
+    :class:`Made`) or to memory of its own (a name), and has memory of others after the step's leaves."""
+
+    recipe: Recipe
+    written: tuple[int | str, ...]
+    read: tuple[str, ...] = ()
+
+
+class Made(NamedTuple):
+    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
+    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others.
+    ``before`` and ``after``: what else writes to the same results."""
+
+    recipe: Recipe
+    results: Sequence[int]
+    joined: Sequence[Joined] = ()
+    shifted: Sequence[Recipe] = ()
+    begun: Recipe | None = None  # makes what the launch adds its last result up in, and has after all leaves
+    before: Sequence[Beside] = ()
+    after: Sequence[Beside] = ()
+
+    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
+        """These launches in a program, where the step's leaves and results are called so."""
+        whole = tuple(names[k] for k in self.results)
+        written = {k for one in self.joined for k in one.written}
+        parts = tuple(f"{name}_parts" if k in written else name for k, name in enumerate(whole))
+        last = parts[-1:] if self.begun is not None else ()
+        made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
+        for name, recipe in zip(made, self.shifted, strict=True):
+            yield ProgramLaunch(recipe, feeds, (name,))
+        if self.begun is not None:
+            yield ProgramLaunch(self.begun, feeds, last)
+        call = lambda name: whole[name] if isinstance(name, int) else f"{whole[0]}_{name}"
+        beside = lambda one: ProgramLaunch(one.recipe, (*feeds, *map(call, one.read)), tuple(map(call, one.written)))
+        yield from map(beside, self.before)
+        yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])
+        yield from map(beside, self.after)
+        for one in self.joined:
+            yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
+
+
+# The results of a fold, and its launches; None: something else is done
+Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[Made] | None]]
+
+
+def record(
+    steps: Sequence[Step],
+    values: dict[str, Any],
+    folder: Folder,
+    sizes: Sizes,
+    numbers: NumberArithmetic | None = None,
+    total: bool = False,
+    types: Mapping[str, torch.dtype] | None = None,
+) -> RecordedLaunches | None:
+    """The launches of steps on these inputs, which are run on the way; None where there is more to them.
+
+    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for;
+    ``types``: of vectors that arithmetic of one side returns in another type than its own."""
+    if numbers is not None:
+        values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
+    if not jit_module.can_relaunch(sizes.device) or any(
+        isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
+    ):
+        return None  # (other integers of the same kind may be larger than kernels take)
+    found: list[ProgramLaunch] = []
+    calls: list[TorchCall] = []
+    given = set(values)
+    constants: dict[str, Tensor] = {}
+    called: tuple[str, ...] = ()
+    for n, step in enumerate(steps):
+        if isinstance(step.what, Expr):
+            if step.what.op == "batch_index":
+                if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return None  # what is constants must not lie in a graph's memory
+                parts = ("batch_index", sizes.batch, sizes.device)
+                same = bounded_cache.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
+                constants[str(step.results[0])] = values[str(step.results[0])] = same
+            continue
+        leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
+        if isinstance(step.what, BatchArithmetic):
+            if not given.issuperset(name for name in step.feeds if isinstance(name, str)):
+                return None  # of what is made on the way addresses alone are known
+            run, name = functools.partial(step.what.run, sizes), str(step.results[0])
+            values[name] = run(*leaves)
+            calls.append(TorchCall(run, step.feeds, name))
+            continue
+        names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
+        if isinstance(step.what, Fold):
+            called = names
+            results, launches = folder(step.what, leaves)
+        else:
+            asked = {k: (types or {})[name] for k, name in enumerate(names) if name in (types or {})}
+            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1], asked)
+        if not launches:
+            return None
+        for one in launches:
+            found += one.launched(step.feeds, names)
+        values.update(zip(names, results, strict=True))
+    recorded = RecordedLaunches(found, called, numbers, constants, calls)
+    return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
+
+
+def _side(
+    side: Side, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
+) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
+    try:
+        one = elementwise.ElementwiseLaunch(side, leaves, sizes, total, types)
+    except Unsupported:
+        return [], None
+    results, recipe = one(leaves), one.recipe()
+    return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]

@@ -16,15 +16,9 @@ from torch import Tensor
 from ...common.evaluate import Allocator
 from ..codegen.exponents import LOG2E
 from ..launch import jit_module
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
-_TEXT = '''"""Sums over the features of each row."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
@@ -53,10 +47,10 @@ def share(out, labels, ignored, size, LANES: tl.constexpr):
         label = tl.load(labels + at, mask=at < size, other=0)
         count += ((label != ignored) & (at < size)).to(tl.int32)
     tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
-'''
+"""
 _WIDEST = 1024
 _LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
-_kernels = Kernels(_TEXT)
+_kernels = Kernels("Sums over the features of each row.", _TEXT)
 
 
 def _lanes(width: int) -> dict[str, int]:
@@ -115,22 +109,16 @@ _SCALED = (torch.bfloat16, torch.float16, torch.float32)
 #
 # torch takes four operations for it, each a launch of its own.
 
-_SHIFT = f'''"""Shifts of exponents."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_SHIFT = f"""@triton.jit
 def shift(out, number, total, size, LANES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = at < size
     of_total = tl.load(total + at, mask=here, other=0.0)
     seen = tl.where(tl.abs(of_total) == float("inf"), float("inf"), of_total)  # a total of nothing hides all
     tl.store(out + at, (tl.load(number + at, mask=here, other=0.0) + seen) * {LOG2E!r}, mask=here)
-'''
+"""
 _LANES = 1024
-_shift_kernels = Kernels(_SHIFT)
+_shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
 
 
 def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:

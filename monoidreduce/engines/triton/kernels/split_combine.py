@@ -18,20 +18,16 @@ from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kernels
+from ..launch.jit_module import Again, Kernels
 from ..launch.launch_recipes import Leaf, Recipe
 
-_HEADER = '''"""The results of a whole from those of its parts."""
-
-import triton
-import triton.language as tl
-'''
-_TEXT = _HEADER + "".join(kind.combine_text for kind in KINDS.values())
 _PARTS = 1024
 _SMALL = 2**20  # bytes of parts that are held until a call is done
 FEW_ROWS = 2**24  # the same of few rows, whose steps are so short that recording them counts more
 _WIDE = 4096  # numbers at a time from which on an instance has eight warps
-_kernels = Kernels(_TEXT)
+_kernels = Kernels(
+    "The results of a whole from those of its parts.", "".join(kind.combine_text for kind in KINDS.values())
+)
 
 
 class Joined(NamedTuple):

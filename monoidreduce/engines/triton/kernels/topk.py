@@ -25,8 +25,8 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module, replay
-from ..launch.launch_cache import Kernels
-from . import select_rows
+from ..launch.jit_module import Kernels
+from . import large_topk
 
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
@@ -34,13 +34,7 @@ _LANES = 1024  # numbers at a time
 _LONG = 4  # rows of fewer strips than so many times k are sorted whole
 _HELD = 8192  # numbers that a program instance looks at closely
 _ALIGNED = 8  # numbers by which rows of a panel begin, at least 16 bytes: products of unaligned rows are slow
-_TEXT = '''"""The best of a matrix's rows: strips by their maxima, and the best of those strips."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def highest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -143,8 +137,8 @@ def best_listed(
     v = number(key, BITS)
     tl.store(values + row * k + rank, v, mask=slot < k)
     tl.store(places + row * k + rank, tl.where(v == float("-inf"), -1, at).to(tl.int64), mask=slot < k)
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("The best of a matrix's rows: strips by their maxima, and the best of those strips.", _TEXT)
 
 
 def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
@@ -161,7 +155,7 @@ def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> l
     Few smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
     """
     if k > MOST_IN_REGISTERS:
-        return select_rows.select(panel, k, largest, compute)
+        return large_topk.select(panel, k, largest, compute)
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
     if not largest or not rows or strips < _LONG * k:
         values, at = panel.topk(k, dim=1, largest=largest)

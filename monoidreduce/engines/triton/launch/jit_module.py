@@ -1,7 +1,10 @@
-"""From a kernel's text to a function that can be launched.
+"""From a kernel's text to a launch, the first and every later one.
 
 Triton reads a function's source from its file, so the text is written to a private folder (``plan/disk.py``), under the
-hash of its content. What runs is the text that was just written here, never whatever the file may hold.
+hash of its content. What runs is the text that was just written here, never whatever the file may hold. What a first
+launch compiled is launched again without a look-up (:class:`Relauncher`, :class:`LaunchCache`). Every kernel on a
+panel, and every small kernel whose text no program generates (:class:`Kernels`), is launched through a launch cache; so
+this is also where launches are reported to a recorder (``replay.py``). Importing this file does not import Triton.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import linecache
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ....plan import disk
+from ....plan import disk, settings
 from ....plan.cache import KERNELS
+from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
+from ..codegen.kernel_text import IMPORTS, copy_device_functions
 from . import encoded_descriptors
 
 
@@ -300,3 +306,131 @@ def _can_compile_ahead(device: torch.device) -> bool:
     if device.type != "cuda" or triton_version() < (3, 4) or skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
+
+
+# Launchers, cached by all that they depend on.
+
+
+_MOST_LAUNCHERS = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
+Again = Callable[..., Any]
+
+
+class LaunchRecorder(Protocol):
+    """What launches on panels are reported to."""
+
+    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+        """A kernel was launched with these arguments; None: it cannot be launched again."""
+
+    def chose_panels(self, chooser: Any, panels: Any) -> None:
+        """A walk over panels begins; ``chooser``: what chose them."""
+
+
+recording: contextvars.ContextVar[LaunchRecorder | None] = contextvars.ContextVar("recording", default=None)
+
+
+def report(again: Again | None, arguments: Sequence[Any]) -> None:
+    """Report a launch to the recorder, if there is one."""
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.launched(again, arguments)
+
+
+class LaunchCache:
+    """Launchers by their keys; the oldest is dropped where they are too many."""
+
+    def __init__(self, most: int = _MOST_LAUNCHERS):
+        self.made: BoundedCache[tuple, Again] = BoundedCache(most)
+
+    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
+        """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
+        again = self.made.get(key)
+        if is_collecting():
+            return again or first()
+        if again is not None:
+            again(*arguments)
+        else:
+            again = first()
+            if again is not None:
+                self.made.keep(key, again)
+        report(again, arguments)
+        return again
+
+
+class Kernels:
+    """Small kernels that no program generates: ``functions`` is their text, without imports and without the device
+    functions that they call."""
+
+    def __init__(self, title: str, functions: str):
+        self.title, self.functions, self.kept = title, functions, LaunchCache()
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole text, made when a kernel is first launched."""
+        copied = "".join(copy_device_functions(self.functions))
+        return f'"""{self.title}"""\n\n{IMPORTS}{copied}\n\n{self.functions.lstrip()}'
+
+    def __call__(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int] | None = None,
+    ) -> Again | None:
+        """Launch one on the device of its first argument; what launches it again, if there is. ``constants``: in the
+        order of the text, after all others; ``options``: for the compiler."""
+        options = options or {}
+        found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
+        for v in arguments:
+            if isinstance(v, int):
+                found += specialized(v)
+                given.append(v)
+            else:
+                address = v.data_ptr()
+                found += v.dtype, address & 15
+                given.append(address)
+        key = tuple(found)
+        again = self.kept.made.get(key)
+        if again is None or is_collecting():
+            return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
+        again(*given)
+        report(again, arguments)
+        return again
+
+    def _first(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> Again | None:
+        device = arguments[0].device
+        with use_device(device):
+            kernel = getattr(load_module(self.text), name)
+            compiled = launch(kernel, grid, arguments, {**constants, **options})
+            return make_relauncher(compiled, grid, tuple(constants.values()), device)
+
+
+def specialized(v: int) -> tuple[bool, ...]:
+    """What a compiled kernel may rely on of an integer."""
+    return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
+
+
+# Where kernels can run.
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
+    return (device.type == "cuda" or settings.interprets_kernels()) and available()
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether kernels run there, and not in an interpreter."""
+    return device.type == "cuda" and runs_on(device)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.evaluate import Allocator
 from ...common.torch_code import FunctionWriter, function_text, run_text, tuple_text
-from . import descriptors, encoded_descriptors, jit_module, launch_cache
+from . import descriptors, encoded_descriptors, jit_module
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time
 _TINY = 16  # bytes: a tensor of this size that was allocated elsewhere is a constant
@@ -161,7 +161,7 @@ def _kind(func: Any) -> str:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is done inside its block: torch's operations, and launches (``launch_cache.report``).
+    """Records what is done inside its block: torch's operations, and launches (``jit_module.report``).
 
     ``inputs``: the tensors that it is done to, by name. Afterwards ``failure`` says why it cannot be replayed, if so.
     """
@@ -185,11 +185,11 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        self.tokens.append(launch_cache.recording.set(self))
+        self.tokens.append(jit_module.recording.set(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        launch_cache.recording.reset(self.tokens.pop())
+        jit_module.recording.reset(self.tokens.pop())
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

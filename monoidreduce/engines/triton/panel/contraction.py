@@ -20,7 +20,7 @@ from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
 from ..launch import descriptors, jit_module
-from ..launch.launch_cache import Again, Kernels, LaunchCache
+from ..launch.jit_module import Again, Kernels, LaunchCache
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
@@ -125,13 +125,7 @@ _READY: dict[tuple, Ready | None] = {}
 # along each axis, and the GEMM iterates over a list. There is no host sync: lists and counts stay on the device, and
 # the order of a sum is that of its tiles.
 
-_TEXT = '''"""Products of a matrix of weights without its small tiles."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def highest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -202,8 +196,8 @@ def contract(
             tl.store(at, total + tl.load(at, mask=inside, other=0).to(SUM), mask=inside)
     else:
         tl.store(at, total, mask=inside)
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Products of a matrix of weights without its small tiles.", _TEXT)
 # features of an output tile, features at a time, warps and stages, by bytes of a number; not measured beyond 16 bits
 _PLANS = {2: (256, 64, 8, 3), 4: (64, 32, 8, 2), 8: (32, 16, 4, 1)}
 
@@ -264,7 +258,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
     kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
-    tl = jit_module.load_module(_TEXT).tl
+    tl = jit_module.load_module(_kernels.text).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
     constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=matmul.float32_precision())

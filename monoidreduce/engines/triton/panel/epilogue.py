@@ -67,7 +67,7 @@ def write_pingpong_kernel(
     outs, lines = _WRITERS[name](v, epilogue, WRITES[wide].folded // EXTRA)
     signature = list_arguments(spec, outs, list(plain.leaves))
     generated = {"before": v.before, "epilogue": lines}
-    return gemm_fold.write_weights(wide, plain, spec, multiplied, signature, generated)
+    return gemm_fold.write_gemm(True, wide, plain, spec, multiplied, signature, generated)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]

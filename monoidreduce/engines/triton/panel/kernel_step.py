@@ -30,7 +30,7 @@ from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import jit_module, launch_cache
+from ..launch import jit_module
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights, StoredWeights
@@ -173,11 +173,11 @@ class KernelStep:
             while len(_SCALAR_LAUNCHES) > _MAX_LAUNCHES:
                 del _SCALAR_LAUNCHES[next(iter(_SCALAR_LAUNCHES))]
             found = launch(leaves)
-            launch_cache.report(launch.again, (*found, *launch.filled(leaves)))
+            jit_module.report(launch.again, (*found, *launch.filled(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:
-        recorder = launch_cache.recording.get()
+        recorder = jit_module.recording.get()
         if recorder is not None:
             recorder.chose_panels(self.plan, layout)
         self.layout, plan = layout, self.plan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....program.constructors import ONE, ZERO, apply, substitute
 from ....program.expression import Expr, const, index, topological
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 from .row_kernel import FusedStages, shift_indices
 
 _MAX_TERMS = 16  # beyond which nothing is distributed
@@ -172,13 +172,7 @@ def _multiply(factors: Sequence[Expr]) -> Expr:
 
 # What is done to the sums ---------------------------------------------------------------------------------------
 
-_TEXT = '''"""Vectors times their row's factor, and the terms of label columns."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def scale_rows(out, vectors, vectors_s, vectors_f, factors, WIDTH: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
@@ -258,8 +252,8 @@ def add_labels(
                             mask = (there != 0.0)[:, None] & (lane < WIDTH)[None, :]
                             value += tl.sum(tl.load(more, mask=mask, other=0).to(tl.float32) * there[:, None], 0)
         tl.store(place, value, mask=lane < WIDTH)
-'''
-_kernels = Kernels(_TEXT)
+"""
+_kernels = Kernels("Vectors times their row's factor, and the terms of label columns.", _TEXT)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ..codegen.kernel_spec import Spec, Unsupported
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.launch_cache import Again, LaunchCache
+from ..launch.jit_module import Again, LaunchCache
 from ..schedules.kernel_plan import KernelPlan
 
 # Stages fused into one kernel, from the first fold of scalars to the weights of the last sum of vectors.

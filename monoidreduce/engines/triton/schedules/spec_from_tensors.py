@@ -23,11 +23,8 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
-from . import distances, float32_split, turned_values
+from .vector_conversions import Cast, Conversions, replace_distances, split_fold
 
-Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
-# What is made of leaves before the launch: vectors in pieces, conversions, squared norms, turned values
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...], tuple[distances.Norm, ...], tuple[Expr, ...]]
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
 VERY_MANY = 2**28  # and from which on it is worth more
@@ -54,11 +51,11 @@ def as_for(sizes: Sizes) -> Iterator[None]:
 
 def describe_fold(
     fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
-) -> tuple[Spec, Before]:
+) -> tuple[Spec, Conversions]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
-    fold, norms = distances.rewrite_fold(fold, values, sizes, pairs, torch.Size(batch).numel())
-    rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
+    fold, norms = replace_distances(fold, values, sizes, pairs, torch.Size(batch).numel())
+    rewritten = split_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
@@ -72,7 +69,7 @@ def describe_fold(
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
     many = narrow is not None and pairs * torch.Size(batch).numel() >= MANY
-    types, rooms, casts = [], [], []
+    types, rooms, casts = [], [], list[Cast]()
     for e in fold.leaves:
         v = values[e]
         kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
@@ -121,7 +118,7 @@ def describe_fold(
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return specialize(spec), (splits, tuple(casts), norms, ())
+    return specialize(spec), Conversions(splits, tuple(casts), norms)
 
 
 def _is_unaligned(v: Tensor) -> bool:
@@ -155,26 +152,6 @@ def _is_in_eighths(v: Any) -> bool:
         return False
     strides = v.stride()[:-1]
     return all(s % 8 == 0 for s in strides) and any(s % 16 for s in strides)
-
-
-def convert_leaves(
-    values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes
-) -> Mapping[Expr, Any]:
-    """The leaves as the kernel reads them."""
-    splits, casts, norms, turned = before
-    found = float32_split.split_leaves(splits, values, len(batch)) | distances.compute_norms(norms, values, len(batch))
-    for e, dtype, room in casts:
-        v = found[e]
-        if not isinstance(v, Tensor):
-            found[e] = torch.full((1,) * len(batch), v, dtype=dtype, device=sizes.device).expand(batch)
-        elif room:
-            own = [1 if s == 0 else n for n, s in zip(v.shape[: len(batch)], v.stride(), strict=False)]
-            kept = torch.zeros((*own, v.shape[-2], room), dtype=dtype, device=v.device)
-            kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # a broadcast leaf is copied once
-            found[e] = kept.expand(*batch, -1, -1)
-        else:
-            found[e] = v.to(dtype)
-    return found | turned_values.turn_leaves(turned, found, len(batch))
 
 
 def _is_present(device: torch.device) -> bool:

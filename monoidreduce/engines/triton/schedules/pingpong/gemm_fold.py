@@ -212,7 +212,8 @@ def consumer(
 """
 
 
-def write_fold(
+def write_gemm(
+    writes: bool,
     wide: bool,
     plain: kernel_text.Kernel,
     spec: Spec,
@@ -220,35 +221,13 @@ def write_fold(
     signature: tuple[list[str], list[str]],
     lines: Mapping[str, Sequence[str]],
 ) -> kernel_text.Kernel | None:
-    """A GEMM with a fold as its epilogue; see :func:`write_weights` for the arguments."""
-    return _write(FOLDS[wide], _FOLD, plain, spec, operands, signature, lines)
-
-
-def write_weights(
-    wide: bool,
-    plain: kernel_text.Kernel,
-    spec: Spec,
-    operands: tuple[Expr, Expr],
-    signature: tuple[list[str], list[str]],
-    lines: Mapping[str, Sequence[str]],
-) -> kernel_text.Kernel | None:
-    """A GEMM that writes weights, in place of another rendering (``plain``); None where Gluon lacks a word of it.
+    """A GEMM that folds its pairs, or ``writes`` weights made of them, in place of another rendering (``plain``); None
+    where Gluon lacks a word of it.
 
     ``wide``: in wide tiles, with one argument more; ``operands``: what is multiplied, the kept side first;
     ``signature``: the arguments, and those not to specialise on; ``lines``: generated ones, by the hole they fill."""
-    return _write(WRITES[wide], _WRITE, plain, spec, operands, signature, lines)
-
-
-def _write(
-    schedule: GemmSchedule,
-    template: str,
-    plain: kernel_text.Kernel,
-    spec: Spec,
-    operands: tuple[Expr, Expr],
-    signature: tuple[list[str], list[str]],
-    lines: Mapping[str, Sequence[str]],
-) -> kernel_text.Kernel | None:
-    writes, stages, wide = template is _WRITE, schedule.stages, schedule.wide
+    schedule, template = (WRITES[wide], _WRITE) if writes else (FOLDS[wide], _FOLD)
+    stages = schedule.stages
     arguments, unspecialized = signature
     arguments = [*arguments, "extra_box"] if wide else arguments
     extra = ["extra_ring"] if wide else []
@@ -451,7 +430,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     if plain.shifts or any(r.helpers for r in reductions):
         return None
     signature = kernel_text.list_arguments(spec, list(plain.leaves), 0)
-    return write_fold(wide, plain, spec, (kept, folded), signature, lines)
+    return write_gemm(False, wide, plain, spec, (kept, folded), signature, lines)
 
 
 def _has_registers(spec: Spec) -> bool:

@@ -97,7 +97,7 @@ def load_numbers(ring, full, step, LAYOUT: tl.constexpr):
 """,
     # Weights as 8-bit floats, four in a word from one step to the next. A thread holds columns 2t, 2t + 1, 2t + 8 and
     # 2t + 9 of sixteen, but as an operand the columns 4t to 4t + 3: those are renamed, not moved, and values are copied
-    # in that order (``turned_values.py``).
+    # in that order (``vector_conversions.py``).
     "join_bytes": """
 @gluon.jit
 def join_bytes(weights):

@@ -10,7 +10,7 @@ thread has rows ``r`` and ``r + 8`` and columns ``2c + e + 8m``, where ``4r + c`
 3. the sums of the four warps, each 16 further than the one before, are added through shared memory, in this order.
 
 One tile leaves 128 sums (the last is zero) in memory: those of the 64 diagonals from its corner on, and those of the
-next 64. ``sum_tiles`` (``kernels/diagonal_launch.py``) adds those of all tiles, in a fixed order, without atomics.
+next 64. ``sum_tiles`` (``kernels/histogram.py``) adds those of all tiles, in a fixed order, without atomics.
 """
 
 from __future__ import annotations

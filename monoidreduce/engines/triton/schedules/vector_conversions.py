@@ -1,8 +1,8 @@
-"""float32 vectors split into 16-bit pieces, which the matrix units multiply.
+"""What is made of a fold's vectors before its launch: 16-bit pieces, squared norms, conversions, values turned round.
 
-Without this, a kernel would split both operands in every tile. Here vectors are split once, before the launch: a vector
-becomes several, one behind the other, each padded with zeros to a block's width. A squared distance becomes a product
-and two norms.
+**Pieces.** float32 vectors are split into 16-bit pieces, which the matrix units multiply. Without this, a kernel would
+split both operands in every tile. A vector becomes several, one behind the other, each padded with zeros to a block's
+width. A squared distance becomes a product and two norms.
 
 - Thirds: three bfloat16 numbers add up to one float32. Six products of thirds are as exact as float32, and cost what
   three TF32 products cost. The weights of a sum of vectors are split in registers.
@@ -12,15 +12,26 @@ and two norms.
 
 Points are shifted so that their mean is 0: less cancels. Vectors with other uses than products and distances are not
 split, nor are points with other uses than distances and gaps.
+
+**Squared norms.** Distances of vectors of 16 or 8 bits become products, |s x|² + |t y|² - 2 s t ⟨x, y⟩. The norms are
+computed once: a kernel then has the vectors for matrix products alone, as in any layer of inner products. Scales of
+stored vectors stay outside of the product: so it is one of the vectors as they are stored, on the matrix units for 8
+bits where both sides are. Digits cancel for close pairs by less than vectors were rounded when they were stored;
+products of 16-bit numbers are exact.
+
+**Turned values.** Values in 8-bit floats are copied with their features first, as Hopper's matrix units take them: the
+folded axis is contiguous. The columns of each sixteen are in the order in which a thread of the warp-specialised
+attention kernel holds their weights (``attention_template.py``, ``join_bytes``).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +46,9 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
-from ..launch.launch_cache import Kernels
+from ..launch.jit_module import Kernels
 
-_TEXT = '''"""Vectors in pieces, and their norms."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
+_TEXT = """@triton.jit
 def high_third(x):
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, high, x)
@@ -100,9 +105,31 @@ def halves(
     place = out + at[:, None] * (2 * LANES) + lane
     tl.store(place, first, mask=there)
     tl.store(place + LANES, (v - first.to(tl.float32)).to(tl.float16), mask=there)
-'''
-_kernels = Kernels(_TEXT)
-MANY = 2**24  # pairs from which on splitting pays
+
+
+@triton.jit
+def squared_norms(out, x, rows, row, feature, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    at, lane = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    inside = (at < rows)[:, None] & (lane < WIDTH)[None, :]
+    v = tl.load(x + at[:, None] * row + lane[None, :] * feature, mask=inside)
+    v = tl.where(inside, v.to(tl.float32), 0.0)
+    tl.store(out + at, tl.sum(v * v, 1), mask=at < rows)
+
+
+@triton.jit
+def turn(out, x, cols, inner, outer_step, step, col, feature, out_step, room, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    place = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    # of sixteen columns, 8 b + 2 t + e comes to stand at 4 t + 2 b + e
+    at = (place // 16) * 16 + (place // 2 % 2) * 8 + (place % 16 // 4) * 2 + place % 2
+    lane, batch = tl.arange(0, WIDTH), tl.program_id(1).to(tl.int64)
+    x += batch // inner * outer_step + batch % inner * step
+    block = x + at.to(tl.int64)[:, None] * col + lane[None, :] * feature
+    block = tl.load(block, mask=(at < cols)[:, None], other=0)
+    turned = out + batch * out_step + lane.to(tl.int64)[:, None] * room + place[None, :]
+    tl.store(turned, tl.trans(block), mask=(place < room)[None, :])
+"""
+_kernels = Kernels("Vectors in pieces, their norms, and vectors with their features first.", _TEXT)
+MANY_FLOAT32 = 2**24  # pairs from which on splitting pays
 
 
 @dataclass(frozen=True)
@@ -127,7 +154,7 @@ class Rewritten:
 
 
 @functools.cache
-def is_supported(device: torch.device) -> bool:
+def can_split(device: torch.device) -> bool:
     """True on Hopper and newer, which multiply split weights without moving them between threads."""
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
@@ -136,7 +163,7 @@ def is_supported(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
+def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
     precision = matmul.float32_precision()
@@ -144,26 +171,26 @@ def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: in
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY and budget.requested() is None and is_supported(sizes.device)
-    return (fits and pays and _rewrite(fold, wide, precision == "ieee")) or Rewritten(fold)
+    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and can_split(sizes.device)
+    return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rewrite(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | None:
+def _split_fold(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | None:
     used = [e for e in fold.leaves if e in wide and e in set(topological(fold.reductions))]
     products, distances, gaps, others = _find_uses(fold)
     if not used or others & wide:
         return None
     pairs = [p for p in distances if p[0] in wide]
-    norms = {e: _leaf(e, "norm", None) for p in pairs for e in p}
-    wholes = {e: _leaf(e, "whole", e.feature) for p in pairs for e in p} if exact else {}
+    norms = {e: _new_leaf(e, "norm", None) for p in pairs for e in p}
+    wholes = {e: _new_leaf(e, "whole", e.feature) for p in pairs for e in p} if exact else {}
     centres: dict[Expr, Expr] = {}
     if len(pairs) == 1 and not products & set(pairs[0]) and gaps <= {*pairs}:
         centres = dict.fromkeys(pairs[0], pairs[0][1])
     elif pairs:  # a product would lose infinities
         return None
     alone = not products & wide and not gaps
-    scales = {e: _leaf(e, "scale", None) for p in pairs for e in p} if alone else {}
+    scales = {e: _new_leaf(e, "scale", None) for p in pairs for e in p} if alone else {}
     changed = {constructors.sqdist(*p): _square(p, norms, scales) for p in pairs}
     reductions = constructors.substitute(fold.reductions, changed)
     leaves = (*fold.leaves, *norms.values(), *scales.values(), *wholes.values())
@@ -172,7 +199,7 @@ def _rewrite(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | None
     return Rewritten(replace(fold, leaves=leaves, reductions=reductions), splits, 2 if alone else 3, near)
 
 
-def _leaf(e: Expr, what: str, feature: str | int | None) -> Expr:
+def _new_leaf(e: Expr, what: str, feature: str | int | None) -> Expr:
     return node("leaf", (), (f"{e.attrs[0]}_{what}",), rows=e.rows, cols=e.cols, feature=feature, dtype="float")
 
 
@@ -224,7 +251,7 @@ def split_leaves(splits: Iterable[Split], values: Mapping[Expr, Any], batch: int
                 own = _drop_broadcast(values[s.centre], batch)
                 middles[s.centre] = torch.nan_to_num(own.mean(tuple(range(own.dim() - 1))), 0.0, 0.0, 0.0)
             centre = middles[s.centre]
-        parts = _split(values[s.leaf], batch, centre, s.norm is not None, s.scale is not None)
+        parts = _split_vectors(values[s.leaf], batch, centre, s.norm is not None, s.scale is not None)
         wanted = (s.leaf, s.norm, s.scale, s.whole)
         found |= {e: v for e, v in zip(wanted, (*parts, values[s.leaf]), strict=True) if e is not None}
     return found
@@ -235,7 +262,7 @@ def _drop_broadcast(v: Tensor, batch: int) -> Tensor:
     return v[tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])]
 
 
-def _split(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: bool) -> tuple[Tensor, ...]:
+def _split_vectors(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: bool) -> tuple[Tensor, ...]:
     """The pieces of vectors, their norms and their scales (the latter two only where asked for)."""
     own = _drop_broadcast(v, batch)
     width, lanes = v.shape[-1], padded(v.shape[-1])
@@ -254,3 +281,158 @@ def _split(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: b
         _kernels(name, grid, (*written, *given), constants)
     numbers = (t.expand(v.shape[:-1]) if asked else t for t, asked in ((norms, normed), (scales, halved)))
     return pieces.expand(*v.shape[:-1], count * lanes), *numbers
+
+
+# Squared norms of vectors of 16 or 8 bits
+
+
+MANY_STORED = 2**18  # pairs from which on norms of stored vectors are computed before the launch
+MANY_SIXTEEN = 2**24  # and of 16-bit vectors, in all batch elements: a kernel of fewer computes them in its tiles
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The squared norms of a leaf's vectors, a new leaf that is computed before the launch."""
+
+    vector: Expr
+    norm: Expr
+
+
+def replace_distances(
+    fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int, batch: int = 1
+) -> tuple[Fold, tuple[Norm, ...]]:
+    """The fold with products in place of distances of stored or 16-bit vectors; ``pairs``: of each of ``batch``
+    elements."""
+    stored = pairs >= max(MANY_STORED, 2) and any(e.is_stored for e in fold.leaves)
+    if sizes.compute is not torch.float32 or not (stored or (pairs > 1 and pairs * batch >= MANY_SIXTEEN)):
+        return fold, ()
+    sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
+    small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
+    wide = {e for e in small if e.feature is not None and TINY < sizes.of(str(e.feature)) <= WIDEST}
+    return _replace_distances(fold, frozenset(wide))
+
+
+@functools.lru_cache(maxsize=1024)
+def _replace_distances(fold: Fold, vectors: frozenset[Expr]) -> tuple[Fold, tuple[Norm, ...]]:
+    changed, norms = {}, dict[Expr, Expr]()
+    for e in topological(fold.reductions):
+        sides = [constructors.split_scale(a) for a in e.args] if e.op == "sqdist" else []
+        if not sides or not vectors.issuperset(v for _, v in sides):
+            continue
+        total = const(0.0)
+        for scale, v in sides:
+            name = f"{v.attrs[0]}_norm"
+            norms[v] = node("leaf", (), (name,), rows=v.rows, cols=v.cols, feature=None, dtype="float")
+            total = apply("add", total, apply("mul", norms[v], apply("square", scale)))
+        twice = apply("mul", constructors.dot(*e.args), const(2.0))
+        changed[e] = apply("maximum", apply("sub", total, twice), const(0.0))
+    if not changed:
+        return fold, ()
+    reductions = constructors.substitute(fold.reductions, changed)
+    leaves = (*fold.leaves, *norms.values())
+    return replace(fold, leaves=leaves, reductions=reductions), tuple(Norm(v, n) for v, n in norms.items())
+
+
+def compute_norms(norms: Iterable[Norm], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
+    """The new leaves; ``batch``: how many leading dimensions of leaves are batch."""
+    found = {}
+    for one in norms:
+        v = values[one.vector]
+        rows = NormRows.of(v, batch)
+        out = torch.empty(rows.shape, dtype=torch.float32, device=v.device)
+        if rows.count and not v.is_meta:  # a dry run
+            rows.launch(out, rows.flat(v))
+        found[one.norm] = out.expand(v.shape[:-1])
+    return found
+
+
+@dataclass(frozen=True)
+class NormRows:
+    """The vectors of a leaf, each once where a batch dimension is broadcast, one after the other: ``shape`` of their
+    norms, ``own``: what of the batch dimensions is read, ``strides`` of rows and features; no ``strides``: a copy."""
+
+    shape: tuple[int, ...]
+    own: tuple[slice, ...]
+    width: int
+    strides: tuple[int, ...] | None
+
+    @staticmethod
+    def of(v: Tensor, batch: int) -> NormRows:
+        own = tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])
+        kept = v[own]
+        try:
+            strides = kept.view(-1, v.shape[-1]).stride()
+        except RuntimeError:
+            strides = None
+        return NormRows(tuple(kept.shape[:-1]), own, v.shape[-1], strides)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, v: Tensor) -> Tensor:
+        return v[self.own].reshape(-1, self.width)
+
+    def launch(self, out: Tensor, flat: Tensor) -> Callable[..., None] | None:
+        """Compute the norms of ``flat`` rows; what does it again, if there is."""
+        lanes = padded(self.width)
+        constants = dict(WIDTH=self.width, LANES=lanes, ROWS=max(1, 4096 // lanes))
+        grid = (-(-self.count // constants["ROWS"]),)
+        return _kernels("squared_norms", grid, (out, flat, self.count, *flat.stride()), constants)
+
+
+# Values with their features first
+
+
+_COLS = 128  # columns of an instance
+
+
+def turn_leaves(turned: Iterable[Expr], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
+    """The leaves [*batch, columns, features] as [*batch, features, columns]; features are a power of two, and columns
+    padded with zeros to a multiple of 16."""
+    found = {}
+    for e in turned:
+        v = values[e]
+        own = _drop_broadcast(v, batch)  # once
+        flat = own.view(torch.int8)
+        while flat.dim() != 4:  # two batch dimensions with strides of their own
+            flat = flat[None] if flat.dim() < 4 else flat.flatten(0, 1)
+        (outer, inner, cols, width), strides = flat.shape, flat.stride()
+        room = -(-cols // 16) * 16
+        out = torch.empty(*own.shape[:-2], width, room, dtype=v.dtype, device=v.device)
+        if flat.numel() and not v.is_meta:  # a dry run
+            given = (out.view(torch.int8), flat, cols, inner, *strides, width * room, room)
+            _kernels("turn", (-(-room // _COLS), outer * inner), given, dict(WIDTH=width, COLS=_COLS))
+        found[e] = out.expand(*v.shape[:batch], width, room)
+    return found
+
+
+# All of it
+
+Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert, and the features to pad it to
+
+
+class Conversions(NamedTuple):
+    """What is made of leaves before a launch; all empty where a kernel reads them as they are."""
+
+    splits: tuple[Split, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    norms: tuple[Norm, ...] = ()
+    turned: tuple[Expr, ...] = ()
+
+    def convert(self, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> dict[Expr, Any]:
+        """The leaves as the kernel reads them; ``values``: tensors ``[*batch, length(, features)]``, or numbers."""
+        rank = len(batch)
+        found = split_leaves(self.splits, values, rank) | compute_norms(self.norms, values, rank)
+        for e, dtype, room in self.casts:
+            v = found[e]
+            if not isinstance(v, Tensor):
+                found[e] = torch.full((1,) * rank, v, dtype=dtype, device=sizes.device).expand(batch)
+            elif room:
+                own = [1 if s == 0 else n for n, s in zip(v.shape[:rank], v.stride(), strict=False)]
+                kept = torch.zeros((*own, v.shape[-2], room), dtype=dtype, device=v.device)
+                kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # a broadcast leaf is copied once
+                found[e] = kept.expand(*batch, -1, -1)
+            else:
+                found[e] = v.to(dtype)
+        return found | turn_leaves(self.turned, found, rank)
