@@ -116,9 +116,9 @@ def stored_and_listed() -> Iterator[tuple[str, str, str]]:
     calls["blocks"] = lambda: ops.attention(q, k, v, cols=blocks)
     calls["packed sequences, causal"] = lambda: ops.attention(q, k, v, cols=jagged, is_causal=True)
     pages = mr.pages(torch.zeros(2, 4, dtype=torch.int32), torch.tensor([100, 200]), page=64)
-    store = [torch.zeros(8, 64, 2, 64, dtype=_BF16) for _ in range(2)]
+    keys, values = (torch.zeros(8, 64, 2, 64, dtype=_BF16) for _ in range(2))
     one = torch.zeros(2, 8, 1, 64, dtype=_BF16)
-    calls["pages, grouped queries"] = lambda: ops.attention_paged(one, *store, pages)
+    calls["pages, grouped queries"] = lambda: ops.attention_paged(one, keys, values, pages)
     for name, call in calls.items():
         yield name, f"{microseconds(call):.0f}", ""
 
@@ -126,16 +126,17 @@ def stored_and_listed() -> Iterator[tuple[str, str, str]]:
 def lengths() -> Iterator[tuple[str, str, str]]:
     timed = list(range(1100, 1740, 16))
     random.Random(0).shuffle(timed)
-    for name, options, counts, split in (
+    cases: tuple[tuple[str, dict[str, Any], tuple[int, int, int], bool], ...] = (
         ("attention", {}, (4, 4, 4), False),
         ("causal, split heads", dict(is_causal=True), (4, 4, 4), True),
         ("causal, split heads, grouped queries", dict(is_causal=True, enable_gqa=True), (8, 2, 2), True),
-    ):
+    )
+    for name, options, counts, split in cases:
         found: list[tuple[float, float]] = []
         for n in (*_MET, *timed):
             given = heads(n, counts, split)
             start = time.process_time()
-            y = ops.attention(*given, **options)  # type: ignore[arg-type]
+            y = ops.attention(*given, **options)
             forward = time.process_time() - start
             cotangent, start = torch.zeros_like(y), time.process_time()
             torch.autograd.grad(y, given, cotangent)
