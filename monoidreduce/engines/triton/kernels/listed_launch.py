@@ -44,12 +44,12 @@ UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of
 _UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
 _LANES = 1024
-_TEXT = '''
+_TEXT = """
 @triton.jit(do_not_specialize=["size"])
 def clear(out, size, LANES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     tl.store(out + at, tl.zeros([LANES], out.dtype.element_ty), mask=at < size)
-'''
+"""
 _kernels = Kernels("Zeros.", _TEXT)
 
 
