@@ -42,17 +42,7 @@ from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
-from .replay import (
-    CallViews,
-    ForwardReplay,
-    ForwardReplays,
-    PassReplay,
-    ProgramSteps,
-    Saved,
-    apply_views,
-    can_record,
-    make_steps,
-)
+from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
 from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
@@ -182,12 +172,8 @@ class ReplayedProgram:
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         replays, views = self.replays, replay.backwards.views
-        if views is None:
-            output = detach_views(self.walk(replay.sizes, *values))
-        else:
-            inputs = [apply_views(chain, v) if chain else v for chain, v in zip(views.inputs, values, strict=True)]
-            found = zip(views.outputs, self.walk(replay.sizes, *inputs), strict=True)
-            output = detach_views([apply_views(chain, t) for chain, t in found])
+        found = self.walk(replay.sizes, *(values if views is None else views.enter(values)))
+        output = detach_views(found if views is None else views.leave(found))
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 

@@ -40,7 +40,7 @@ from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
-from .replay import CallViews, ProgramSteps, apply_views, can_record, make_steps
+from .replay import CallViews, ProgramSteps, can_record, make_steps
 
 
 class CallForm(NamedTuple):
@@ -151,8 +151,7 @@ class Plan:
         return found.fix(self.sizes, inputs, otherwise, self._formed, given, views)
 
     def _of_views(self, views: CallViews, *given: Any) -> Sequence[Tensor]:
-        inputs = [apply_views(chain, v) if chain else v for chain, v in zip(views.inputs, given, strict=True)]
-        return [apply_views(chain, t) for chain, t in zip(views.outputs, self.of(*inputs), strict=True)]
+        return views.leave(self.of(*views.enter(given)))
 
     def _formed(self, found: list[Any]) -> list[Tensor]:
         """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was

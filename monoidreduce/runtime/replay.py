@@ -117,6 +117,14 @@ class CallViews(NamedTuple):
     inputs: tuple[Views, ...]
     outputs: tuple[Views, ...]
 
+    def enter(self, given: Sequence[Any]) -> list[Any]:
+        """The inputs of the program."""
+        return [apply_views(chain, v) if chain else v for chain, v in zip(self.inputs, given, strict=True)]
+
+    def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """What is returned."""
+        return [apply_views(chain, t) for chain, t in zip(self.outputs, outputs, strict=True)]
+
 
 def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
     if fold.domain is not None:
@@ -490,9 +498,7 @@ class BackwardReplays:
         """The program's inputs in their order."""
         tensors, numbers = iter(saved.tensors), iter(saved.numbers)
         found = [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
-        if self.views is None:
-            return found
-        return [apply_views(chain, v) if chain else v for chain, v in zip(self.views.inputs, found, strict=True)]
+        return found if self.views is None else self.views.enter(found)
 
     def cotangents(self, saved: Saved) -> list[Tensor | None]:
         """The cotangents of the program's outputs."""
