@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from ..engines import triton
-from ..engines.common import bounded_cache, evaluate
-from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form, traced_length
+from ..engines.common import bounded_cache
+from ..engines.common.evaluate import (
+    Form,
+    Sizes,
+    pair_result_form,
+    result_form,
+    sum_gradients,
+    summed_batch,
+    traced_length,
+)
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
 from ..program.lower import Fold, digest_fold
@@ -112,7 +120,7 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
     # type and one layout for all engines
     forms = _forms(known, engine, leaves, sizes)
-    found = evaluate.sum_gradients(known, found, leaves, sizes)
+    found = sum_gradients(known, found, leaves, sizes)
     return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
@@ -159,7 +167,7 @@ def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     return [
         pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
         if kind_of(r).per_pair
-        else result_form(r, k, sizes, evaluate.summed_batch(fold, r, leaves, sizes))
+        else result_form(r, k, sizes, summed_batch(fold, r, leaves, sizes))
         for r, k in fold.outputs
     ]
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engines import listed
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
@@ -291,6 +292,37 @@ def test_gradients_of_pages_copy_no_pages(run):
         with LargestResult() as seen:
             torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
     assert 0 < seen.numel <= k.numel()
+
+
+@mr.op
+def near_bias(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(x @ y + mr.lookup(bias, (mr.row_index - mr.col_index).clamp(-9, 9) + 9), v)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 4], ids=["blocks", "pages", "pages, a table for each query head"])
+def test_only_gradients_of_tables_are_gathered(monkeypatch, heads):
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=make)
+    if heads:
+        domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
+        args = draw(3, 4, 5, 16), *stores, draw(*((4, 19) if heads > 1 else (19,)))
+    else:
+        domain, args = blocks((), 24, 72, (16, 24), 3), (draw(24, 16), draw(72, 16), draw(72, 8), draw(19))
+    gather, kinds = listed.run, []
+    monkeypatch.setattr(
+        "monoidreduce.engines.listed.run",
+        lambda fold, *given: kinds.append({r.attrs[0] for r in fold.reductions}) or gather(fold, *given),
+    )
+    found = []
+    for engine in ("eager", "triton"):
+        kinds.clear()
+        given = [t.detach().requires_grad_() for t in args]
+        with mr.use(engine=engine):
+            y = near_bias(*given, cols=domain)
+            found.append([y, *listed_cases.gradients([y], given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert kinds[-1] == {"histogram"}
 
 
 class LargestResult(TorchDispatchMode):

@@ -90,8 +90,8 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
         or settings.current.get().shrink > 1
     ):
         return False
-    if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
-        return False
+    if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel() and all(map(sizes.of, fold.letters))):
+        return False  # BLAS takes no matrix without columns
     if setting != "always" and count_work(fold, sizes) < worth:
         return False
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
@@ -105,7 +105,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
 def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
     """What runs a fold of these sizes on a CPU: ``"C++"`` or ``"torch"``. Writes the code, compiles nothing."""
     setting = _SETTING.read()
-    small = setting != "always" and count_work(fold, sizes) < WORTH
+    small = (setting != "always" and count_work(fold, sizes) < WORTH) or not all(map(sizes.of, fold.letters))
     if setting == "never" or small or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):

@@ -24,6 +24,7 @@ from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
+from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch.jit_module import available
 from ..launch.launch_recipes import FoundAtLaunch
@@ -294,12 +295,12 @@ class PagedFold(ListedFold):
         self.order = range(len(fold.outputs))
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        own = _choose_leaves(self.fold, leaves, self.by_col.whole)
+        own = choose_leaves(self.fold, leaves, self.by_col.whole)
         lists = self.by_col.lists(own)
         found = self.by_col.results(self.ready(self.by_col.leaves(own), lambda _: lists))
         made = dict(zip(self.by_col.whole.outputs, found, strict=True))
         if self.by_row is not None:
-            rows = self.by_row(_choose_leaves(self.fold, leaves, self.by_row.fold))
+            rows = self.by_row(choose_leaves(self.fold, leaves, self.by_row.fold))
             made |= dict(zip(self.by_row.fold.outputs, rows, strict=True))
         return [made[o] for o in self.fold.outputs]
 
@@ -308,24 +309,19 @@ class PagedFold(ListedFold):
         return None
 
 
-def _choose_leaves(fold: Fold, leaves: Sequence[Any], part: Fold) -> list[Any]:
-    """The leaves of a part of a fold."""
-    return [leaves[fold.leaves.index(e)] for e in part.leaves]
-
-
 def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold | None:
     """A fold over pages some of whose reductions go over rows; None where it has no kernel."""
     places = page_gradients.find_gradients(fold)
     others = tuple(k for k in range(len(fold.reductions)) if k not in places)
-    part = page_gradients.keep_reductions(fold, places)
-    own = _choose_leaves(fold, leaves, part)
+    part = keep_reductions(fold, places)
+    own = choose_leaves(fold, leaves, part)
     gradients = page_gradients.prepare(part, own, sizes) if _launches_on(sizes.device) else None
     if gradients is None:
         return None
     by_row: ListedFold | None = None
     if others:
-        rest = page_gradients.keep_reductions(fold, others)
-        by_row = prepare_listed(rest, _choose_leaves(fold, leaves, rest), sizes)
+        rest = keep_reductions(fold, others)
+        by_row = prepare_listed(rest, choose_leaves(fold, leaves, rest), sizes)
         if by_row is None:
             return None
     read = {"rows": gradients.lists(own)}

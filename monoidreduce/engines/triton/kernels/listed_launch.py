@@ -50,7 +50,7 @@ def clear(out, size, LANES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     tl.store(out + at, tl.zeros([LANES], out.dtype.element_ty), mask=at < size)
 """
-_kernels = Kernels("Zeros.", _TEXT)
+_kernels = Kernels("Zeros, where numbers of entries are written.", _TEXT)
 
 
 class ListedLaunch(FoldLaunch):
@@ -118,7 +118,7 @@ class ListedLaunch(FoldLaunch):
         if any(self.before):  # what is converted has the batch dimensions of the call
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-        if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
+        if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e) or e in spec.fold.tables):
             return None
         own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or shared(v))]
         fold = few_rows.vary_by_row(spec.fold, spec.over, own)

@@ -40,17 +40,6 @@ def find_gradients(fold: Fold) -> tuple[int, ...]:
     return tuple(k for k, r in enumerate(fold.reductions) if r.attrs[1] == "rows")
 
 
-@functools.lru_cache(maxsize=1024)
-def keep_reductions(fold: Fold, places: tuple[int, ...]) -> Fold:
-    """The same fold with some of its reductions, and the leaves of these."""
-    reductions = tuple(fold.reductions[k] for k in places)
-    scales = tuple(fold.scales[k] for k in places) if fold.scales else ()
-    used = {*topological([*reductions, *scales])}
-    gradients = tuple((r, e) for r, e in fold.gradients if r in reductions)
-    leaves = tuple(e for e in fold.leaves if e in used or any(e is g for _, g in gradients))
-    return replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
-
-
 class PageGradients:
     """Sums over rows for columns in pages, on leaves like the given ones: ``fold`` is run on ``sizes`` along
     :meth:`lists`, with the leaves that :meth:`leaves` makes. None of :func:`prepare` where it has no such form."""
