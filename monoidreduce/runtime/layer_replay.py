@@ -5,6 +5,8 @@ choices, none by the numbers in a tensor. So the second call of a kind is record
 is written as one function, straight from the arguments to the result, and later calls run that. A layer that does
 anything else (it reads a number, draws a seed, takes gradients off) cannot be recorded, and is called as it is.
 
+The keys by which a call of any op or layer is recognised are built here too (``CallKeys``).
+
 Unlike ``engines/triton/launch/replay.py``, which records storages and addresses under autograd, this records the calls
 that autograd sees: the replay is differentiable.
 """
@@ -29,7 +31,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.ranks import agreement
 from ..plan import settings
-from ..program.closure import Watched
+from ..program.trace import Watched
 from ..stored_vectors import Scaled
 from . import call_context
 

@@ -47,6 +47,12 @@ def test_time_ends_the_growth_only_beyond_what_the_other_side_reached():
     assert grow(measure, 512, 2**28, seconds=5.0, beside=6400).largest is None and asked == [512]
 
 
+def test_a_size_that_fills_the_memory_is_the_largest_though_time_ended_the_search():
+    measure, _ = pretend(lambda n: 2**28 if n == 6400 else n, lambda n: 40.0)
+    assert grow(measure, 6400, 2**28, seconds=4.0).stopped == "memory"
+    assert grow(measure, 6400, 2**29, seconds=4.0).stopped == "time"
+
+
 def test_compiling_for_a_new_size_does_not_end_the_growth():
     """The first run of every size is slow, as where a kernel is compiled for it: the second one counts."""
     asked = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import tiles
+from ....plan import settings, tiles
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, bounded_cache
+from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import Side, Step, batch_index
@@ -50,7 +49,7 @@ class PreparedFold:
         """``prepares``: whether what pairs look up may be put in order before a launch."""
         if not available():
             raise Unsupported("Triton is not installed")
-        if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if sizes.device.type == "cpu" and not settings.interprets_kernels():
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
         if fold.domain is not None:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
@@ -231,9 +230,9 @@ def merge_batches_and_strides(
     """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = batching.summed_batch(fold, r, leaves, sizes)
+        batch = evaluate.summed_batch(fold, r, leaves, sizes)
         shape, _ = result_form(r, k, sizes, batch)
-        strides = batching.find_strides(shape, batching.find_model(fold, r, k, leaves))
+        strides = evaluate.find_strides(shape, evaluate.find_model(fold, r, k, leaves))
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
@@ -243,7 +242,7 @@ def merge_batches_and_strides(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
+    merged, views, steps = evaluate.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
@@ -345,7 +344,7 @@ def gather_labels(
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     if pick.takes(r, sizes):
         known, found = {} if known is None else known, []
-        for where in batching.iterate_outer(batch):
+        for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)
             if pairs is None:
                 pairs = known[where] = pick.Pairs(_chunk(values, where), sizes, batch[-1])
@@ -355,7 +354,7 @@ def gather_labels(
     ((feature, _),) = outputs_of(r)
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
-    for where in batching.iterate_outer(batch):
+    for where in evaluate.iterate_outer(batch):
         run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
 
@@ -368,15 +367,27 @@ def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
 # The launches of a program's steps.
 
 
+class Beside(NamedTuple):
+    """A launch beside that of a step. It writes to some of the step's results (their number among those of
+    :class:`Made`) or to memory of its own (a name), and has memory of others after the step's leaves."""
+
+    recipe: Recipe
+    written: tuple[int | str, ...]
+    read: tuple[str, ...] = ()
+
+
 class Made(NamedTuple):
     """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others."""
+    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others.
+    ``before`` and ``after``: what else writes to the same results."""
 
     recipe: Recipe
     results: Sequence[int]
     joined: Sequence[Joined] = ()
     shifted: Sequence[Recipe] = ()
     begun: Recipe | None = None  # makes what the launch adds its last result up in, and has after all leaves
+    before: Sequence[Beside] = ()
+    after: Sequence[Beside] = ()
 
     def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
@@ -389,7 +400,11 @@ class Made(NamedTuple):
             yield ProgramLaunch(recipe, feeds, (name,))
         if self.begun is not None:
             yield ProgramLaunch(self.begun, feeds, last)
+        call = lambda name: whole[name] if isinstance(name, int) else f"{whole[0]}_{name}"
+        beside = lambda one: ProgramLaunch(one.recipe, (*feeds, *map(call, one.read)), tuple(map(call, one.written)))
+        yield from map(beside, self.before)
         yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])
+        yield from map(beside, self.after)
         for one in self.joined:
             yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
 
