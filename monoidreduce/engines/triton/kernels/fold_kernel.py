@@ -1,8 +1,8 @@
 """One launch of a fold: from tensors to a running kernel, and everything prepared for the next call.
 
-:meth:`Launch.prepare` lists the steps before a first launch, :meth:`Launch.launched` those of every call. Leaves are
-passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are decoded from
-the program id. Lengths are run-time arguments, so that a new length compiles nothing.
+:meth:`FoldLaunch.prepare` lists the steps before a first launch, :meth:`FoldLaunch.launched` those of every call.
+Leaves are passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are
+decoded from the program id. Lengths are run-time arguments, so that a new length compiles nothing.
 """
 
 from __future__ import annotations
