@@ -316,8 +316,9 @@ class PreparedGemm:
         copied = () if name in ROW_KERNELS else self.copied
         boxes = tuple(() if e in copied else None for e in fold.leaves)
         given = [values[e] for e in fold.leaves]
-        more = dict(deep=True, raw=self.gemm.exact, boxes=boxes)
-        return spec_from_tensors.describe_as_given(fold, "cols", given, here, narrow="bfloat16", **more)
+        return spec_from_tensors.describe_as_given(
+            fold, "cols", given, here, narrow="bfloat16", deep=True, raw=self.gemm.exact, boxes=boxes
+        )
 
 
 @functools.lru_cache(maxsize=1024)
