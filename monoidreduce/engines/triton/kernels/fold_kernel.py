@@ -483,7 +483,7 @@ class FoldLaunch:
             made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
-            found += [one.moved(places[0]) for one in made]
+            found += [one.offset(places[0]) for one in made]
         return found
 
     def _converted(self, values: Leaves) -> list[Any]:
@@ -519,7 +519,7 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.whole
+                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:

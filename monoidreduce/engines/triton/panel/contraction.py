@@ -42,25 +42,25 @@ PADDED = 1.05  # features of tiles to those that there are, at most
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
     the kernel of this file where it is faster, else by the vendor's product."""
-    if weights.dtype not in matmul.SIXTEEN or not into(out, weights, vectors, add):
+    if weights.dtype not in matmul.SIXTEEN or not contract_by_pingpong(out, weights, vectors, add):
         matmul.contract_into(out, weights, vectors, add)
 
 
-def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
+def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once; False where the vendor's
     product is as fast, or there is no such kernel."""
     key = (add, out.device, *map(_form, (out, weights, vectors)))
-    ready = _READY.find(key, _MISSING)
+    ready = _PREPARED.find(key, _MISSING)
     if ready is _MISSING:
-        gains = _fits(out, weights, vectors) and by_turns(*out.shape, folded=len(vectors), device=out.device)
-        ready = _READY.keep(key, Ready(out, weights, vectors, add) if gains else None)
+        gains = _fits(out, weights, vectors) and is_faster(*out.shape, folded=len(vectors), device=out.device)
+        ready = _PREPARED.keep(key, PreparedContraction(out, weights, vectors, add) if gains else None)
     if ready is not None:
         ready(out, weights, vectors)
     return ready is not None
 
 
-def by_turns(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
-    """Whether sums so large and long are faster by turns."""
+def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
+    """Whether the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
     many = tiles * turns >= ROUNDS * spec_from_tensors.processors(device)
     return (
@@ -88,7 +88,7 @@ def _copied(*tensors: Tensor) -> bool:
     return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 
-class Ready:
+class PreparedContraction:
     """A sum on tensors of given types, shapes, strides and alignment."""
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool):
@@ -114,7 +114,7 @@ class Ready:
         )
 
 
-_READY: BoundedCache[tuple, Ready | None] = BoundedCache(1024)
+_PREPARED: BoundedCache[tuple, PreparedContraction | None] = BoundedCache(1024)
 _MISSING: Any = object()
 
 
