@@ -41,8 +41,7 @@ from .program.lower import Lowered
 from .program.trace import Traced, find_place
 from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
 from .runtime.bind import check_kind, check_sizes, inputs_of, output_form, sizes_of
-from .runtime.call import CallForm, Plan, formed
-from .runtime.call_cache import Plans, Programs
+from .runtime.call import CallForm, Plan, Plans, Programs, formed
 from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 

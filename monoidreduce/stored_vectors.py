@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .engines.common.unpack import unpack
+from .engines.common.evaluate import unpack
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from .program.declarations import STORED, Parameter
 

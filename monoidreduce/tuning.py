@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engines import auto, triton
-from .engines.common import batching, combine, matmul, oom_retry
+from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
 from .engines.triton.launch import jit_module
 from .errors import EngineError
@@ -103,7 +103,7 @@ def comparable_results(fold: Fold, results: Sequence[Tensor], leaves: Sequence[A
     A softmax's shift differs between plans: the maximum, or a guessed maximum. Gradients are summed over the batch
     inside some kernels.
     """
-    summed = batching.sum_gradients(fold, results, leaves, sizes)
+    summed = evaluate.sum_gradients(fold, results, leaves, sizes)
     return [t for r, own in combine.split(fold, summed) for t in kind_of(r).settled(own)]
 
 

@@ -23,7 +23,7 @@ from .layers import SEED
 from .measure import profile_memory
 
 WINDOW = 1024  # keys that a token attends to
-MEMORY, STOPPED_BY_TIME = "memory", "time"  # why no larger size was tried
+STOPPED_BY_MEMORY, STOPPED_BY_TIME = "memory", "time"  # why no larger size was tried
 _CLOSE = 1.08  # a size that fits and one that does not are this close at the end; so is its memory to the limit
 _LEAST_STEP = 1.3  # growing by less is not worth a run
 _COLD = 0.5  # seconds from which a run that took too long is made again
@@ -127,7 +127,7 @@ def grow(
         inside = sorted((r for r in runs if fits(r, limit)), key=lambda r: r.size)
         outside = min((r.size for r in runs if not fits(r, limit)), default=0)
         if not inside or (outside and outside <= max(inside[-1].size * _CLOSE, inside[-1].size + multiple)):
-            return Growth(tuple(runs), limit, MEMORY)
+            return Growth(tuple(runs), limit, STOPPED_BY_MEMORY)
         size = _guess_size(inside, limit, outside)
         late = time.perf_counter() - start_time > _PATIENCE * seconds
         affordable = 0.0 if late else _guess_affordable(inside, seconds - spent)
@@ -135,7 +135,7 @@ def grow(
             affordable = max(affordable, _BEYOND * beside)
         if affordable < size and (affordable < _LEAST_STEP * inside[-1].size or outside):
             full = (inside[-1].peak or 0) * _CLOSE > limit  # memory grows at least as the size does
-            return Growth(tuple(runs), limit, MEMORY if full else STOPPED_BY_TIME)
+            return Growth(tuple(runs), limit, STOPPED_BY_MEMORY if full else STOPPED_BY_TIME)
         size = max(int(min(size, affordable)) // multiple * multiple, inside[-1].size + multiple)
         runs.append(_measure_warm(measure, min(size, outside - 1) if outside else size, inside[-1]))
 

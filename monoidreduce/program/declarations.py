@@ -9,6 +9,7 @@ number per batch element, ``Pair`` one number per pair and ``Table["n"]`` n numb
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import inspect
 import types
 import typing
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DeclarationError
-from .closure import nonlocals
 from .expression import Expr, Feature, node
 from .several import letters
 
@@ -243,7 +243,9 @@ def _annotations(function: Any) -> dict[str, Any]:
     """Annotations as objects, whether or not they were written under ``from __future__ import annotations``."""
     raw = dict(getattr(function, "__annotations__", {}))
     scope = dict(function.__globals__)
-    scope.update(nonlocals(function))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # assigned later: it has no value yet
+            scope[name] = cell.cell_contents
     for name, hint in raw.items():
         if isinstance(hint, str):
             try:

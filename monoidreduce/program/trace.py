@@ -7,11 +7,15 @@ for a number's Python value (``if causal:``, ``mr.topk(x, k)``), it is traced ag
 
 from __future__ import annotations
 
+import dis
+import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,7 +23,6 @@ import torch
 
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
-from .closure import Watched
 from .declarations import Parameter
 from .domain import restrict
 from .expression import Expr, const, topological
@@ -184,3 +187,222 @@ def find_place(function: Any, traceback: TracebackType | None = None) -> str:
 def _describe_place(function: Any, name: str, line: int) -> str:
     text = linecache.getline(name, line).strip()
     return f"in {function.__name__}, {os.path.basename(name)}:{line}" + (f": {text}" if text else "")
+
+
+# The Python numbers that a body reads besides its arguments: from its closure, from globals and from attributes.
+#
+# A body is traced once and its program cached, so a number that it reads from outside would keep its first value.
+# :func:`watch` lists the places that a body, and the functions it calls, can read such a number from. They are found in
+# the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
+# (``config.scale``, ``settings["window"]``). :meth:`Watched.holds` compares them with what they were; where one has
+# changed, the body is traced again. A tensor in such a place is no number: :attr:`Watched.tensors` has its name.
+
+_MISSING = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_FIXED_PACKAGES = ("monoidreduce", "torch", "numpy", "math", "cmath", "operator", "functools", "itertools", "builtins")
+_MOST = 4096  # instructions and objects looked at: a body that reaches more is not followed further
+_CHAIN = 16  # instructions after a name that may be attributes and subscripts of it
+_LONGEST = 16  # items of a tuple that is compared as a value
+
+Read = functools.partial[Any]  # gives what is at a place now; its second argument is the last name of the place
+
+
+@dataclass
+class Watched:
+    """Places outside of a body that it reads, with what was there when the body was looked at."""
+
+    names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)  # of closures
+    others: list[tuple[Read, Any]] = field(default_factory=list)  # attributes and items, read from their root
+    tensors: dict[int, str] = field(default_factory=dict)  # by identity: how the body names it
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.cells or self.others)
+
+    def holds(self) -> bool:
+        """True where every watched place still has the value it had when the body was traced."""
+        for scope, name, then in self.names:
+            now = scope.get(name, _MISSING)
+            if now is not then and not _is_same(now, then):
+                return False
+        for cell, then in self.cells:
+            now = _content(cell)
+            if now is not then and not _is_same(now, then):
+                return False
+        for read, then in self.others:
+            now = _value(read)
+            if now is not then and not _is_same(now, then):
+                return False
+        return True
+
+
+def watch(*functions: Any) -> Watched:
+    """The places that these functions, and the functions they call, read; this package's own functions are skipped."""
+    found = Watched()
+    _Search(found).functions([f for f in functions if not _is_fixed_package(f)])
+    return found
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+def _value(read: Read) -> Any:
+    try:
+        return read()
+    except Exception:
+        return _MISSING
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """Whether two values mean the same to a trace; by their text, which tells -0.0 from 0.0 and knows NaN again."""
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, types.MethodType):
+        return now.__func__ is then.__func__ and now.__self__ is then.__self__
+    return _is_plain(now) and (now == then or now != now) and repr(now) == repr(then)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= _LONGEST and all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _is_fixed_package(function: Any) -> bool:
+    """Whether a function or module is this package's, torch's or the language's own, whose values do not change."""
+    if isinstance(function, functools.partial):
+        return False
+    named = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
+    return str(named).split(".")[0] in _FIXED_PACKAGES
+
+
+class _Search:
+    """Searches the bytecode of functions, each function once."""
+
+    def __init__(self, found: Watched):
+        self.found = found
+        self.seen: set[int] = set()
+        self.held: list[Any] = []  # what was seen, so that identities stay their own
+        self.left = _MOST
+        self.stored: set[Any] = set()  # attributes, globals and cells that a function writes: counters, no settings
+
+    def functions(self, waiting: list[Any]) -> None:
+        """Functions, methods, partials, modules or any other objects that can be called."""
+        while waiting and self.left > 0:
+            waiting += self._one(waiting.pop())
+        found = self.found
+        found.names = [one for one in found.names if (id(one[0]), one[1]) not in self.stored]
+        found.cells = [one for one in found.cells if id(one[0]) not in self.stored]
+        found.others = [one for one in found.others if one[0].args[1] not in self.stored]
+
+    def _one(self, called: Any) -> list[Any]:
+        """Search one function; returns the functions that it names."""
+        owner = _MISSING
+        if isinstance(called, functools.partial):
+            return [called.func, *(a for a in (*called.args, *called.keywords.values()) if callable(a))]
+        if isinstance(called, torch.nn.Module):
+            called = called.forward
+        elif not isinstance(called, types.FunctionType | types.MethodType):
+            called = getattr(called, "__call__", None)  # noqa: B004 - the method itself is looked through
+        if isinstance(called, types.MethodType):
+            owner, called = called.__self__, called.__func__
+        if hasattr(called, "__wrapped__") and not isinstance(called, types.FunctionType):
+            called = called.__wrapped__
+        if not isinstance(called, types.FunctionType) or id(called) in self.seen or _is_fixed_package(called):
+            return []
+        self.seen.add(id(called))
+        self.held.append(called)
+        return list(self._names(called, called.__code__, owner))
+
+    def _names(self, function: types.FunctionType, code: types.CodeType, owner: Any) -> Iterator[Any]:
+        """Note every place that a function's code reads; yield the functions that it calls."""
+        steps = list(dis.get_instructions(code))
+        self.left -= len(steps)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self.stored |= {s.argval for s in steps if s.opname == "STORE_ATTR"}
+        self.stored |= {(id(function.__globals__), s.argval) for s in steps if s.opname == "STORE_GLOBAL"}
+        self.stored |= {id(cells[s.argval]) for s in steps if s.opname == "STORE_DEREF" and s.argval in cells}
+        first = code.co_varnames[0] if code.co_argcount and owner is not _MISSING else None
+        for at, step in enumerate(steps):
+            name = step.argval
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
+                root = function.__globals__[name]
+                read: Read = functools.partial(function.__globals__.__getitem__, name)
+                note: Callable[[], None] = functools.partial(
+                    self.found.names.append, (function.__globals__, name, root)
+                )
+            elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in cells:
+                root = _content(cells[name])
+                read = functools.partial(getattr, cells[name], "cell_contents")
+                note = functools.partial(self.found.cells.append, (cells[name], root))
+            elif step.opname.startswith("LOAD_FAST") and first is not None and name == first:
+                root, read, note = owner, functools.partial(_itself, owner), lambda: None
+            else:
+                continue
+            yield from self._place(str(name), root, read, note, steps[at + 1 : at + 1 + _CHAIN])
+        for inner in code.co_consts:  # lambdas and comprehensions
+            if isinstance(inner, types.CodeType):
+                yield from self._names(function, inner, _MISSING)
+
+    def _place(self, name: str, value: Any, read: Read, note: Callable[[], None], steps: list[Any]) -> Iterator[Any]:
+        """A name, and the attributes and constant subscripts that follow it, as far as they lead to something plain."""
+        while value is not _MISSING:
+            if isinstance(value, torch.Tensor):
+                self.found.tensors[id(value)] = name
+                self.held.append(value)
+                return
+            if _is_plain(value):
+                note()
+                return
+            following = _following(steps)
+            if _is_followed(value, steps, following is not None):
+                note()
+                yield value
+            if following is None or (isinstance(value, types.ModuleType) and _is_fixed_package(value)):
+                return
+            key, is_item, count = following
+            name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
+            read = functools.partial(_item if is_item else _attribute, read, key)
+            value, steps = _value(read), steps[count:]
+            note = functools.partial(self.found.others.append, (read, value))
+
+
+def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
+    """Whether what a name stands for is looked through: a function, or an object that may be called at this place."""
+    if not callable(value) or isinstance(value, type) or _is_fixed_package(value):
+        return False
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return True
+    if not isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004 - one of Python's own
+        return False
+    copied = bool(steps) and steps[0].opname in ("COPY", "DUP_TOP")  # an attribute of it is written
+    return not goes_on and not copied
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _attribute(read: Read, key: str) -> Any:
+    return getattr(read(), key)
+
+
+def _item(read: Read, key: Any) -> Any:
+    return read()[key]
+
+
+def _following(steps: list[Any]) -> tuple[Any, bool, int] | None:
+    """What instructions read of the value before them: an attribute, or an item (True), and how many they are."""
+    if not steps:
+        return None
+    first, *rest = steps[:2]
+    if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return first.argval, False, 1
+    constant = first.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and isinstance(first.argval, str | int)
+    if constant and rest and (rest[0].opname == "BINARY_SUBSCR" or rest[0].argrepr == "[]"):
+        return first.argval, True, 2
+    return None

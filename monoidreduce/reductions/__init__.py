@@ -17,12 +17,10 @@ from .best import Best
 from .histogram import Histogram
 from .moments import Moments
 from .pair import Pair
-from .panel import Panel
-from .pick import Pick
-from .picks import Picks
+from .pick import Pick, Picks
 from .softmax import Softmax
 from .sum import Sum
-from .topk import TopK
+from .topk import Panel, TopK
 from .user import User
 
 KINDS: dict[str, Reduction] = {

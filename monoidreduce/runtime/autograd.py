@@ -33,7 +33,7 @@ from ..engines.common.gradient_program import (
     zero_gradient,
 )
 from ..engines.common.matmul import SIXTEEN
-from ..engines.common.others import other_gradients, split_cotangents
+from ..engines.common.others import other_gradients, other_results, split_cotangents
 from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
@@ -43,6 +43,7 @@ from . import call_context, fused_expressions, saved_row_gradients, torch_operat
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
 from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
+from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
@@ -93,7 +94,7 @@ class Walk:
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> PassContext:
         replay = PassReplay(fold, sizes, self.engine, shown) if self.alike else None
-        fixed = tuple(at for at, k in enumerate(shown) if constant_results(fold)[k])
+        fixed = tuple(at for at, k in enumerate(shown) if self.alike and constant_results(fold)[k])
         return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
@@ -165,7 +166,7 @@ class ReplayedProgram:
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
-    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> Sequence[Tensor | None]:
         """The gradients by their program, step by step."""
         backwards, key = replay.backwards, (needs, saved.given)
         runner = self.gradients.get(key)
@@ -262,15 +263,25 @@ class _Run:
 
 class GradientRunner:
     """Runs a gradient program, by the kind of its inputs: in an ordinary backward by replay (``records``), under a
-    tracer, or where it is itself to be differentiated, by torch and the engine."""
+    tracer, or where it is itself to be differentiated, by torch and the engine. ``sizes``: of all its calls, where
+    their torch calls may be recorded."""
 
-    def __init__(self, made: GradientProgram, engine: str, records: bool):
+    def __init__(self, made: GradientProgram, engine: str, records: bool, sizes: Sizes | None = None):
         self.made, self.engine, self.records = made, engine, records
         self.runs: dict[tuple, _Run] = {}
+        self.calls: TorchReplays | None = None
+        if sizes is not None and not records:
+            run, count = functools.partial(self._gradients, sizes), len(made.leaves)
+            self.calls = replay_calls(lambda pool: run(pool[:count], pool), engine, sizes)
 
-    def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> list[Tensor | None]:
+    def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> Sequence[Tensor | None]:
         """A gradient per leaf (None where not asked); ``others``: results and cotangents."""
         pool = [*leaves, *others]
+        if self.calls is None or torch.is_grad_enabled() or settings.current.get().skip_below or not are_plain(pool):
+            return self._gradients(sizes, leaves, pool)
+        return self.calls(pool)
+
+    def _gradients(self, sizes: Sizes, leaves: Sequence[Any], pool: Sequence[Any]) -> list[Tensor | None]:
         values = [pool[k] for k in self.made.sources]
         alike = self.records and not torch.is_grad_enabled() and are_plain(values)
         kind = triton.describe_leaves(values) if alike else ()
@@ -322,6 +333,18 @@ class PassContext:
     fixed: tuple[int, ...] = ()  # of the replay's results, those that are constants to gradients
     gradients: dict[tuple, GradientRunner] = field(default_factory=dict, compare=False)
 
+    def fold_leaves(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
+        """All results, by the engine or by the torch calls that it made before on leaves like these."""
+        return (self._fold if self.calls is None else self.calls)(leaves)
+
+    def _fold(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
+        return FOLDERS[self.engine](self.fold, leaves, self.sizes)
+
+    @functools.cached_property
+    def calls(self) -> TorchReplays | None:
+        """The recorded torch calls, where small folds on a CPU have some."""
+        return replay_calls(self._fold, self.engine, self.sizes) if self.fold.domain is None else None
+
 
 def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
@@ -329,7 +352,7 @@ def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
         return _run_traced_pass(context, leaves)
     if torch.is_grad_enabled() and need_gradient(leaves):
         return _Pass.apply(context, *leaves)
-    return FOLDERS[context.engine](context.fold, leaves, context.sizes)
+    return context.fold_leaves(leaves)
 
 
 class _Pass(torch.autograd.Function):
@@ -339,7 +362,7 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
         if form is None:
-            output = detach_views(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            output = detach_views(context.fold_leaves(leaves))
             _save(ctx, context, leaves, output)
             return output
         found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
@@ -519,11 +542,15 @@ def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequen
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    given = (context, leaves, results, wanted, cotangents, ctx.form)
-    if call_context.autocast_device(results) is None and ctx.settings == settings.now():
-        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
-    with apply_settings(ctx.settings), call_context.without_autocast(results):
-        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
+    usual = call_context.autocast_device(results) is None and ctx.settings == settings.now()
+    try:
+        if usual:
+            return None, *_pass_gradients(context, leaves, results, wanted, cotangents, ctx.form)
+        with apply_settings(ctx.settings), call_context.without_autocast(results):
+            return None, *_pass_gradients(context, leaves, results, wanted, cotangents, ctx.form)
+    except Exception as error:
+        reason = oom_retry.find_reason(error)
+    oom_retry.raise_typed(reason, context.sizes)
 
 
 def _pass_gradients(
@@ -533,10 +560,10 @@ def _pass_gradients(
     wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
     form: SavingFold | None = None,
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    local, others = split_cotangents(context.fold, cotangents)
-    if any(g is not None for g in others):
+    if any(other_results(context.fold)) and any(g is not None for g in split_cotangents(context.fold, cotangents)[1]):
+        local, others = split_cotangents(context.fold, cotangents)
         grads = other_gradients(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)
@@ -549,7 +576,8 @@ def _pass_gradients(
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)
-        runner = context.gradients[key] = GradientRunner(program, context.engine, records)
+        recorded = context.sizes if context.fold.domain is None else None
+        runner = context.gradients[key] = GradientRunner(program, context.engine, records, recorded)
     return runner(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.common.batching import broadcast_shapes, find_model, find_strides
-from ..engines.common.evaluate import Form, Sizes
+from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.domain import HIDDEN, public_name
@@ -248,7 +247,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def output_strides(program: Lowered, output: int, shape: tuple[int, ...], inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """The strides of an output of a program of one pass, as its engine allocates it: in the memory order of an input,
-    where it belongs to that input (``engines/common/batching.py``)."""
+    where it belongs to that input (``engines/common/evaluate.py``)."""
     (one,) = program.passes
     e = program.outputs[output]
     leaves = [inputs[str(x.attrs[0])] if x.op == "input" else None for x in one.feeds]

@@ -1,15 +1,17 @@
 """A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
 
 A plan is found by a key of everything that the checks of a call look at (``layer_replay.py``), and of nothing else:
-values are
-no part of it, so a new temperature is the same plan.
+values are no part of it, so a new temperature is the same plan. :class:`Plans` has the plans of an op, and
+:class:`Programs` its traced programs, which are the same for all shapes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from ..engines import panel, reference
 from ..engines.common import oom_retry
+from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.torch_code import inputs
 from ..engines.panel.panel_program import as_program
@@ -25,16 +28,17 @@ from ..errors import BudgetError, NoGradientError
 from ..plan import budget, settings
 from ..program.compile import compile_program
 from ..program.declarations import Parameter
-from ..program.domain import ROW_SEQUENCE
+from ..program.domain import ROW_SEQUENCE, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
-from ..program.trace import Traced
+from ..program.trace import Traced, trace, watch
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
-from .bind import output_form, padded
+from .bind import number_class, output_form, padded
 from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
+from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
 from .replay import ProgramSteps, can_record, make_steps
 
@@ -80,7 +84,8 @@ class Plan:
             _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total, out)
         )
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
-        if (look := table_range.guard(traced.outputs, sizes)) is not None:
+        looks_up = any(e.op == "lookup" for e in topological(traced.outputs))
+        if looks_up and (look := table_range.guard(traced.outputs, sizes)) is not None:
             run = table_range.checked(run, look, names)
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
@@ -270,3 +275,119 @@ def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Si
     if value._base is not None and not value.requires_grad and is_untraced():
         value = value.detach()
     return value if value.dtype == dtype else value.to(dtype)
+
+
+# The calls of an op that were made before. A call that is found goes straight to its plan; a wrong one finds none, and
+# is explained by the checks of binding.
+
+_PLANS = 1024  # kinds of calls of one op
+_FIXED = 32  # plans or programs of one kind of call, by the numbers they were traced with
+_TRACES = 256
+
+
+class Plans:
+    """The plans of an op with these parameters and this signature."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], signature: inspect.Signature):
+        self.parameters, given = parameters, list(parameters.values())
+        kinds = [p.kind for p in signature.parameters.values()]
+        self.positional = sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)
+        named = [kind is not inspect.Parameter.POSITIONAL_ONLY for kind in kinds]
+        self.places = {name: at for at, name in enumerate(parameters) if named[at]}
+        self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
+        self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
+        self.keys = CallKeys(self._declared)
+        self.known: BoundedCache[tuple, tuple[Plan, ...]] = BoundedCache(_PLANS)
+
+    def __len__(self) -> int:
+        """How many kinds of calls are known."""
+        return len(self.known)
+
+    def form(self, count: int, names: Iterable[str]) -> CallForm | None:
+        """How a call with so many values by position, and these by name, is read; None where it does not fit, which
+        binding explains."""
+        places = [*range(count), *(self.places.get(n, -1) for n in names)]
+        fits = count <= self.positional and all(at >= count for at in places[count:])
+        if not fits or any(at not in places for at in self.needed):
+            return None
+        order = tuple(list(self.parameters)[at] for at in places)
+        vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
+        return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
+
+    def _declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
+        form = self.form(count, names)
+        return None if form is None else form.kinds
+
+    def find(
+        self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
+    ) -> tuple[tuple | None, Plan | None]:
+        """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
+        key = self.keys.key(count, names, values, asked)
+        for plan in () if key is None else self.known.find(key, ()):
+            if plan.serves(values):
+                return key, plan
+        return key, None
+
+    def keep(self, key: tuple, plan: Plan) -> None:
+        """Cache a plan in front of others with its key, which were made for other numbers."""
+        self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
+
+
+TracedFor = tuple[Traced, dict[str, Any]]  # a program, and the numbers that it was traced with
+
+
+class Programs:
+    """The traced programs of an op.
+
+    A new shape is the same program; a new number class, a fixed choice, a left-out argument or the value of a number
+    that the body looked at is another one. So is a new value of something that the body, or a function given as a
+    choice, reads besides its arguments (``program/trace.py``)."""
+
+    def __init__(self, function: Any, parameters: dict[str, Parameter], domain: tuple | None = None):
+        self.function, self.parameters, self.domain = function, parameters, domain
+        hidden = () if domain is None else [name for name, _ in inputs_of(domain)]
+        self.body = {n: p for n, p in parameters.items() if n not in hidden}
+        self.traces: BoundedCache[tuple, list[TracedFor]] = BoundedCache(_TRACES)
+        self._lock = threading.Lock()
+
+    def trace(self, values: dict[str, Any]) -> Traced:
+        """The program for these arguments; whole numbers among them become ``int``."""
+        dtypes, plain = self._kinds(values)
+        choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)
+        key = (tuple(sorted(dtypes.items())), choices)
+        for found in self.traces.get(key, ()):
+            traced, fixed = found
+            same = all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items())
+            if same and (traced.watched is None or traced.watched.holds()):
+                self._keep(key, found)
+                return traced
+        watched = watch(self.function, *(v for _, v in choices if callable(v)))
+        traced = trace(self.function, self.body, dtypes, plain, watched, self.domain)
+        self._keep(key, (traced, {n: plain[n] for n in traced.fixed}))
+        return traced
+
+    def _keep(self, key: tuple, used: TracedFor) -> None:
+        """Put a program, new or found, in front of all others."""
+        with self._lock:
+            known = [one for one in self.traces.get(key, ()) if one is not used]
+            self.traces.keep(key, [used, *known[: _FIXED - 1]])
+
+    def _kinds(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+        """The number class of each argument, and the Python values of those that are no tensors."""
+        dtypes: dict[str, str] = {}
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            p = self.parameters[name]
+            if p.axis == "static" or value is None:
+                plain[name] = value
+            elif isinstance(value, Tensor):
+                dtypes[name] = "float" if p.stored else number_class(value.dtype)
+            elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
+                dtypes[name] = "float" if p.python is float else "int"
+            else:
+                plain[name] = value.item() if hasattr(value, "item") else value
+                if p.python is int and not isinstance(plain[name], bool):
+                    plain[name] = values[name] = int(plain[name])
+                as_float = p.python is float and not isinstance(plain[name], bool)
+                dtypes[name] = "bool" if isinstance(plain[name], bool) else "float" if as_float else "int"
+        return dtypes, plain

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engines import triton
-from ..engines.common import batching, matmul, skip_small_tiles
+from ..engines.common import evaluate, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
 from ..plan.op_counts import SPECIAL, DeviceRates
@@ -397,7 +397,7 @@ def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.
 
 def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
     """The shape of a result after the sum over the batch that its kernel makes, if it does."""
-    batch = batching.summed_batch(fold, r, leaves, sizes)
+    batch = evaluate.summed_batch(fold, r, leaves, sizes)
     real = matmul.dry_run_sizes.get() or sizes
     named = r in fold.gradient_of and r.attrs[0] == "sum"
     if not named or batch == sizes.batch or not triton.sums_batch(batch, r, real):

@@ -29,7 +29,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.ranks import agreement
 from ..plan import settings
-from ..program.closure import Watched
+from ..program.trace import Watched
 from ..stored_vectors import Scaled
 from . import call_context
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..engines import auto, eager, panel, triton
-from ..engines.common import batching, matmul
+from ..engines.common import evaluate, matmul
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
@@ -88,7 +88,7 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
-    merged, _ = batching.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    merged, _ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
     own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else tiles.Tiles(*asked)

@@ -79,7 +79,23 @@ ENGINES: dict[str, Callable] = {
     "triton": _over_lists(_kernels, _pieces, kernels=True),
     "auto": _over_lists(tuning.run, _pieces, kernels=True),
 }
-FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
+
+
+def _add_retry(run: Callable) -> Callable:
+    """An engine that runs a fold once more under a smaller memory budget when memory runs out."""
+
+    def folder(fold: Any, leaves: Any, sizes: Any) -> list[torch.Tensor]:
+        try:
+            return run(fold, leaves, sizes)
+        except Exception as error:
+            oom_retry.find_reason(error)  # raises any other error again
+        oom_retry.release_memory(sizes.device)
+        return oom_retry.run_smaller(run, (fold, leaves, sizes), sizes, fold)
+
+    return folder
+
+
+FOLDERS = {name: _add_retry(run) for name, run in ENGINES.items()}
 
 
 def engine() -> str:

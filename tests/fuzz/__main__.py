@@ -1,7 +1,7 @@
 """The long run: ``python -m tests.fuzz --programs 10000 --seed 0``. Exits with 1 if a program fails.
 
 ``--engine``, ``--mode`` and ``--share interpret`` (with TRITON_INTERPRET=1) narrow it down; ``--only 123`` runs one
-program and shows its shrunk form; ``--record FILE`` keeps the summary as JSON.
+program and shows its shrunk form; ``--record FILE`` keeps the summary as JSON. ``--lists``: each over lists of columns.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import collections
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from . import lists
 from .generate import generate
 from .runner import Outcome, check, report
 
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the number of the first program")
     parser.add_argument("--only", type=int, help="run this program alone")
     parser.add_argument("--share", choices=("unit", "interpret"), default="unit")
+    parser.add_argument("--lists", action="store_true", help="over lists of columns, by --engine or eager")
     parser.add_argument("--engine", help="run every program by this engine")
     parser.add_argument("--mode", help="run every program through this transform")
     parser.add_argument("--shown", type=int, default=5, help="failures of one sort that are shrunk and printed")
@@ -34,6 +37,8 @@ def main() -> int:
     torch.set_num_threads(1)
 
     seeds = [given.only] if given.only is not None else range(given.seed, given.seed + given.programs)
+    if given.lists:
+        return _run_lists(seeds, given.engine or "eager", given.shown)
     counts: collections.Counter[str] = collections.Counter()
     failures: dict[str, list[int]] = collections.defaultdict(list)
     start = last = time.monotonic()
@@ -68,6 +73,17 @@ def main() -> int:
     if given.record:
         given.record.write_text(json.dumps(summary, indent=1) + "\n")
     return 1 if failures else 0
+
+
+def _run_lists(seeds: Iterable[int], engine: str, shown: int) -> int:
+    failed = 0
+    for seed in seeds:
+        failure = lists.check(seed, engine)
+        failed += failure is not None
+        if failure and failed <= shown:
+            print(f"program {seed}: {failure.kind}\n{failure.detail}\n{generate(seed).source()}", flush=True)
+    print(f"{failed} programs over lists failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

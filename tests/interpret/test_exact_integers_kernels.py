@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Pair, Row
 from tests.support.exact_integer_cases import CASES, documents, vectors
 
 
@@ -45,3 +45,32 @@ def test_positions_given_as_data_within_a_window():
     with mr.use(engine="triton"):
         got = near(at, at, y)
     torch.testing.assert_close(got, torch.where((at.unsqueeze(-1) - at).abs() <= 3, y, 0.0).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "cols", [None, mr.jagged(torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]))], ids=["all", "packed"]
+)
+def test_constants_that_int32_does_not_hold(cols, dtype):
+    """Beside indices, truth values and int32 data, in conditions and comparisons; packed, the least of all integers
+    stands for pairs that do not exist."""
+    far = 2**40
+
+    @mr.op
+    def beyond(x: Row, y: Col, ids: Pair):
+        near = torch.where(ids > 1, mr.col_index, far)
+        most = mr.max(torch.where(mr.col_index < 3, ids, -far))
+        return (
+            most,
+            mr.argmin(near),
+            mr.count(ids < far),
+            mr.max(torch.where(ids > 0, mr.row_index < 2, -far)),
+            mr.max(ids),
+        )
+
+    given = torch.zeros(5), torch.zeros(7), torch.arange(35).view(5, 7).remainder(4).to(dtype)
+    with mr.use(engine="triton", strict=True):
+        got = beyond(*given, cols=cols)
+    with mr.use(engine="reference"):
+        expected = beyond(*given, cols=cols)
+    assert all(map(torch.equal, got, expected))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import Col, Pair, Row
+from monoidreduce import Batch, Col, Pair, Row  # noqa: F401  (bodies name them in annotations)
 from monoidreduce.domains import Domain, Edges, Jagged, Pages
 from tests.support.comparison import flatten
 from tests.support.layers.base import Layer

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...program.constructors import substitute
 from ...program.expression import Expr, node, topological
-from .evaluate import Evaluator, Sizes
-from .unpack import unpack
+from .evaluate import Evaluator, Sizes, unpack
 
 
 class MatchedPairs(Evaluator):

@@ -7,7 +7,6 @@ starts from the same numbers.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -33,31 +32,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
-def add_oom_retry(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine ``run``, with one retry under a smaller memory budget when memory runs out."""
-
-    @functools.wraps(run)
-    def folded(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Any:
-        return run_with_retry(run, (fold, leaves, sizes), sizes, fold)
-
-    return folded
-
-
 def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
     """Call ``run(*given)``; if memory runs out, once more with a smaller budget. ``fold``: for the error message."""
+    return run_or_fall_back(run, lambda *given: run_smaller(run, given, sizes, fold), given, sizes)
 
-    def smaller(*given: Any) -> Any:
-        try:
-            with budget.shrink():
-                return run(*given)
-        except Exception as error:
-            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
-                raise
-            reason = str(error)
-        release_memory(sizes.device)
-        raise _make_error(reason, sizes, fold)
 
-    return run_or_fall_back(run, smaller, given, sizes)
+def run_smaller(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
+    """The second attempt of :func:`run_with_retry`."""
+    try:
+        with budget.shrink():
+            return run(*given)
+    except Exception as error:
+        if not isinstance(error, BudgetError) and not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    release_memory(sizes.device)
+    raise _make_error(reason, sizes, fold)
 
 
 def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:

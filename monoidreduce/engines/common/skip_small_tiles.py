@@ -177,7 +177,7 @@ class Tally:
         return self.computed + self.skipped
 
 
-_counters: contextvars.ContextVar[tuple[Tally, ...]] = contextvars.ContextVar("tally", default=())
+counters: contextvars.ContextVar[tuple[Tally, ...]] = contextvars.ContextVar("tally", default=())
 
 
 @contextlib.contextmanager
@@ -190,26 +190,26 @@ def tally() -> Iterator[Tally]:
     (0, 0)
     """
     mine = Tally()
-    token = _counters.set((*_counters.get(), mine))
+    token = counters.set((*counters.get(), mine))
     try:
         yield mine
     finally:
-        _counters.reset(token)
+        counters.reset(token)
 
 
 @contextlib.contextmanager
 def pause_counting() -> Iterator[None]:
     """Nothing that runs inside the block is counted: for dry runs."""
-    token = _counters.set(())
+    token = counters.set(())
     try:
         yield
     finally:
-        _counters.reset(token)
+        counters.reset(token)
 
 
 def count_tile(computed: bool, batch: int, rows: int, cols: int, tiles: int = 1) -> None:
     """Add a tile, or several of one size, to all active counters; ``computed``: False if they were skipped."""
-    for t in _counters.get():
+    for t in counters.get():
         if computed:
             t.computed += tiles
             t.pairs_computed += tiles * batch * rows * cols

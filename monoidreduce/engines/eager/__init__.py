@@ -20,9 +20,8 @@ from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
 from ...reductions import kind_of
-from ..common import batching, skip_small_tiles
-from ..common.batching import allocate_result
-from ..common.evaluate import Sizes, pair_result_form
+from ..common import evaluate, skip_small_tiles
+from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from . import branch_and_bound, cpp, nearest_tree
 from .tile_run import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
@@ -49,7 +48,7 @@ def run(
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     rooms = [allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
-    shape, views, _ = batching.merge_batch_and_strides(
+    shape, views, _ = evaluate.merge_batch_and_strides(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
@@ -60,7 +59,7 @@ def run(
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
-    for where in batching.iterate_outer(shape):
+    for where in evaluate.iterate_outer(shape):
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}

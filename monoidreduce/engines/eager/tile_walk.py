@@ -20,9 +20,8 @@ from ...program.several import MIX, folds, is_product, letters
 from ...reductions import kind_of, outputs_of
 from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles
-from ..common.evaluate import Sizes, to_compute_dtype
+from ..common.evaluate import Sizes, to_compute_dtype, unpack
 from ..common.label_gather import run_pick
-from ..common.unpack import unpack
 from .tile_code import FEW_FEATURES, Reducer, TileCode, compile_variant
 from .tile_run import Buffers, TileRun, feature_differences
 

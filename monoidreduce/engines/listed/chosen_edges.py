@@ -81,7 +81,8 @@ def _run_element(fold: Fold, given: dict[Expr, Any], sizes: Sizes, keys: Tensor,
         if not isinstance(value, Tensor):
             return value
         value = to_compute_dtype(value, e, sizes.compute)
-        return value.reshape(-1, *value.shape[2:]) if e.rows or e.cols else value.reshape(value.shape[2:])
+        tail = value.shape[2:]
+        return value.reshape(value.shape[:2].numel(), *tail) if e.rows or e.cols else value.reshape(tail)
 
     found = []
     for r in fold.reductions:

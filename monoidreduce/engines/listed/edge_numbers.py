@@ -165,7 +165,8 @@ class _Element:
             return value
         value = to_compute_dtype(value, e, self.sizes.compute)
         tail = value.shape[2:] if e.feature is not None else ()
-        return value.reshape(-1, *tail) if e.rows or e.cols else value.reshape(tail)
+        length = value.shape[:2].numel()  # not -1: there may be no features
+        return value.reshape(length, *tail) if e.rows or e.cols else value.reshape(tail)
 
     def products(self, e: Expr) -> Tensor:
         """The product of two vectors for every edge, in the order of these lists."""

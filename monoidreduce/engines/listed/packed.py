@@ -22,8 +22,7 @@ from ...program.expression import Expr, const, topological
 from ...program.lower import Fold, is_idle
 from ...reductions import kind_of
 from ..common import bounded_cache, combine
-from ..common.batching import allocate_result
-from ..common.evaluate import Sizes, pair_result_form
+from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import results_of_nothing
 

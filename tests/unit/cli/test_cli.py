@@ -13,9 +13,8 @@ import torch
 
 from monoidreduce import __version__
 from monoidreduce.cli import app, execute, report
-from monoidreduce.cli.demo import Findings, Result, Side, measure_layer, print_limits, print_results
+from monoidreduce.cli.demo import Findings, Result, Side, measure_layer, print_limits, print_results, render_page
 from monoidreduce.cli.demo import demo as demo_command
-from monoidreduce.cli.demo_page import render_page
 from monoidreduce.cli.layers import PAPER_LAYERS as LAYERS
 from monoidreduce.cli.layers import TIME_LAYERS
 from monoidreduce.cli.limits import QUESTIONS, Growth, Limit, Run

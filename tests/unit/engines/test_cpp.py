@@ -64,8 +64,10 @@ def check(layer, *given, tolerance=4e-6):
         known = truth.isfinite()
         assert torch.equal(found.isfinite(), known)
         assert torch.equal(found.isnan(), truth.isnan())
-        error = (found.double() - truth)[known].abs().max() if known.any() else torch.zeros(())
-        assert error <= tolerance * truth[known].abs().max().clamp_min(1e-30)
+        assert found.shape == truth.shape
+        if known.any():
+            error = (found.double() - truth)[known].abs().max()
+            assert error <= tolerance * truth[known].abs().max().clamp_min(1e-30)
 
 
 @mr.op
@@ -185,6 +187,16 @@ def test_layouts_batches_and_broadcast_inputs():
     q = R(3, 2, 24, 130).mT
     k, v = R(3, 1, 200, 24).expand(3, 2, 200, 24), R(1, 1, 200, 48)[..., ::2].expand(3, 2, 200, 24)
     check(mr.ops.attention, q, k, v)
+
+
+@pytest.mark.parametrize("features, values", [(0, 3), (3, 0), (0, 0)])
+def test_vectors_without_features_run_in_torch(features, values, ran):
+    @mr.op
+    def picked(x: Row["f"], t: Row, y: Col["f"], v: Col["d"]):
+        return mr.softmax_mean(torch.where(mr.col_index == t + 1, x @ y, -torch.inf), v), mr.max(x @ y)
+
+    check(picked, R(2, 6, features), torch.arange(6) % 4, R(2, 8, features), R(2, 8, values))
+    assert ran and not ran[0]
 
 
 def test_threads_and_repeated_runs_have_equal_bits(ran):

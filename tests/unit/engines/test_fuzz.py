@@ -1,4 +1,4 @@
-"""A thousand random programs, each called cold, against plain torch.
+"""Random programs, each called cold, against plain torch: some in every run, a thousand with the slow tests.
 
 More of them: ``python -m tests.fuzz --programs 10000``.
 """
@@ -9,6 +9,7 @@ import pytest
 
 from monoidreduce.reductions import KINDS
 from tests.fuzz.generate import generate
+from tests.fuzz.lists import assert_lists
 from tests.fuzz.runner import Outcome, assert_programs, outcomes, report
 from tests.fuzz.tree import topological
 
@@ -23,6 +24,12 @@ def test_programs_agree_with_plain_torch(shard: int):
 
 def test_compiled_programs_agree_with_plain_torch():
     assert_programs(range(3), mode="compile")
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_programs_over_lists_agree_with_masked_ones(first: int):
+    assert_lists(range(first, first + 50))
 
 
 def test_a_failure_is_shrunk_to_a_short_script(monkeypatch):

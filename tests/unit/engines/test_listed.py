@@ -133,6 +133,27 @@ def test_second_derivatives(op):
 # Numbers of edges and of pairs
 
 
+@mr.op
+def weighted_values(x: Row["f"], y: Col["f"], v: Col["d"], weight: Pair):
+    hit = torch.where(mr.col_index == mr.row_index, weight + x @ y, 0.0)
+    return mr.softmax_mean(weight, torch.tanh(weight) * v), mr.max(x @ y), mr.sum(hit), mr.sum(hit * v)
+
+
+@pytest.mark.parametrize("features, values", [(0, 2), (2, 0), (0, 0)])
+def test_vectors_without_features(features, values):
+    domain = mr.edges(torch.tensor([0, 2, 2, 4]), torch.tensor([1, 0, 3, 2]))
+    sizes = ((3, features), (4, features), (4, values))
+    args = [*(torch.randn(*n, dtype=F64, requires_grad=True) for n in sizes), torch.randn(4, dtype=F64)]
+
+    def run(engine):
+        with mr.use(engine=engine):
+            found = weighted_values(*args, cols=domain)
+            return [*found, *torch.autograd.grad([t.sum() for t in found], args[:3], allow_unused=True)]
+
+    for one, other in zip(run("eager"), run("reference"), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_numbers_of_edges():
     """An edge that is listed twice has two numbers, each with its own gradient."""
     edges = mr.edges(torch.tensor([0, 3, 3, 5]), torch.tensor([1, 0, 1, 2, 0]))

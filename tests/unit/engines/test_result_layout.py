@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.common import batching
+from monoidreduce.engines.common import evaluate
 from monoidreduce.engines.common.gradient_program import build_gradient_program
 from monoidreduce.program.compile import compile_program
 from tests.support.model_layout_cases import Model, check, gather
@@ -25,7 +25,7 @@ from tests.support.model_layout_cases import Model, check, gather
 def test_the_order_is_that_of_empty_like(view):
     model = view()
     wanted = torch.empty_like(model).stride()
-    found = batching.find_strides(tuple(model.shape), model)
+    found = evaluate.find_strides(tuple(model.shape), model)
     own = torch.empty(model.shape).stride() if found is None else found
     assert [s for s, n in zip(own, model.shape, strict=True) if n > 1] == [
         s for s, n in zip(wanted, model.shape, strict=True) if n > 1
@@ -34,21 +34,21 @@ def test_the_order_is_that_of_empty_like(view):
 
 def test_what_an_input_does_not_have_is_outermost():
     model = torch.empty(1, 5, 3, 4).transpose(1, 2)
-    assert batching.find_strides((2, 3, 5, 6), model) == (90, 6, 18, 1)
-    assert batching.find_strides((2, 3, 5, 6), model.expand(2, 3, 5, 4)) == (90, 6, 18, 1)
-    assert batching.find_strides((2, 3, 0, 6), model) is None  # nothing to lay out
+    assert evaluate.find_strides((2, 3, 5, 6), model) == (90, 6, 18, 1)
+    assert evaluate.find_strides((2, 3, 5, 6), model.expand(2, 3, 5, 4)) == (90, 6, 18, 1)
+    assert evaluate.find_strides((2, 3, 0, 6), model) is None  # nothing to lay out
 
 
 def test_features_stay_innermost():
-    assert batching.find_strides((2, 3, 5, 4), torch.empty(2, 3, 4, 5).mT) is None
+    assert evaluate.find_strides((2, 3, 5, 4), torch.empty(2, 3, 4, 5).mT) is None
 
 
 def test_dimensions_are_merged_where_results_allow_it():
     x = torch.empty(2, 3, 5, 4)
-    assert batching.merge_batch_and_strides((2, 3), [x], [(60, 20)])[::2] == ((6,), [(20,)])
-    assert batching.merge_batch_and_strides((2, 3), [x], [(60, 4)])[::2] == ((2, 3), [(60, 4)])
-    assert batching.merge_batch_and_strides((2, 1), [x[:, :1]], [(60, 4)])[::2] == ((2,), [(60,)])
-    assert batching.merge_batch_and_strides((), [x[0, 0]], [()])[::2] == ((1,), [(0,)])
+    assert evaluate.merge_batch_and_strides((2, 3), [x], [(60, 20)])[::2] == ((6,), [(20,)])
+    assert evaluate.merge_batch_and_strides((2, 3), [x], [(60, 4)])[::2] == ((2, 3), [(60, 4)])
+    assert evaluate.merge_batch_and_strides((2, 1), [x[:, :1]], [(60, 4)])[::2] == ((2,), [(60,)])
+    assert evaluate.merge_batch_and_strides((), [x[0, 0]], [()])[::2] == ((1,), [(0,)])
 
 
 @pytest.mark.parametrize("fused", [False, True])

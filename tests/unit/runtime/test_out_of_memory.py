@@ -181,7 +181,7 @@ def failing(times, error):
             raise mistake
         return budget.shrink_factor()
 
-    return oom_retry.add_oom_retry(run)
+    return lambda fold, leaves, sizes: oom_retry.run_with_retry(run, (fold, leaves, sizes), sizes, fold)
 
 
 @pytest.fixture

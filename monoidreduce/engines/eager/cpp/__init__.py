@@ -24,9 +24,8 @@ from ....plan.settings import EnvironmentVariable
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, matmul, skip_small_tiles
-from ...common.batching import allocate_result
-from ...common.evaluate import Sizes
+from ...common import evaluate, matmul, skip_small_tiles
+from ...common.evaluate import Sizes, allocate_result
 from ..tile_code import Reducer, TileCode
 from ..tile_walk import FoldCode, compile_fold, decide_tiles, merge_ranges, split_range, tile_ranges
 from . import compiler
@@ -91,8 +90,8 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
         or settings.current.get().shrink > 1
     ):
         return False
-    if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel()):
-        return False
+    if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel() and all(map(sizes.of, fold.letters))):
+        return False  # BLAS takes no matrix without columns
     if setting != "always" and count_work(fold, sizes) < worth:
         return False
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
@@ -106,7 +105,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
 def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
     """What runs a fold of these sizes on a CPU: ``"C++"`` or ``"torch"``. Writes the code, compiles nothing."""
     setting = _SETTING.read()
-    small = setting != "always" and count_work(fold, sizes) < WORTH
+    small = (setting != "always" and count_work(fold, sizes) < WORTH) or not all(map(sizes.of, fold.letters))
     if setting == "never" or small or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
     if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
@@ -164,7 +163,7 @@ def _run(
     }
     rooms = [totals[r] if r in totals else allocate_result(fold, r, k, leaves, sizes) for r, k in fold.outputs]
     count = len(sizes.batch)
-    shape, views, _ = batching.merge_batch_and_strides(
+    shape, views, _ = evaluate.merge_batch_and_strides(
         sizes.batch, list(given.values()), [t.stride()[:count] for t in rooms]
     )
     swapped = all(r.attrs[1] == "rows" for r in fold.reductions)
@@ -208,7 +207,7 @@ def _run(
     packed = b"".join(_pack_number(e, v) for e, v in constants.items())
     held = ctypes.create_string_buffer(packed, max(1, len(packed)))
     address = gemm[0] if form.single else gemm[1]
-    for n, where in enumerate(batching.iterate_outer(shape)):
+    for n, where in enumerate(evaluate.iterate_outer(shape)):
         for first in range(0, shape[-1], step):
             own, table = slice(first, min(first + step, shape[-1])), tables.tables[n] if tables.tables else None
             by_batch = table is not None and table.dim() == 3
@@ -331,7 +330,7 @@ def _make_tables(
     counts: collections.Counter[tuple[bool, int, int, int]] = collections.Counter()
     by_data = any(isinstance(parts.get(e), Tensor) and not e.is_pair for e in code.ranged)
     tables: list[Tensor] = []
-    for where in batching.iterate_outer(shape):
+    for where in evaluate.iterate_outer(shape):
         own = {e: v[where] for e, v in parts.items()} | numbers
         chunks = [slice(b, b + 1) for b in range(shape[-1])] if by_data else [slice(0, shape[-1])]
         if not by_data and tables:

@@ -40,6 +40,11 @@ _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
 
 
+def _is_beyond_int32(e: Expr) -> bool:
+    """True for an integer constant that int32 does not hold: Triton refuses it beside an int32 tensor."""
+    return e.op == "const" and e.dtype == "int" and not -(2**31) <= e.const < 2**31
+
+
 class ExpressionWriter:
     """Writes expressions as lines: those before the loop (``before``) and those of the loop's body (``inside``).
 
@@ -324,6 +329,9 @@ class ExpressionWriter:
             args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
         if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
+        if e.op in ("where", *_COMPARE) and any(map(_is_beyond_int32, e.args)):  # indices and int32 data beside it
+            whole = [a.op != "const" and a.dtype != "float" and (e.op != "where" or k) for k, a in enumerate(e.args)]
+            args = [f"{t}.to(tl.int64)" if w else t for t, w in zip(args, whole, strict=True)]
         if e.op == "mul" and e.dtype == "bool":
             return f"{args[0]} & {args[1]}"
         if e.op in ("div", "reciprocal") and self._divides_exactly(e):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ...common import batching
+from ...common import evaluate
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Side
 from ..codegen import kernel_text
@@ -135,7 +135,7 @@ class ElementwiseLaunch:
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
             raise Unsupported("a kernel's own numbers are float32")
         rank = len(sizes.batch)
-        shape = functools.reduce(batching.broadcast_shapes, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
+        shape = functools.reduce(evaluate.broadcast_shapes, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
         length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
         forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
         cast = tuple(k for k, dtype in sorted((types or {}).items()) if dtype is not forms[k][1])
@@ -145,7 +145,7 @@ class ElementwiseLaunch:
             for e, form in zip(side.outputs, forms, strict=True)
         ]
         laid = {k: found for k, found in enumerate(strides) if found is not None}
-        batch, views, steps = batching.merge_batch_and_strides(
+        batch, views, steps = evaluate.merge_batch_and_strides(
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
@@ -186,7 +186,7 @@ class ElementwiseLaunch:
     def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """A vector lies in memory as the first of the side's vectors that is given; None: contiguous."""
         given = [v for x, v in zip(side.leaves, leaves, strict=True) if x.feature is not None and isinstance(v, Tensor)]
-        return None if e.feature is None or not (given and shape) else batching.find_strides(shape, given[0])
+        return None if e.feature is None or not (given and shape) else evaluate.find_strides(shape, given[0])
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [room() for room in self.rooms]

@@ -23,7 +23,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import batching, bounded_cache
+from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import Side, Step, batch_index
@@ -231,9 +231,9 @@ def merge_batches_and_strides(
     """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = batching.summed_batch(fold, r, leaves, sizes)
+        batch = evaluate.summed_batch(fold, r, leaves, sizes)
         shape, _ = result_form(r, k, sizes, batch)
-        strides = batching.find_strides(shape, batching.find_model(fold, r, k, leaves))
+        strides = evaluate.find_strides(shape, evaluate.find_model(fold, r, k, leaves))
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
@@ -243,7 +243,7 @@ def merge_batches_and_strides(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = batching.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
+    merged, views, steps = evaluate.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
@@ -345,7 +345,7 @@ def gather_labels(
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     if pick.takes(r, sizes):
         known, found = {} if known is None else known, []
-        for where in batching.iterate_outer(batch):
+        for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)
             if pairs is None:
                 pairs = known[where] = pick.Pairs(_chunk(values, where), sizes, batch[-1])
@@ -355,7 +355,7 @@ def gather_labels(
     ((feature, _),) = outputs_of(r)
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
-    for where in batching.iterate_outer(batch):
+    for where in evaluate.iterate_outer(batch):
         run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
 
