@@ -379,10 +379,6 @@ def _pullback_of(function: Callable[..., tuple[tuple[Tensor, ...], Any]], *leave
     return back, pytree.tree_map_only(Tensor, Tensor.detach, rest)
 
 
-Tensors = tuple[Tensor, ...]
-Gradients = tuple[Tensor | None, ...]
-
-
 def elementwise_fold(monoid_id: Any, combine: Callable, f: Callable, rows: Tensors, cols: Tensors) -> list[Any]:
     """The definition, not speed: ``P_i = ⊙_j f(A_i, B_j)`` in two loops, as a list with one T-value per row.
 
