@@ -305,6 +305,11 @@ def widen(text: str, kind: str, wanted: str) -> str:
     return f"{text}{middle}.to(tl.{wanted})"
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below a number, and not below 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def padded(width: int) -> int:
     """The size of a block for so many features: a power of two, at least 16, as matrix products need."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, power_of_two(width))

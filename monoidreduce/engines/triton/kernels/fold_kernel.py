@@ -1,8 +1,8 @@
 """One launch of a fold: from tensors to a running kernel, and everything prepared for the next call.
 
-:meth:`Launch.prepare` lists the steps before a first launch, :meth:`Launch.launched` those of every call. Leaves are
-passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are decoded from
-the program id. Lengths are run-time arguments, so that a new length compiles nothing.
+:meth:`FoldLaunch.prepare` lists the steps before a first launch, :meth:`FoldLaunch.launched` those of every call.
+Leaves are passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are
+decoded from the program id. Lengths are run-time arguments, so that a new length compiles nothing.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ class FoldLaunch:
             made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
-            found += [one.moved(places[0]) for one in made]
+            found += [one.offset(places[0]) for one in made]
         return found
 
     def _converted(self, values: Leaves) -> list[Any]:
@@ -519,7 +519,7 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.whole
+                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
