@@ -41,7 +41,7 @@ from .program.lower import Lowered
 from .program.trace import Traced, find_place
 from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
 from .runtime.bind import check_kind, check_sizes, inputs_of, output_form, sizes_of
-from .runtime.call import CallForm, Plan, Plans, Programs, formed
+from .runtime.call import CallForm, CallPlan, Plans, Programs, formed
 from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
@@ -208,14 +208,14 @@ class Op(dynamo.Compiled, Generic[Result]):
             )
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> Plan | None:
+    def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> CallPlan | None:
         """The plan of an ordinary call's sums, where they are of numbers per row."""
         if form is None or key is None:
             return None
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if not _are_row_numbers(traced):
             return None
-        plan = Plan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        plan = CallPlan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
         return plan
 
@@ -445,11 +445,13 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def _planned(
         self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None, total: bool = False
-    ) -> tuple[Plan, Sequence[Any]]:
+    ) -> tuple[CallPlan, Sequence[Any]]:
         """A plan by the long way, through every check, and the values in its order; ``total``: of the sums of the
         outputs, where these are numbers per row."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order, total and _are_row_numbers(traced))
+        plan = CallPlan.made(
+            traced, self.parameters, bound, sizes, out, engine, order, total and _are_row_numbers(traced)
+        )
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
     # An op is its function: a copy is itself, and it is pickled by name, as functions are

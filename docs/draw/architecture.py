@@ -8,12 +8,12 @@ from docs.draw.svg import COL, FAINT, FOLD, GRADIENT, INK, PALE, ROW, Drawing
 # From the bottom to the top: a package imports only packages below it. Each line of boxes is one level.
 LEVELS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("errors.py", "one class per mistake"), ("algebra/", "monoids and their laws"), ("domains/", "which pairs exist")),
-    (("program/", "trace, gradient, lower; the table of primitives"),),
+    (("program/", "trace, gradient, compile; the table of primitives"),),
     (("reductions/", "one file per kind of reduction"),),
     (("plan/", "cost, budget, schedule, plan records"),),
     (("engines/", "run folds forward"),),
     (("tuning.py", "trials and the tuner: which plan is fastest here"),),
-    (("runtime/", "one call: bind, key, cache, autograd, replay"),),
+    (("runtime/", "one call: key, cache, bind, autograd, replay"),),
     (("op.py", "the decorator"), ("stream.py", "chunks of columns"), ("blockwise.py", "the papers' factories")),
     (("ops/", "layers in the pair language"), ("nn/", "modules"), ("linalg/", "solvers")),
     (("integrations/", "transformers, trainers, Ray"), ("cli/", "command line")),
@@ -76,9 +76,9 @@ def call() -> Drawing:
     d = Drawing(760, 430, "The life of a call, forward and backward")
     first = (
         ("ops", "the op or layer"),
-        ("runtime", "bind, key"),
+        ("runtime", "key"),
+        ("runtime", "bind"),
         ("program", "trace"),
-        ("program", "gradient"),
         ("program", "compile"),
         ("plan", "choose"),
         ("engine", "build"),
@@ -86,14 +86,14 @@ def call() -> Drawing:
     )
     d.text(20, 28, "first call of a kind", 14, ROW, "start")
     _line(d, first, 42, "#e3fafc", ROW)
-    later = (("ops", "the op or layer"), ("runtime", "bind, key"), ("runtime", "replay"), ("device", "launches"))
+    later = (("ops", "the op or layer"), ("runtime", "key, cache"), ("runtime", "replay"), ("device", "launches"))
     d.text(20, 150, "every later call", 14, FOLD, "start")
     _line(d, later, 164, "#d3f9d8", FOLD)
     d.text(420, 186, "the key finds the executable in the call cache:", 12, FOLD, "start")
     d.text(420, 204, "no checks, no tracing, no planning", 12, FOLD, "start")
     backward = (
         ("autograd", "P, cotangents"),
-        ("runtime", "gradient"),
+        ("program", "gradient (once)"),
         ("plan", "choose (once)"),
         ("engine", "build (once)"),
         ("runtime", "replay"),

@@ -186,8 +186,9 @@ def whole(name: str, value: Any) -> None:
         raise ArgumentError(detail=f"{name} was given {shown(value)}", fix="Give a whole number from 1")
 
 
-def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None = None) -> None:
-    """Raise ColumnListError unless all numbers (those that are ``seen``) are from 0 to ``last``."""
+def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None = None, else_fix: str = "") -> None:
+    """Raise ColumnListError unless all numbers (those that are ``seen``) are from 0 to ``last``. ``else_fix``: what
+    else a user may do."""
     flat = value if seen is None else value[seen.expand_as(value)]
     if not flat.numel():
         return
@@ -200,7 +201,7 @@ def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None =
             detail=f"{name}{at} is {given}, but {what} are numbered from 0 to {last}"
             if last >= 0
             else f"{name}{at} is {given}, but there are no {what}",
-            fix="Give numbers in that range" if last >= 0 else "Give an empty list",
+            fix=f"Give numbers in that range{else_fix}" if last >= 0 else "Give an empty list",
         )
 
 

@@ -135,7 +135,8 @@ class Blocks(base.Domain):
                     fix=f"Give counts from 0 to {most}",
                 )
             used = torch.arange(most, device=self.index.device) < self.count.unsqueeze(-1)
-        base.within("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used)
+        fix = ", or leave entries at the end of a list out with count="
+        base.within("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used, fix)
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
         index = self.index.flatten(0, -2)

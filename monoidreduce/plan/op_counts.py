@@ -27,6 +27,7 @@ from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
 from ..program.several import DOTS, is_product, letters
 from ..reductions import kind_of, outputs_of
+from . import settings
 from .tiles import family_name
 
 # Device rates: what the cost model divides by.
@@ -243,7 +244,7 @@ def _cpu_name() -> str:
 
 def device_name(device: torch.device) -> str:
     """The model of a device, and on a CPU the number of threads: measurements hold for all devices of that name."""
-    interpreted = ", interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    interpreted = ", interpreted" if settings.interprets_kernels() else ""
     if device.type == "cuda":
         return _gpu_name(device)
     return f"{_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"

@@ -1,4 +1,4 @@
-"""The size of a tile of pairs in torch.
+"""The size of a tile of pairs: of the eager engine's tiles, first, then the tables of default tiles of Triton kernels.
 
 The eager engine's time is matrix products, a few passes of arithmetic over the tile, and about 0.1 ms of Python per
 tile. The products and Python want it large, the passes want it in the cache, and skipping wants it small. Measured with
@@ -60,7 +60,7 @@ def choose(
 # it, over attention, MLPs, contrastive losses and kernel sums, each kernel alone. The other families were not measured:
 # their tiles are the same, or smaller where those spill, and fit by a count of shared memory that is at most 6 % below
 # what kernels compiled for 8.0 and 8.9 take; none of them spills more than the fastest tiles on an H200 do
-# (``tests/interpret/test_aot_compile.py``). Tiles in torch: ``tiles.py``.
+# (``tests/interpret/test_aot_compile.py``).
 
 Tile = tuple[int, int, int, int]  # kept indices per program instance, folded indices per step, warps, stages
 

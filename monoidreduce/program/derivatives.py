@@ -18,15 +18,15 @@ def normal_density(x: Any) -> Any:
 
 def gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
-        return x.normal_gate() + x * normal_density(x)
+        return x.primitive("normal_gate") + x * normal_density(x)
     k = math.sqrt(8 / math.pi)
     square = x * x
-    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
+    s = (x * (k + 0.044715 * k * square)).primitive("gate")  # (1 + tanh) / 2, which the kernel of gelu itself has
     return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
 
 
 def silu_derivative(g: Any, y: Any, x: Any) -> tuple:
-    s = x.gate()
+    s = x.primitive("gate")
     return (g * (s + y * (1 - s)),)
 
 

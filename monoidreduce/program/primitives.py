@@ -8,6 +8,7 @@ receives the cotangent ``g``, the result ``y`` and the arguments as symbols and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Primitive:
     triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
     cost: float = 0.0  # in exponentials, about; 0: plain arithmetic
     fast: float = 0.0  # the cost of its approximate forms (``quick_``, ``native_``) in kernels of 16-bit programs
+    in_torch: bool = True  # False: torch has no such function, and bodies do not find it by name
 
 
 def _no_gradient(count: int) -> Callable[..., tuple]:
@@ -76,6 +78,7 @@ def _popcount(x: Any, bits: int = 64, out: Any = None) -> Any:
 
 
 _P = Primitive
+_own = functools.partial(Primitive, in_torch=False)  # of ours: ``mr.NAME``, or what derivatives and domains use
 _monotone = iv.monotone
 
 _ROWS = [
@@ -128,7 +131,7 @@ _ROWS = [
         lambda x: iv.div(iv.TRUE, x),
         triton="1.0 / {0}",
     ),
-    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0, fast=1.0),
+    _own("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})", cost=1.0, fast=1.0),
     _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})", cost=1.0, fast=1.0),
     _P(
         "exp2",
@@ -364,8 +367,8 @@ _ROWS = [
         fast=1.5,
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
-    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=1.0),
-    _P(
+    _own("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})", cost=1.0, fast=1.0),
+    _own(
         "normal_gate",
         torch.special.ndtr,
         lambda g, y, x: (g * d.normal_density(x),),
@@ -373,10 +376,10 @@ _ROWS = [
         cost=1.0,
         fast=1.5,
     ),
-    _P(
+    _own(
         "mish_gate",
         lambda x, out=None: torch.tanh(F.softplus(x), out=out),
-        lambda g, y, x: (g * ((1 - y * y) * x.gate()),),
+        lambda g, y, x: (g * ((1 - y * y) * x.primitive("gate")),),
         iv.bounded(0.0, 1.0),
         triton="mish_gate({0})",
         cost=4.0,
@@ -527,7 +530,7 @@ _ROWS = [
         "same",
         triton="shift_right({0}, {1})",
     ),
-    _P(
+    _own(
         "popcount",
         _popcount,
         _no_gradient(1),
@@ -557,7 +560,7 @@ _ROWS = [
         triton="tl.abs({0}) == float('inf')",
     ),
     # others
-    _P("cast", _cast, lambda g, y, x, to: (g,), iv.cast, "cast", attributes={"to": "float"}, triton="{0}"),
+    _own("cast", _cast, lambda g, y, x, to: (g,), iv.cast, "cast", attributes={"to": "float"}, triton="{0}"),
     _P(
         "nan_to_num",
         torch.nan_to_num,
@@ -567,11 +570,11 @@ _ROWS = [
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     # the same condition, which holds in long stretches of both axes: numbers along each rise (``mr.jagged``)
-    _P("stretches", lambda x, out=None: _into(x, out), None, lambda x: x, "bool", triton="{0}"),
-    _P("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
-    _P("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
-    _P("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
-    _P(
+    _own("stretches", lambda x, out=None: _into(x, out), None, lambda x: x, "bool", triton="{0}"),
+    _own("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
+    _own("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
+    _own("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
+    _own(
         "gumbel",
         philox.gumbel,
         _no_gradient(4),
@@ -580,7 +583,7 @@ _ROWS = [
         cost=6.0,
         fast=6.0,
     ),
-    _P(
+    _own(
         "uniform",
         philox.uniform,
         _no_gradient(4),
@@ -607,7 +610,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _inside(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _inside(x, 0.0, 6.0),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
-    "mish": lambda x, inplace=False: x * x.mish_gate(),
+    "mish": lambda x, inplace=False: x * x.primitive("mish_gate"),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
     "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),
@@ -655,6 +658,4 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 
 # every torch name -> the primitive it means
-NAMES: dict[str, str] = {alias: p.name for p in _ROWS for alias in (p.name, *p.names)}
-del NAMES["stretches"]
-del NAMES["popcount"]  # torch has no such function: it is ``mr.popcount``, which asks for the width
+NAMES: dict[str, str] = {alias: p.name for p in _ROWS if p.in_torch for alias in (p.name, *p.names)}

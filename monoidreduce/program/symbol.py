@@ -88,6 +88,10 @@ class Symbol:
             return lambda condition, other: call("where", (condition, self, other), {})
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
+    def primitive(self, name: str) -> Symbol:
+        """A primitive of this value, also one that torch has no name for: derivatives and composites use it."""
+        return _primitive_call(PRIMITIVES[name], (self,), {})
+
     def __round__(self, digits: int | None = None) -> Symbol:
         if digits:
             raise TraceError(detail=f"round(..., {digits}) was asked of a symbol", fix="Scale, round and scale back")
@@ -399,8 +403,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {*DRAWS, "cast", "decay", "gate", "mish_gate", "normal_gate"}
-    return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
+    return sorted({*SPECIAL, *NAMES, *COMPOSITES})
 
 
 def call(name: str, args: tuple, kwargs: dict) -> Any:

@@ -1,6 +1,6 @@
 """What a body may name: reductions, indices, sizes and distances, to a user ``mr.sum`` and so on.
 
-Each becomes one of the few kinds of ``reductions.py`` and arithmetic on its results.
+Each becomes one of the few kinds of ``reductions/`` and arithmetic on its results.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Everything that a body reduces becomes one of these kinds plus arithmetic on its results (``program/vocabulary.py`` has
 what users call). ``base.py`` lists the questions that are asked of a kind, and which few answers suffice. A new kind is
-a file with a subclass of :class:`Reduction`, and a row in ``KINDS``.
+a file with a subclass of :class:`Reduction`, and a row in ``_ROWS``.
 
 May import ``errors``, ``algebra`` and the symbols of ``program`` (expressions, constructors, contractions), which know
 nothing of kinds; passes over programs (normal form, gradient, lowering) stand above this package. Engines are never
@@ -23,10 +23,20 @@ from .sum import Sum
 from .topk import Panel, TopK
 from .user import User
 
-KINDS: dict[str, Reduction] = {
-    kind.name: kind
-    for kind in (Softmax(), Best(), Sum(), Pick(), Picks(), TopK(), Moments(), User(), Pair(), Panel(), Histogram())
-}
+_ROWS = (
+    Softmax(),
+    Best(),
+    Sum(),
+    Pick(),
+    Picks(),
+    TopK(),
+    Moments(),
+    User(),
+    Pair(),
+    Panel(),
+    Histogram(),
+)
+KINDS: dict[str, Reduction] = {kind.name: kind for kind in _ROWS}
 
 
 def kind_of(reduction: Expr) -> Reduction:

@@ -32,8 +32,7 @@ from ..program.domain import ROW_SEQUENCE, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch
-from . import gradient_in_forward as known
-from . import layer_replay, logit_rounding, registry, table_range
+from . import gradient_in_forward, layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import number_class, output_form, padded
 from .call_context import is_untraced, need_gradient
@@ -52,7 +51,7 @@ class CallForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """One traced program on arguments of one kind."""
 
     traced: Traced
@@ -73,7 +72,7 @@ class Plan:
         engine: str,
         order: Sequence[str] | None = None,
         total: bool = False,
-    ) -> Plan:
+    ) -> CallPlan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
         and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
@@ -89,7 +88,7 @@ class Plan:
             run = table_range.checked(run, look, names)
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
-        return Plan(
+        return CallPlan(
             traced,
             sizes,
             run,
@@ -206,11 +205,11 @@ def _walk(
         return names, run, calm
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
-    given = all(n in names for n in known.inputs_of(traced.outputs)) and not program.is_listed
-    if not given or not known.is_wide(traced.outputs, sizes):
+    given = all(n in names for n in gradient_in_forward.inputs_of(traced.outputs)) and not program.is_listed
+    if not given or not gradient_in_forward.is_wide(traced.outputs, sizes):
         return names, sums, calm
     make = registry.stepper(engine, sizes.device)
-    return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
+    return names, gradient_in_forward.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
 def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:
@@ -297,7 +296,7 @@ class Plans:
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
         self.keys = CallKeys(self._declared)
-        self.known: BoundedCache[tuple, tuple[Plan, ...]] = BoundedCache(_PLANS)
+        self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
         """How many kinds of calls are known."""
@@ -320,7 +319,7 @@ class Plans:
 
     def find(
         self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
-    ) -> tuple[tuple | None, Plan | None]:
+    ) -> tuple[tuple | None, CallPlan | None]:
         """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
         key = self.keys.key(count, names, values, asked)
         for plan in () if key is None else self.known.find(key, ()):
@@ -328,7 +327,7 @@ class Plans:
                 return key, plan
         return key, None
 
-    def keep(self, key: tuple, plan: Plan) -> None:
+    def keep(self, key: tuple, plan: CallPlan) -> None:
         """Cache a plan in front of others with its key, which were made for other numbers."""
         self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
 

@@ -5,6 +5,8 @@ choices, none by the numbers in a tensor. So the second call of a kind is record
 is written as one function, straight from the arguments to the result, and later calls run that. A layer that does
 anything else (it reads a number, draws a seed, takes gradients off) cannot be recorded, and is called as it is.
 
+The keys by which a call of any op or layer is recognised are built here too (``CallKeys``).
+
 Unlike ``engines/triton/launch/replay.py``, which records storages and addresses under autograd, this records the calls
 that autograd sees: the replay is differentiable.
 """

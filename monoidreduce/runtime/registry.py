@@ -150,10 +150,10 @@ def use(
 ) -> Iterator[None]:
     """Choose inside the block how ops run; what is not said stays as it is outside of it.
 
-    ``engine``: ``auto``, ``eager``, ``reference`` or ``triton``. ``limit`` bounds the pair elements of ``reference``
-    (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee`` (as exact as float32 is),
-    ``tf32`` or ``tf32x3`` (almost float32, on the matrix units); where nobody says, torch's own switch is followed,
-    ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
+    ``engine``: ``auto``, ``eager``, ``panel``, ``reference`` or ``triton``. ``limit`` bounds the pair elements of
+    ``reference`` (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee`` (as exact as float32
+    is), ``tf32`` or ``tf32x3`` (almost float32, on the matrix units); where nobody says, torch's own switch is
+    followed, ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
     :class:`mr.skip_below <monoidreduce.engines.common.skip_small_tiles.skip_below>`. ``check``: the lists of a domain

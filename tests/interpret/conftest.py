@@ -14,12 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engines.triton.codegen import compiler, k_loop
 from monoidreduce.engines.triton.kernels import listed_launch, pick, row_kernels, split_combine, topk
 from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
-from monoidreduce.engines.triton.panel import contraction, epilogue, epilogue_kernels, row_factor
+from monoidreduce.engines.triton.panel import contraction, row_factor
 from monoidreduce.engines.triton.schedules import vector_conversions
-from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
@@ -44,30 +42,6 @@ def as_it_is():
     QUICKENED.undo()
     yield
     quicken(QUICKENED)
-
-
-@pytest.fixture
-def exact_products(monkeypatch):
-    """Products of 16-bit vectors in float32: the interpreter cannot multiply bfloat16. Kernels are written for a test,
-    and forgotten: others have other ones of the same names."""
-
-    def exact(total, blocks, eight=""):
-        x, y = (f"{block}.to(tl.float32)" for block in blocks)
-        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
-
-    written = (
-        compiler.compile_fold,
-        epilogue_kernels.write_kernel,
-        epilogue.fuse_epilogue,
-        gemm_fold.write_kernel,
-        epilogue.write_pingpong_kernel,
-    )
-    for one in written:
-        one.cache_clear()
-    monkeypatch.setattr(k_loop, "_dot", exact)
-    yield
-    for one in written:
-        one.cache_clear()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ PLANS = SMALL | dict.fromkeys(
 
 
 @pytest.fixture(autouse=True)
-def used(monkeypatch, tmp_path_factory, exact_products):
+def used(monkeypatch, tmp_path_factory):
     """Small tiles and panels; the kernels that were launched, and the plans of the panels."""
     found, plans = internals.watch_epilogue_kernels(monkeypatch), internals.watch_panels(monkeypatch)
     internals.use_epilogue_plans(monkeypatch, PLANS)

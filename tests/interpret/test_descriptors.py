@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -101,7 +101,11 @@ def test_wide_folds_are_launches_of_descriptors(by_address, batch, parts, monkey
         "replace_base",
         lambda template, v, real=encoded_descriptors.replace_base: made.append(v) or real(template, v),
     )
-    with mr.use(engine="triton"), use_plan({"cols": KernelPlan(16, 32, 4, 1, parts, boxes=True)}), torch.no_grad():
+    with (
+        mr.use(engine="triton"),
+        use_plan({"cols": KernelPlan(16, 32, 4, 1, parts, rendering=Rendering.DESCRIPTORS)}),
+        torch.no_grad(),
+    ):
         for seed in range(3):
             x, w = vectors(9, 66, seed, batch)
             at, most = best(x, w)
@@ -120,7 +124,10 @@ def test_samples_are_launches(by_address, batch):
     for seed in range(3):
         x, w = vectors(9, 66, seed, batch)
         with torch.no_grad():
-            with mr.use(engine="triton"), use_plan({"cols": KernelPlan(16, 32, 4, 1, 3, boxes=True)}):
+            with (
+                mr.use(engine="triton"),
+                use_plan({"cols": KernelPlan(16, 32, 4, 1, 3, rendering=Rendering.DESCRIPTORS)}),
+            ):
                 found = draw(x, w, seed)
             with mr.use(engine="eager"):
                 wanted = draw(x.float(), w.float(), seed)

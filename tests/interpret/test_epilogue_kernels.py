@@ -37,7 +37,7 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True)
-def used(monkeypatch, tmp_path_factory, exact_products):
+def used(monkeypatch, tmp_path_factory):
     """These products stand in for the vendor's, in small tiles; the kernels that were launched."""
     internals.use_epilogue_plans(monkeypatch, SMALL)
     internals.set_panel_sizes(monkeypatch, MIN_ROWS=4, MULTIPLE=4)

@@ -5,8 +5,8 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import compiler, kernel_text
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import vector_conversions
 from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run
@@ -14,16 +14,10 @@ from tests.support.float32_split_cases import WORKS, gaussian, shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy tells of infinities
 
-# the interpreter multiplies float32, not bfloat16
-EXACT = """def piece_times(a, b, acc):
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision="ieee")"""
-
 
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
     """Everything is for the matrix units; whether each kernel that was made multiplies pieces."""
-    library = {**kernel_text.device_function_sources(), "piece_times": EXACT}
-    monkeypatch.setattr(kernel_text, "device_function_sources", lambda: library)
     internals.set_pair_thresholds(monkeypatch, float32_split=0)
     internals.forget_launches(monkeypatch)
     compiler.compile_fold.cache_clear()
@@ -35,7 +29,7 @@ def split(monkeypatch):
 def precise(request):
     """Both precisions; blocks are loaded, or copied by tensor descriptors."""
     precision, boxes = request.param
-    plan = KernelPlan(32, 32, 4, 1, boxes=boxes)
+    plan = KernelPlan(32, 32, 4, 1, rendering=Rendering(boxes))
     with mr.use(engine="triton", precision=precision), use_plan({"cols": plan, "rows": plan}):
         yield precision
 

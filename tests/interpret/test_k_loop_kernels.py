@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import k_loop, random_functions
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
@@ -15,7 +15,7 @@ from tests.support import internals
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PLANS = {over: KernelPlan(16, 32, 4, 1) for over in ("cols", "rows")}
-BOXED = {over: KernelPlan(16, 32, 4, 1, boxes=True) for over in ("cols", "rows")}
+BOXED = {over: KernelPlan(16, 32, 4, 1, rendering=Rendering.DESCRIPTORS) for over in ("cols", "rows")}
 
 
 @pytest.fixture(autouse=True)

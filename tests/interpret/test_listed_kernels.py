@@ -14,7 +14,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engines import listed
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
-from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
+from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
 
@@ -175,9 +175,7 @@ def test_values_and_gradients(run, name):
 
 @pytest.mark.parametrize("copied", [False, True], ids=["loaded", "copied by descriptors"])
 def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
-    internals.guess_maximum_for(
-        monkeypatch, torch.float16
-    )  # the interpreter multiplies no bfloat16, whose range is wider
+    internals.guess_maximum_for(monkeypatch, torch.float16)  # whose range is narrower than bfloat16's
     monkeypatch.setattr(softmax_kind, "_MOST", 2.0**14)
     monkeypatch.setattr(softmax_kind, "_ABOVE", 0)
     compiler.compile_fold.cache_clear()
@@ -186,7 +184,7 @@ def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
     q, k, v = (torch.randn(2, n, 32, generator=seed).half().requires_grad_() for n in (64, 256, 256))
     far = k.detach().clone()
     far[:, 64:128] *= 9  # a later block's logits lie beyond what a guess can bear
-    plans = {w: KernelPlan(16, 32, boxes=int(copied)) for w in ("cols", "rows")}
+    plans = {w: KernelPlan(16, 32, rendering=Rendering(copied)) for w in ("cols", "rows")}
     for keys in (k, far.requires_grad_()):
         with run(plans):
             y = attention(q, keys, v, cols=domain)

@@ -42,7 +42,7 @@ def best(x: mr.Row["d"], w: mr.Col["d"]):
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch, tmp_path_factory, exact_products):
+def hopper(monkeypatch, tmp_path_factory):
     """Generated products stand in for the vendor's, in small tiles."""
     internals.use_epilogue_plans(monkeypatch, SMALL)
     internals.forget_launches(monkeypatch)

@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from tests.support import gluon_simulator, internals
 from tests.support.model_layout_cases import Model, attend, check, gather
 
@@ -86,7 +86,10 @@ def test_a_product_that_waits_for_the_next_tile(rows, launches, monkeypatch):
     shapes = (3, rows, 16), (1, 300, 16), (1, 300, 256), (3, rows, 256)
     x, p, q, y = (torch.randn(s, generator=gen).half() for s in shapes)
     weights = p.requires_grad_(), q.requires_grad_()  # too many features for one kernel
-    with mr.use(engine="triton"), use_plan({"rows": KernelPlan(32, 32, boxes=1), "cols": KernelPlan(32, 32)}):
+    with (
+        mr.use(engine="triton"),
+        use_plan({"rows": KernelPlan(32, 32, rendering=Rendering.DESCRIPTORS), "cols": KernelPlan(32, 32)}),
+    ):
         found = torch.autograd.grad(hidden(x, p, q), weights, y)
     x, p, q, y = (t.detach().double() for t in (x, p, q, y))
     s = x @ p.mT
@@ -101,7 +104,10 @@ def test_a_product_that_waits_for_the_next_tile(rows, launches, monkeypatch):
 def test_hand_scheduled_kernels(causal, monkeypatch):
     """Forward, row gradients, and column gradients of one warp group, on the simulator."""
     model = Model(1, 2, 1, 330, 128)
-    plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": KernelPlan(64, 64, 4, 2, parts=1, boxes=2)}
+    plans = {
+        "cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+        "rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+    }
     with use_plan(plans):
         launches = gluon_simulator.simulate(monkeypatch)
         layer, found = gather(model, "triton", torch.bfloat16, causal=causal)

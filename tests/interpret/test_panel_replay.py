@@ -29,7 +29,7 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path_factory, exact_products):
+def small(monkeypatch, tmp_path_factory):
     """Few features are wide, tiles are small, and products may write weights."""
     internals.set_panel_sizes(monkeypatch, MIN_ROWS=4, MULTIPLE=4, MIN_SIDE=4)
     internals.use_epilogue_plans(monkeypatch, SMALL)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 
 
 @pytest.fixture
-def seen(monkeypatch, tmp_path_factory, exact_products):
+def seen(monkeypatch, tmp_path_factory):
     """Ping-pong kernels run on the simulator, as on three multiprocessors; the launches that did."""
     internals.pretend_device(monkeypatch, epilogue=True, processors=3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
@@ -65,9 +65,13 @@ def test_labels_in_whole_and_in_cut_tiles(M, N, D, wide, seen):
 
 @pytest.fixture(params=[False, True], ids=["narrow", "wide"])
 def columns(request, monkeypatch):
-    """Of a tile of weights."""
+    """Of a tile of weights. Epilogues are fused anew: their tiles are chosen with them."""
+    epilogue.fuse_epilogue.cache_clear()
+    epilogue.write_pingpong_kernel.cache_clear()
     monkeypatch.setattr(epilogue, "is_wide", lambda width: request.param)
-    return 192 if request.param else 128
+    yield 192 if request.param else 128
+    epilogue.fuse_epilogue.cache_clear()
+    epilogue.write_pingpong_kernel.cache_clear()
 
 
 @pytest.mark.sampled(3)

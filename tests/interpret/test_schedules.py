@@ -13,7 +13,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import compiler, kernel_text
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
@@ -96,7 +96,10 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     layer, gen = BY_NAME["swiglu"], torch.Generator().manual_seed(7)
     exact = [torch.randn(n, 32, generator=gen, dtype=torch.float64) for n in (size[0], *[size[1]] * 3)]
     args = [a.half() for a in exact]
-    with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=1))), mr.use(engine="triton"):
+    with (
+        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, rendering=Rendering.DESCRIPTORS))),
+        mr.use(engine="triton"),
+    ):
         got = run(layer.op, args)
     *_, ready = engine._PREPARED.values()
     (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
@@ -166,8 +169,8 @@ def _close(op, args, extra, bound):
     ],
 )
 def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
-    """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
-    the interpreter gets bfloat16 wrong and float16 ends there."""
+    """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two,
+    where float16 ends: the interpreter cuts bfloat16 off, which these gradients cannot bear."""
     internals.guess_maximum_for(monkeypatch, torch.float16)
     monkeypatch.setattr(softmax, "_MOST", 2.0**14)
     monkeypatch.setattr(softmax, "_ABOVE", 0)
@@ -179,7 +182,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
     extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
-    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))
+    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, rendering=Rendering(boxes)))
     with use_plan(plans), mr.use(engine="triton"), monkeypatch.context() as patch:
         seen = internals.watch_generated_kernels(patch)
         # a cap's gradient nearly cancels: 1.9e-2 to 2.1e-2, as NumPy rounds powers on this CPU or that
@@ -206,7 +209,10 @@ def test_boxes_whatever_the_strides(shape):
     elif shape == "empty":
         k, v = make(2, 3, 0, 32), make(2, 3, 0, 32)
     args = [t.requires_grad_() for t in (q, k, v)]
-    with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))), mr.use(engine="triton"):
+    with (
+        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, rendering=Rendering.DESCRIPTORS))),
+        mr.use(engine="triton"),
+    ):
         _close(attention, args, (0.2,), 4e-3)
 
 
@@ -220,7 +226,7 @@ def test_numbers_have_boxes(options, length, monkeypatch):
     args = [torch.randn(2, 3, length, 32, generator=gen).half().requires_grad_() for _ in range(3)]
     documents = torch.arange(length) // 11
     given = {"documents": dict(documents=documents, causal=True), "dropout": dict(dropout_p=0.3, seed=5)}[options]
-    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))
+    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, rendering=Rendering.DESCRIPTORS))
     with use_plan(plans), mr.use(engine="triton"), monkeypatch.context() as patch:
         seen = internals.watch_generated_kernels(patch)
         _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
@@ -365,7 +371,7 @@ def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():
     for held in (3, 4, 100):
         traits = kernel_text.Traits(held_pairs=held)
         kernel = kernel_text.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
-        cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, boxes=True).block_folded
+        cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, copies=True).block_folded
     assert cut == {3: 128, 4: 64, 100: 64}
 
 

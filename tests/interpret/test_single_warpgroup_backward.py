@@ -11,7 +11,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen.dropout import match_dropped_number, match_dropped_weight
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules.resident import work_split
@@ -38,7 +38,11 @@ def columns(op=ops.attention, dtype=torch.bfloat16, d=128, plans=None, capabilit
 @pytest.mark.parametrize("options", [{}, DROPPED, {"softcap": 5.0}], ids=repr)
 def test_attentions_column_gradients_are_taken(options):
     found = columns(**options)
-    assert found.kernel.alone and found.kernel.staged and (found.plan.block_kept, found.plan.boxes) == (64, 2)
+    assert (
+        found.kernel.alone
+        and found.kernel.staged
+        and (found.plan.block_kept, found.plan.rendering) == (64, Rendering.HAND_SCHEDULED)
+    )
     assert "warp_specialize" not in found.kernel.text and "coin(" not in found.kernel.text
     compile(found.kernel.text, "kernel", "exec")
 
@@ -47,7 +51,7 @@ def test_attentions_column_gradients_are_taken(options):
     "options",
     [
         *(o for o in OTHERS if o != {"d": 256}),  # two groups divide those
-        {"plans": {"rows": KernelPlan(64, 64, 4, 2, parts=1, boxes=1)}},
+        {"plans": {"rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS)}},
         {"plans": {"rows": replace(ALONE, block_kept=128)}},
         {"plans": {"rows": replace(ALONE, parts=2)}},
         DROPPED | {"softcap": 5.0},  # weights of another form: their coins are compared one by one
@@ -104,7 +108,7 @@ def test_weights_that_coins_decide_on():
 @pytest.fixture
 def alone(monkeypatch):
     """Column gradients have kernels of one warp group, which run on the simulator; the launches that did."""
-    plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": ALONE}
+    plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED), "rows": ALONE}
     with use_plan(plans):
         yield gluon_simulator.simulate(monkeypatch)
 

@@ -56,7 +56,7 @@ WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.floa
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "dtype"), WRONG, ids=str)
 def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
-    internals.guess_maximum_for(monkeypatch, torch.float16)  # the interpreter multiplies no bfloat16
+    internals.guess_maximum_for(monkeypatch, torch.float16)  # rounded as on a GPU: the interpreter cuts bfloat16 off
     given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:

@@ -59,7 +59,8 @@ def test_values_and_gradients(name, size, dtype, seed):
 
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_16_bit_types_accumulate_in_float32(name, seed):
-    """float16, as the interpreter gets bfloat16 wrong; against float64, beside the same tiles in torch."""
+    """float16, which the interpreter rounds as a GPU does (bfloat16 it cuts off); against float64, beside the same
+    tiles in torch."""
     gen = torch.Generator().manual_seed(seed)
     args = inputs(name, 33, 150, torch.float16, gen)
     exact = [a.double() if a.is_floating_point() else a for a in args]

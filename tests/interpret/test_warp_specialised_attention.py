@@ -15,7 +15,7 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.schedules import spec_from_tensors
 from monoidreduce.engines.triton.schedules.resident import attention
 from tests.support import gluon_simulator, internals
@@ -29,6 +29,7 @@ from tests.support.warp_specialised_attention_cases import (
     check_nan,
     check_peaked,
     check_slanted,
+    shipped,
 )
 from tests.support.warp_specialised_attention_cases import CASES as TRIED
 
@@ -67,7 +68,7 @@ def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=Non
         {"return_lse": True, "scale": 0.3},
         {"d": 72},
         {"d": 96, "causal": True},
-        {"d": 256, "plans": {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2)}},
+        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}},
     ],
     ids=lambda o: ", ".join(f"{k}={v}" if k == "d" else k for k, v in o.items()) or "plain",
 )
@@ -86,8 +87,10 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"d": 256},
         {"inputs": tuple(torch.zeros(3, 128, 300, dtype=torch.bfloat16).mT for _ in range(3))},  # not to be copied
         {"capability": 80},
-        {"plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, boxes=2)}},  # tiles of another kernel
-        {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, boxes=2)}},  # in parts
+        {
+            "plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+        },  # tiles of another kernel
+        {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, rendering=Rendering.HAND_SCHEDULED)}},  # in parts
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
@@ -205,7 +208,7 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 
 @pytest.mark.parametrize(
     ("length", "count", "tile"),
-    [(4096, 64, attention.SCHEDULES[0].tile), (4096, 8, attention.SCHEDULES[0].tile), (64, 132, None)],
+    [(4096, 64, shipped(128).tile), (4096, 8, shipped(128).tile), (64, 132, None)],
 )
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     internals.pretend_device(monkeypatch, warp_specialised=True)

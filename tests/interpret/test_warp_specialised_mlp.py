@@ -11,7 +11,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
@@ -100,7 +100,7 @@ def test_one_score_has_one_number_of_folded_indices_and_no_condition():
     "options",
     [
         *OTHERS,
-        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, boxes=1))},
+        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS))},
         {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},
         {"plans": {"cols": RELAY, "rows": replace(RELAY, block_kept=256)}},
     ],

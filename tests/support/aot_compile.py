@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,10 +26,12 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.codegen import kernel_text
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
+from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
 from monoidreduce.plan import tiles as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 
@@ -222,8 +225,8 @@ def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
     return make
 
 
-def _all_stored(kind: torch.dtype, sides: int) -> Callable[[torch.dtype], tuple]:
-    values = torch.zeros(1024, 128, dtype=torch.int8).to(kind)
+def _all_stored(kind: torch.dtype, sides: int, d: int = 128) -> Callable[[torch.dtype], tuple]:
+    values = torch.zeros(1024, d, dtype=torch.int8).to(kind)
     return lambda dtype: tuple(mr.scaled(values, 0.5) for _ in range(sides))
 
 
@@ -255,9 +258,13 @@ def _paged(dtype: torch.dtype, rows: int = 1) -> tuple:
     return torch.zeros(2, 32, rows, 128, dtype=dtype), *(torch.zeros(64, 64, 8, 128, dtype=dtype) for _ in range(2))
 
 
+# Features of heads: what every GPU runs, and one width of every hand-scheduled attention.
+WIDTHS = sorted({64, 128} | {s.widest for s in hand_scheduled.SCHEDULES})
+STORED_WIDTHS = sorted({s.widest for s in (*hand_scheduled.STORED_SCHEDULES, *hand_scheduled.CUT_SCHEDULES)})
+
 CASES = [
-    *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
-    *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    *(Case(f"attention {d}", attention, _qkv(d, 4), hopper=d not in (64, 128)) for d in WIDTHS),
+    *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4), hopper=d not in (64, 128)) for d in WIDTHS),
     *(Case(f"grouped heads {d}", grouped_heads, _projected(d)) for d in (64, 128)),
     Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
     Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
@@ -340,8 +347,11 @@ CASES = [
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
     # all vectors in 8 bits; 4 bits with scales of blocks
-    Case("FP8 attention 128", forward(attention), _all_stored(torch.float8_e4m3fn, 3), hopper=True),
-    Case("FP8 causal attention 128", forward(causal_attention), _all_stored(torch.float8_e4m3fn, 3), hopper=True),
+    *(
+        Case(f"{name} {d}", forward(op), _all_stored(torch.float8_e4m3fn, 3, d), hopper=True)
+        for d in STORED_WIDTHS
+        for name, op in (("FP8 attention", attention), ("FP8 causal attention", causal_attention))
+    ),
     Case("INT8 neighbours 128", forward(nearest), _all_stored(torch.int8, 2), lean=False),
     Case("4-bit attention 128", forward(attention), _four_bits, lean=False),
     Case("4-bit attention 128, float64", forward(attention), _four_bits, torch.float64, lean=False),
@@ -369,7 +379,7 @@ class Compiled:
     registers: int
     spills: int
     shared: int
-    counted: int  # bytes of shared memory as the plan counts them
+    counted: int  # bytes of shared memory before it is compiled: see ``count_shared``
     tensor_cores: int  # matrix instructions in the text
     staged: bool
     crumbs: int  # loads of two bytes
@@ -415,6 +425,25 @@ def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = 
             yield assemble(case, call, capability)
 
 
+def count_shared(case: Case, call: fold_kernel.KernelCall, family: default_tiles.Family) -> int:
+    """Bytes of shared memory of a launch before it is compiled: what a hand-scheduled kernel's text allocates, or what
+    the plan counts of any other."""
+    if not call.kernel.staged:
+        item = 1 if case.name.startswith("FP8") else 2 if call.kernel.traits.pieces else case.dtype.itemsize
+        return plan.shared_bytes(call.plan, call.kernel, item, family)
+    (arguments,) = re.findall(rf"def {call.kernel.name}\(([^)]*)\)", call.kernel.text)
+    given = zip((name.split(":")[0].strip() for name in arguments.split(",")), call.arguments, strict=False)
+    boxes = {name: str(box.block_shape) for name, box in given if hasattr(box, "block_shape")}
+    known = dict(zip(kernel_text.CONSTANTS, (call.plan.block_kept, call.plan.block_folded), strict=False))
+    total = 0
+    for dtype, shape in re.findall(
+        r"allocate_shared_memory\(tl\.(\w+), (\[.*?\](?: \+ [\w.]+)?), [a-zA-Z]", call.kernel.text
+    ):
+        shape = re.sub(r"(\w+)\.block_type\.shape", lambda found: boxes[found[1]], shape)
+        total += _SIZES[dtype] * math.prod(eval(shape, {}, known))
+    return total
+
+
 def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -451,14 +480,13 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
     registers, spills = _counted(said.getvalue()) or _counted(_assembled(result.asm["ptx"], capability))
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
-    item = 2 if call.kernel.traits.pieces else case.dtype.itemsize
-    counted = plan.shared_bytes(call.plan, call.kernel, item, FAMILIES[capability])
-    shared = result.metadata.shared
+    counted, shared = count_shared(case, call, FAMILIES[capability]), result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
     found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
     return Compiled(case.name, call.kernel.name, tiles, *found)
 
 
+_SIZES = {"int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8e4nv": 1, "float8e5": 1}
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -123,7 +123,7 @@ def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
         step(call, n)
     gc.collect()
     alive = [type(x).__name__ for x in gc.get_objects()]
-    return {name: alive.count(name) for name in ("Plan", "PreparedFold", "ForwardReplay", "ProgramReplay")}
+    return {name: alive.count(name) for name in ("CallPlan", "PreparedFold", "ForwardReplay", "ProgramReplay")}
 
 
 if __name__ == "__main__":

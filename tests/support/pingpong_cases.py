@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan, Rendering
 
 SIZES = [(256, 128, 264), (300, 390, 296), (257, 129, 512)]
 
 
 def by_turns(parts=1, wide=False):
-    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, parts, boxes=2)}
+    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, parts, rendering=Rendering.HAND_SCHEDULED)}
 
 
 @mr.op

@@ -5,9 +5,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan, Rendering
 
-ALONE = KernelPlan(64, 64, 4, 2, parts=1, boxes=2)
+ALONE = KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED)
 DROPPED = {"dropout_p": 0.2, "seed": 3}
 OPTIONS = [
     {},

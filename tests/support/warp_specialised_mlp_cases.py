@@ -10,9 +10,12 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan, Rendering
 
-ABREAST, RELAY = KernelPlan(128, 64, 4, 2, parts=1, boxes=2), KernelPlan(64, 64, 4, 2, parts=1, boxes=2)
+ABREAST, RELAY = (
+    KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+    KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+)
 BY_GROUPS = {"cols": ABREAST, "rows": RELAY}
 OTHERS = [  # features, types and GPUs that have no kernels by groups
     {"d": 64},

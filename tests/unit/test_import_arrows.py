@@ -15,7 +15,6 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "monoidreduce"
-MOST_LINES = 700
 
 # package: the packages it may import, besides itself and the version. Lowest first: imports point up this list only.
 # The lower floor of ``program``: expressions, symbols and what is known of them. Kinds of reduction are written in
@@ -62,8 +61,7 @@ PACKAGES: dict[str, set[str]] = {
     "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "tuning": PANEL_KERNELS | {"engines.auto", "engines.triton"},
     "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
-    "elementwise": {"errors", "runtime"},  # the definition, pair by pair
-    "blockwise": {"errors", "algebra", "elementwise", "engines.triton.kernels"},
+    "blockwise": {"errors", "algebra", "runtime", "engines.triton.kernels"},
     "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
     "sources": {"errors", "arrays", "files"},
     "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk
@@ -112,9 +110,6 @@ def problems(package: Path) -> list[str]:
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package.parent)
         source = path.read_text()
-        lines = len(source.splitlines())
-        if lines > MOST_LINES:
-            found.append(f"{place}: {lines} lines, more than {MOST_LINES}: split it")
         here = path.relative_to(package).with_suffix("").parts
         if here[0] not in EVERYTHING and package_of(here) not in PACKAGES:
             found.append(f"{place}: {package_of(here)} is no package of the architecture: add it to PACKAGES")
@@ -230,7 +225,6 @@ def test_imports_follow_the_architecture():
         ("plan/cost.py", "def f():\n    import math", ":2: math is imported inside a function"),
         ("cli/demo.py", "class A:\n    def f(self):\n        from monoidreduce import op", "inside a function"),
         ("attic.py", "", "attic is no package of the architecture"),
-        ("plan/cost.py", "x = 1\n" * (MOST_LINES + 1), "701 lines, more than 700"),
     ],
 )
 def test_a_planted_violation_is_found(path, source, problem, tmp_path):
@@ -250,7 +244,6 @@ def test_a_planted_violation_is_found(path, source, problem, tmp_path):
         ("ops/attention.py", "from monoidreduce.runtime import call\nfrom monoidreduce.op import op"),
         ("cli/__init__.py", "import monoidreduce as mr\nfrom monoidreduce._version import __version__"),
         ("cli/demo.py", "def f():\n    from rich.table import Table\n    import matplotlib.pyplot"),
-        ("plan/cost.py", "x = 1\n" * MOST_LINES),
     ],
 )
 def test_what_is_allowed_is_not_reported(path, source, tmp_path):

@@ -32,7 +32,7 @@ from .launch.jit_module import available, compile_only, launches_on, runs_on, sk
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
+from .schedules.kernel_plan import KernelPlan, Rendering, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "PreparedFold",
     "ProgramReplay",
     "RecordedLaunches",
+    "Rendering",
     "Unsupported",
     "as_for",
     "available",
@@ -125,7 +126,8 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
     if None in every:
         return {}
     return {
-        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.rendering))
+        for o, p in found.items()
     }
 
 

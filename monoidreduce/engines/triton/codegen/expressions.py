@@ -19,7 +19,7 @@ from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
-from . import device_functions, k_loop, lookups, packed_vectors, random_functions, several, special_functions
+from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
 
@@ -32,7 +32,7 @@ _TYPED = (  # need typed constants
 _KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(device_functions), *vars(special_functions), *vars(random_functions))
+_NAMED = (*vars(quick_functions), *vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy

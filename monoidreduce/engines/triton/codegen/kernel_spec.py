@@ -75,7 +75,7 @@ class Spec:
     deep: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
     join: bool = False  # shifts of exponents along the folded axis are computed before the launch
     raw: bool = False  # products of a K loop are not rounded to 16 bits
-    native: bool = False  # the device has an instruction for tanh
+    native: bool = False  # the device has NVIDIA's approximate tanh, rcp and lg2: kernels call native forms
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
     line: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``vector_conversions.py``); 0: none

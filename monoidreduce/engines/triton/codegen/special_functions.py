@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .device_functions import (
-    arctan,
-    erfc,
-    log,
-    log1p,
+from .device_functions import arctan, erfc, log, log1p
+from .quick_functions import (
     quick_arctan,
     quick_lg2,
     quick_log,

@@ -255,8 +255,8 @@ class FoldLaunch:
         takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
         by_turns = are_prepared(self.fold.tables)
         by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
-        line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
-        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
+        line = bool(self.plan.rendering and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
+        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.rendering else ()
         strided = tuple(
             k
             for k, o in enumerate(self.fold.outputs)

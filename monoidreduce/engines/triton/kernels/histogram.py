@@ -32,7 +32,7 @@ from ..codegen.kernel_spec import Unsupported, padded
 from ..launch.jit_module import Kernels
 from ..schedules import spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
-from ..schedules.kernel_plan import KernelPlan
+from ..schedules.kernel_plan import KernelPlan, Rendering
 from ..schedules.resident.diagonal_sums import SUMS
 from .fold_kernel import FoldLaunch, Layouts, Leaves
 from .table_lookups import DiagonalIndex, add_diagonals, evaluate_places
@@ -157,7 +157,7 @@ class HistogramLaunch(FoldLaunch):
     def _default_plan(self) -> KernelPlan:
         asked = (settings.current.get().tiles or {}).get(self.over)
         if asked is not None:
-            return replace(asked, parts=0, boxes=0)
+            return replace(asked, parts=0, rendering=Rendering.LOADS)
         if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
         # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of

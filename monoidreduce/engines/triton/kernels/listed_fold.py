@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....plan import settings
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of
@@ -321,7 +321,7 @@ def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold
 
 
 def _launches_on(device: torch.device) -> bool:
-    return available() and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
+    return available() and (device.type != "cpu" or settings.interprets_kernels())
 
 
 def _prepare(

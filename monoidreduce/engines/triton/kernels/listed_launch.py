@@ -26,7 +26,7 @@ from ..launch import descriptors
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits
+from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits
 from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .list_tensors import ListForm
@@ -156,14 +156,20 @@ class ListedLaunch(FoldLaunch):
         if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
             self.spec = replace(self.spec, guess=False)
             each = single and plan.block_kept > 1 and self.role == "lists" and _can_share_tiles(self.spec)
-            self.plan = replace(plan, block_kept=1 if single and not each else plan.block_kept, boxes=0)
+            self.plan = replace(
+                plan, block_kept=1 if single and not each else plan.block_kept, rendering=Rendering.LOADS
+            )
             if each:
                 self.spec = replace(self.spec, listed=replace(listing, each=True))
                 return copied
         else:
             guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
             self.spec = replace(tiled, guess=guess)
-            plain = replace(plan, block_folded=tile, boxes=min(plan.boxes, 0 if few else 1))
+            plain = replace(
+                plan,
+                block_folded=tile,
+                rendering=Rendering.LOADS if few else min(plan.rendering, Rendering.DESCRIPTORS),
+            )
             self.plan = staged or plain
         if self.role != "lists":
             return copied
@@ -184,7 +190,7 @@ class ListedLaunch(FoldLaunch):
             self.fold.tables
             or self.few is not None
             or self.lengths[1] % lists.folded_block
-            or (asked is not None and asked.boxes != 2)
+            or (asked is not None and asked.rendering != Rendering.HAND_SCHEDULED)
         ):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
@@ -194,7 +200,7 @@ class ListedLaunch(FoldLaunch):
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
         if tile is None or (lists.kept_block or tile[0]) % tile[0] or lists.folded_block % tile[1]:
             return None
-        return KernelPlan(*tile, boxes=2)
+        return KernelPlan(*tile, rendering=Rendering.HAND_SCHEDULED)
 
     def _pairs(self) -> int:
         """How many pairs are listed, at most; batch elements may share lists."""
@@ -208,14 +214,14 @@ class ListedLaunch(FoldLaunch):
             return ()
         return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
 
-    def _plan_tiles(self, plainly: Any, group: int, boxes: bool) -> KernelPlan:
+    def _plan_tiles(self, plainly: Any, group: int, copies: bool) -> KernelPlan:
         family = spec_from_tensors.family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
         if most <= _FEW and item == 2 and plainly.widths.folded:
             plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1)
         else:
-            plan = choose_plan(plainly, self.over, item, family, boxes, group, None)
+            plan = choose_plan(plainly, self.over, item, family, copies, group, None)
         if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence
             average = 1 << max(self.lists_of.average - 1, 1).bit_length()
             plan = replace(plan, block_folded=min(plan.block_folded, max(16, average)))
@@ -262,7 +268,7 @@ class ListedLaunch(FoldLaunch):
             even = -(-waves * processors // instances)
             self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
         if (
-            self.plan.boxes == 2
+            self.plan.rendering == Rendering.HAND_SCHEDULED
             or self.spec.listed.window
             or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
         ):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import tiles
+from ....plan import settings, tiles
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
@@ -50,7 +49,7 @@ class PreparedFold:
         """``prepares``: whether what pairs look up may be put in order before a launch."""
         if not available():
             raise Unsupported("Triton is not installed")
-        if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if sizes.device.type == "cpu" and not settings.interprets_kernels():
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
         if fold.domain is not None:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")

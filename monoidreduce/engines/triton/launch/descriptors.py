@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....plan import settings
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....program.several import are_several
@@ -33,7 +33,7 @@ def are_supported(device: torch.device) -> bool:
     if jit_module.triton_version() < (3, 4):
         return False
     if device.type != "cuda":
-        return os.environ.get("TRITON_INTERPRET") == "1"
+        return settings.interprets_kernels()
     if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -251,10 +251,29 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given
         if compiled is not None:  # (an interpreter compiles nothing)
             compiled.run  # noqa: B018  loads it
             return compiled
+        if settings.interprets_kernels():
+            _widen_interpreted_products()
         return function[grid](*arguments, **given)
     if key not in _launched:
         waiting.setdefault(function, []).append((grid, arguments, given))
     return None
+
+
+@functools.cache
+def _widen_interpreted_products() -> None:
+    """Let Triton's interpreter multiply bfloat16 blocks in float32, which holds their products exactly.
+
+    NumPy has no bfloat16: the interpreter stores its bits as integers, and its ``dot`` multiplies those."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
+    multiply, language = builder.create_dot, interpreter.tl
+
+    def widen(block: Any) -> Any:
+        if block.dtype.scalar != language.bfloat16:
+            return block
+        return handle((block.data.astype("uint32") << 16).view("float32"), language.float32)
+
+    builder.create_dot = lambda x, y, *rest, **options: multiply(widen(x), widen(y), *rest, **options)
 
 
 @contextlib.contextmanager

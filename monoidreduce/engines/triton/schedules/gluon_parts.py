@@ -34,6 +34,8 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 """
 STORE_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """
+SHARED_BYTES = 227 * 1024  # of shared memory, which an instance on Hopper may have
+SPARE_BYTES = 1024  # of these, what barriers and the arguments of partitions take at most
 GROUP_ROWS = 64  # kept indices of a consumer warp group: the rows of one wgmma
 CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS)
 

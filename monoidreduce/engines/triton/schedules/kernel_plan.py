@@ -7,6 +7,7 @@ memory. Equal tiles combine in equal order: only a plan's tile sizes can change 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,16 +38,24 @@ HELD = 256
 NARROWEST = 64  # folded indices to which a tile is cut for registers' sake
 
 
+class Rendering(enum.IntEnum):
+    """Which rendering of a kernel runs: how blocks come to a tile, and who schedules it."""
+
+    LOADS = 0  # scheduled by Triton's compiler; blocks are loaded by pointers
+    DESCRIPTORS = 1  # the same; tensor descriptors (TMA) copy blocks where they can
+    HAND_SCHEDULED = 2  # written in Gluon, where there is such a kernel (``resident/``, ``pingpong/``)
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """Tile sizes and how the hardware runs one."""
 
     block_kept: int
     block_folded: int
-    num_warps: int = 4
-    num_stages: int = 2
+    num_warps: int = 4  # of a hand-scheduled kernel: of its first warp group
+    num_stages: int = 2  # of the compiler's pipeline; of hand-scheduled attention: blocks in a ring buffer
     parts: int = 0  # splits of the folded axis (as in split-K); 0: as many as keep the device busy
-    boxes: int = 0  # 1: tensor descriptors (TMA) copy blocks where they can; 2: and the kernel is hand-scheduled
+    rendering: int = Rendering.LOADS  # a ``Rendering``; plan records hold its number
 
 
 def use_plan(plans: Mapping[str, KernelPlan]) -> contextlib.AbstractContextManager[None]:
@@ -65,24 +74,24 @@ def choose_plan(
     over: str,
     item: int,
     family: Family | None = None,
-    boxes: bool = False,
+    copies: bool = False,
     length: int = 0,
     tile: Tile | None = None,
 ) -> KernelPlan:
     """The plan of a kernel whose matrix products have ``item`` bytes a number, on a family of devices.
 
-    ``boxes``: whether tensor descriptors can copy; ``length``: of the kept axis; ``tile``: that of a hand-scheduled
+    ``copies``: whether tensor descriptors can copy; ``length``: of the kept axis; ``tile``: that of a hand-scheduled
     kernel, where there is one."""
     asked = (settings.current.get().tiles or {}).get(over)
     if asked:
         return asked
     if tile is not None:
-        return KernelPlan(*tile, boxes=2)
+        return KernelPlan(*tile, rendering=Rendering.HAND_SCHEDULED)
     if kernel.traits.pair_features:
         return _plan_pair_vectors(kernel)
     if kernel.traits.k_loop:
         return _plan_k_loop(kernel, length, family or FAMILY)
-    return _fit_shared_memory(kernel, item, family or FAMILY, boxes)
+    return _fit_shared_memory(kernel, item, family or FAMILY, copies)
 
 
 def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
@@ -96,7 +105,7 @@ def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The plan of a GEMM of many features with a fold as its epilogue."""
     kind = "draws" if kernel.traits.draws else "", length > FEW_ROWS
     own = family.own.get("product") if length > FEW_ROWS else None
-    plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
+    plan = KernelPlan(*(own or DEEP[kind]), rendering=Rendering.DESCRIPTORS)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
         family.shared * family.spare
     ):
@@ -191,15 +200,19 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
 _EIGHT_BITS = KernelPlan(64, 128, 4, 3)
 
 
-def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+def _look_up(kernel: Kernel, item: int, family: Family, copies: bool) -> KernelPlan:
     if item == 1:
         return _EIGHT_BITS
     if kernel.traits.pieces:
-        return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
+        return KernelPlan(*family.tile(_float32_split_kind(kernel)), rendering=Rendering(copies))
     if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.widths.stored):
-        return KernelPlan(*family.tile("several vectors, 16 bits"), boxes=int(boxes))
-    copied = COPIED.get(_copied_kind(kernel)) if boxes and item == 2 else None
-    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
+        return KernelPlan(*family.tile("several vectors, 16 bits"), rendering=Rendering(copies))
+    copied = COPIED.get(_copied_kind(kernel)) if copies and item == 2 else None
+    return (
+        KernelPlan(*copied, rendering=Rendering.DESCRIPTORS)
+        if copied
+        else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
+    )
 
 
 def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
@@ -248,9 +261,9 @@ def _float32_split_kind(kernel: Kernel) -> str:
     return f"{found}, wide" if wide and traits.pieces == 3 else f"{found}, sums" if widths.state else found
 
 
-def _fit_shared_memory(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+def _fit_shared_memory(kernel: Kernel, item: int, family: Family, copies: bool) -> KernelPlan:
     """The table's plan, reduced until what it holds fits in registers and its blocks fit in shared memory."""
-    plan = _look_up(kernel, item, family, boxes)
+    plan = _look_up(kernel, item, family, copies)
     while item == 2 and plan.block_folded > NARROWEST and count_registers(plan, kernel) > HELD:
         plan = replace(plan, block_folded=plan.block_folded // 2, num_stages=max(plan.num_stages, 3))
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages would hold as much

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import tiles
+from ....plan import settings, tiles
 from ....plan.tiles import Family
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
@@ -181,7 +180,7 @@ def has_tanh(device: torch.device) -> bool:
 def multiplies_eight_bits(device: torch.device) -> bool:
     """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
     if not _is_present(device):
-        return os.environ.get("TRITON_INTERPRET") == "1"
+        return settings.interprets_kernels()
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import budget, settings
 from ....program import constructors
 from ....program.constructors import apply
 from ....program.contract import contractions
@@ -157,7 +156,7 @@ class Rewritten:
 def can_split(device: torch.device) -> bool:
     """True on Hopper and newer, which multiply split weights without moving them between threads."""
     if device.type != "cuda":
-        return os.environ.get("TRITON_INTERPRET") == "1"
+        return settings.interprets_kernels()
     if not torch.cuda.is_available() or torch.version.hip is not None:  # a plan for a GPU elsewhere
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

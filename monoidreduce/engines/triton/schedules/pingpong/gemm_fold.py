@@ -24,7 +24,7 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
 from .. import gluon_parts, kernel_plan
 from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
-from ..kernel_plan import KernelPlan
+from ..kernel_plan import KernelPlan, Rendering
 
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 #
@@ -396,7 +396,7 @@ def _prefers_wide_tiles(spec: Spec) -> bool:
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     tile = (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
-    return plan.boxes == 2 and tile and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,15 +5,13 @@ the folded axis into ring buffers. Each consumer warp group has 64 kept indices:
 sums of the tile before, and makes weights of the scores while the sums run. With bfloat16 the maximum is guessed from
 the first tile; rows whose guess was too low are computed again with a running maximum (online softmax).
 
-**To give it another tile, edit** ``SCHEDULES``. A value says how wide vectors may be, how many consumer groups an
-instance has (64 kept indices each), how many folded indices a tile has, how deep the ring buffers are, and how
-registers are shared out; everything else follows: the plan that is chosen, the kernel's text, the compiler's options.
-Vectors of any number of features are multiplied in slices that are powers of two (``Spec.slices``).
-``docs/internals/schedules.md`` shows it step by step, with what to run afterwards.
+**To give it another tile, edit** ``attention_schedules.py``. Vectors of any number of features are multiplied in slices
+that are powers of two (``Spec.slices``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +34,6 @@ from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import known, make
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
-    GROUP_ROWS,
     Partitions,
     Ring,
     TileOrder,
@@ -46,78 +43,17 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
-from ..kernel_plan import KernelPlan
+from ..kernel_plan import KernelPlan, Rendering
 from . import attention_template
+from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
 
-_SHARED = 227 * 1024  # bytes of shared memory of a Hopper multiprocessor that one kernel may have
-
-
-@dataclass(frozen=True)
-class AttentionSchedule:
-    """How an instance of the kernel runs, for vectors of up to so many features."""
-
-    widest: int  # features, of the slices that hold them
-    groups: int  # consumer warp groups, of 64 kept indices each
-    folded: int  # folded indices of a tile: a power of two
-    ring: int  # blocks of keys in flight, and of values
-    registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
-    holds_queries: bool = True  # in registers, in whole tiles
-    item: int = 2  # bytes of a number of queries, keys and values
-    more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
-
-    def __post_init__(self) -> None:
-        if len(self.registers) != self.groups:
-            raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
-        if self.ring < self.groups:
-            raise ValueError(f"{self.groups} groups need as many blocks in flight to retry, not {self.ring}")
-        if (taken := self.shared_bytes(self.widest, self.widest)) > _SHARED:
-            raise ValueError(f"{taken} bytes of shared memory; an instance has {_SHARED}")
-
-    @property
-    def kept(self) -> int:
-        """Kept indices of an instance."""
-        return self.groups * GROUP_ROWS
-
-    @property
-    def tile(self) -> Tile:
-        """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
-        return self.kept, self.folded, 4, self.ring
-
-    def shared_bytes(self, queries: int, values: int, staged: int = 0, folded: int = 0, ring: int = 0) -> int:
-        """The resident tile and two rings of blocks for queries and values of so many features; and ``staged`` features
-        of results that are stored through 16-bit memory of their own. ``folded``, ``ring``: if others."""
-        folded, ring = folded or self.folded, ring or self.ring
-        in_flight = ring * queries + (ring + self.more_values) * values
-        return self.item * (self.kept * queries + folded * in_flight) + 2 * self.kept * staged
-
-
-SCHEDULES = (
-    AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40)),
-    AttentionSchedule(widest=192, groups=2, folded=64, ring=3, registers=(240, 24), holds_queries=False),
-    AttentionSchedule(widest=256, groups=2, folded=64, ring=2, registers=(240, 24), holds_queries=False, more_values=1),
-)
-
-# Queries, keys and values in 8-bit floats. H200, 64 heads of 4096 tokens, 128 features: 0.67 ms, in bfloat16 0.74; 32
-# heads of 256 features: 0.50 and 0.77. By three groups of 64 x 64 0.95 of bfloat16's time; groups that start their
-# MMAs by turns take 0.68.
-STORED_SCHEDULES = (
-    AttentionSchedule(widest=128, groups=2, folded=128, ring=3, registers=(240, 24), holds_queries=False, item=1),
-    AttentionSchedule(widest=256, groups=2, folded=128, ring=2, registers=(240, 24), holds_queries=False, item=1),
-)
-# The same where conditions cut tiles. 64 causal heads of 4096 tokens, 128 features: 0.44 ms, in bfloat16 0.48; by the
-# schedule above, with groups by turns, 0.57.
-CUT_SCHEDULES = (
-    AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40), item=1),
-    *STORED_SCHEDULES[1:],
-)
 # In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
 _LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
 _NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
 _NARROW_TABLES = 32  # the same of pairs that look up tables, which compete with the MMAs' operands for registers there
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
-_NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
@@ -126,7 +62,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     kept = plan.num_warps == 4 and any(
         s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
     )
-    return plan.boxes == 2 and kept and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and kept and kernel_plan.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -194,15 +130,20 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
+    numbers = len(_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
     if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
-        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups))
+        folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        if suits and schedule.shared_bytes(widths[0], widths[1], staged, folded, ring) <= _SHARED:
-            return schedule if tile is None else replace(schedule, widest=max(widths), folded=folded, ring=ring)
+        taken = schedule.shared_bytes(*widths, staged, folded, ring, numbers)
+        if suits and taken <= gluon_parts.SHARED_BYTES:
+            if tile is None:
+                return schedule
+            with contextlib.suppress(ValueError):  # a tile that breaks a limit
+                return replace(schedule, widest=max(widths), folded=folded, ring=ring)
     return None
 
 
@@ -683,4 +624,4 @@ class _Text:
 def _ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
     """The numbers of folded indices that the producer loads: each thread of a group needs a quarter of them."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
-    return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:_NUMBER_RINGS]
+    return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:NUMBER_RINGS]

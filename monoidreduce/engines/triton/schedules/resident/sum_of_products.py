@@ -38,7 +38,7 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
-from ..kernel_plan import KernelPlan
+from ..kernel_plan import KernelPlan, Rendering
 from . import diagonal_sums, single_warpgroup
 from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
 
@@ -80,7 +80,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
     tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
-    return plan.boxes == 2 and tile and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
