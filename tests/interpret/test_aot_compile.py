@@ -45,6 +45,7 @@ STAGED = {  # whose forward is hand-scheduled
     "block attention 128",
     "attention 128, float16",
     "attention over blocks 128",
+    "gradients of pages 128, 64 rows",
 }
 
 
