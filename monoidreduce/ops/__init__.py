@@ -16,10 +16,9 @@ from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, lin
 from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
 from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_step, softmin
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
-from .mlp import gated_mlp, mlp
+from .mlp import MaxPool, gated_mlp, max_pool_product, mlp
 from .neighbours import Neighbours, PointIndex, chamfer, kmeans_assign, knn, maxsim
 from .paged_attention import attention_paged
-from .pooling import MaxPool, max_pool_product
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 from .selected_attention import graph_attention, lightning_indexer, select_blocks, selected_attention
 

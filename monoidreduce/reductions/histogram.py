@@ -80,7 +80,8 @@ class Histogram(Reduction):
         return (yield "SUM", state)
 
     def tile_reads(self, fields: tuple[Expr, ...], over: str) -> Reads:
-        return (fields[:1] if is_along_diagonals(fields[1]) else fields[:2]), ()
+        index = fields[1]  # of one tile: it may be a constant there and no function of the diagonal elsewhere
+        return (fields[:1] if (index.rows or index.cols) and is_along_diagonals(index) else fields[:2]), ()
 
     def tile_width(self, r: Expr, size_of: Callable[[str], int]) -> int:
         return 1

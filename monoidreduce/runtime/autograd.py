@@ -459,7 +459,8 @@ class _TracedPass(torch.autograd.Function):
         """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
         moved = torch_operator.in_front(context.fold, leaves, in_dims[1:], info.batch_size)
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
-        results = _TracedPass.apply(replace(context, sizes=sizes, gradients={}), *moved)
+        fold = torch_operator.keep_batch(context.fold)  # a mapped element has results of its own
+        results = _TracedPass.apply(replace(context, fold=fold, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)
 
 

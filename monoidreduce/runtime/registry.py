@@ -18,10 +18,12 @@ import torch
 from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
+from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT
+from ..reductions import kind_of
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -63,9 +65,27 @@ def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callab
             found = None if compiled else listed.run_packed(fold, leaves, sizes, inner)
             return run(fold, leaves, sizes) if found is None else found
         walked = triton.run_listed(fold, leaves, sizes) if compiled else None
+        if walked is None and compiled:
+            walked = _gather_tables(fold, leaves, sizes, inner)
         return listed.run(fold, leaves, sizes, inner) if walked is None else walked
 
     return engine
+
+
+def _gather_tables(fold: Any, leaves: list[Any], sizes: Any, inner: Callable) -> list[torch.Tensor] | None:
+    """Gradients of tables by gathered pieces, all other reductions by kernels that walk the lists; None where there
+    are no others, or they have no kernel."""
+    tables = tuple(k for k, r in enumerate(fold.reductions) if kind_of(r).both_axes)
+    others = tuple(k for k in range(len(fold.reductions)) if k not in tables)
+    if not tables or not others:
+        return None
+    rest, own = keep_reductions(fold, others), keep_reductions(fold, tables)
+    walked = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
+    if walked is None:
+        return None
+    gathered = listed.run(own, choose_leaves(fold, leaves, own), sizes, inner)
+    found = dict(zip((*rest.outputs, *own.outputs), (*walked, *gathered), strict=True))
+    return [found[o] for o in fold.outputs]
 
 
 def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from ..engines import triton
 from ..engines.common import bounded_cache
-from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form, traced_length
+from ..engines.common.evaluate import (
+    Form,
+    Sizes,
+    pair_result_form,
+    result_form,
+    sum_gradients,
+    summed_batch,
+    traced_length,
+)
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
 from ..program.lower import Fold, digest_fold
@@ -112,6 +120,7 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
     # type and one layout for all engines
     forms = _forms(known, engine, leaves, sizes)
+    found = sum_gradients(known, found, leaves, sizes)
     return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
@@ -158,7 +167,7 @@ def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     return [
         pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
         if kind_of(r).per_pair
-        else result_form(r, k, sizes)
+        else result_form(r, k, sizes, summed_batch(fold, r, leaves, sizes))
         for r, k in fold.outputs
     ]
 
@@ -199,7 +208,7 @@ def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], 
     at = join_values(dims[2], [None] * len(places), places)
     moved = in_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
-        fold,
+        name(keep_batch(_known(fold))),
         engine,
         [v for v in moved if isinstance(v, Tensor)],
         numbers,
@@ -217,8 +226,20 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
-    """The name of a fold: a digest of its text, node by node."""
+    """The name of a fold: a digest of its text, node by node.
+
+    A graph is told one shape for all engines: gradients are summed over the batch afterwards, by torch. Those of pages
+    are summed by the fold, since a page has no memory for each sequence."""
+    summed = bool(fold.gradients) and fold.domain is not None and fold.domain.attrs[0][0] == "pages"
     found = digest_fold(fold) + "-exact" * fold.exact
+    if summed:
+        found += "".join(f"-{fold.reductions.index(r)}.{fold.leaves.index(e)}" for r, e in fold.gradients)
     with _lock:
-        _FOLDS[found] = replace(fold, gradients=())  # a graph is told one shape for all engines
+        _FOLDS[found] = fold if summed else keep_batch(fold)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def keep_batch(fold: Fold) -> Fold:
+    """The same fold, whose results are not summed over any batch dimension."""
+    return replace(fold, gradients=())

@@ -32,6 +32,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..plan import settings
 from . import call_context
+from .registry import FOLDERS
 
 _MOST_KINDS = 64  # of inputs of one fold
 _MOST_CALLS = 512  # in a recording: of more, or of more pairs, the host's time does not count
@@ -170,19 +171,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class TorchReplays:
     """``run``, a function of a list of tensors and numbers, with the recordings of its torch calls by their kinds.
 
-    ``setting``: what else decides which calls it makes, as a key; None where recordings must not be used."""
+    ``engine`` names the engine of its folds. The engine ``auto`` also follows tuned plans."""
 
-    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], setting: Callable[[], tuple | None]):
-        self.run, self.setting = run, setting
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], engine: str):
+        self.run, self.engine = run, engine
         self.known: BoundedCache[tuple, Callable[..., Sequence[Any]]] = BoundedCache(_MOST_KINDS)
         self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST_KINDS)  # once: a number may change in every call
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        asked = self.setting()
+        asked = call_context.launch_key() if self.engine == "auto" else settings.now().launches
         if asked is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
             return self.run(values)
         kinds = [(v.dtype, v.shape, v.stride()) if isinstance(v, Tensor) else repr(v) for v in values]
-        key = (asked, _cpp.read(), *kinds)
+        key = (asked, FOLDERS[self.engine], _cpp.read(), *kinds)
         calls = self.known.get(key)
         if calls is None:
             return self._record(key, values)
@@ -216,4 +217,4 @@ def replay_calls(run: Callable[[Sequence[Any]], Sequence[Any]], engine: str, siz
     pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
     if sizes.device.type != "cpu" or engine not in ("auto", "eager") or not 0 < pairs <= _MOST_PAIRS:
         return None
-    return TorchReplays(run, call_context.launch_key if engine == "auto" else lambda: settings.now().launches)
+    return TorchReplays(run, engine)

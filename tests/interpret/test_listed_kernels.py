@@ -6,9 +6,12 @@ import weakref
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engines import listed
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
@@ -234,6 +237,103 @@ def test_pages(run, rows, page, plan, groups):
     assert plan is None or all(one.parts == plan.parts for one in launches())
 
 
+@mr.op
+def scaled_by_length(q: Row["f"], k: Col["f"], v: Col["d"], scale: mr.Batch, seed: int):
+    s = torch.where(mr.col_index <= mr.row_index, q @ k * scale, -torch.inf)
+    return mr.softmax_mean(s, mr.dropout(v, 0.3, seed)), mr.logsumexp(s)
+
+
+PAGED = {
+    "one row": (attention, 1, 16, 1, {}),
+    "one row, shared keys, small tiles": (attention, 1, 16, 3, {"rows": KernelPlan(16, 16, parts=2)}),
+    "rows of a chunk": (local, 5, 16, 1, {}),
+    "tiles divide a sequence's rows": (local, 32, 32, 2, {"rows": KernelPlan(16, 32)}),
+    "page wider than a tile": (local, 3, 64, 2, {"rows": KernelPlan(16, 16)}),
+    "numbers of sequences, dropout": (scaled_by_length, 5, 16, 2, {}),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", PAGED)
+def test_gradients_of_pages(run, name):
+    """Along the transposed table: shared pages, an empty sequence, NaN in what nobody reads; twice the same."""
+    op, rows, page, groups, plans = PAGED[name]
+    most = 128 // page
+    domain, k, v = paged(page, most, torch.tensor([max(rows, 70), 128, 0, 77]))
+    domain.table[1, 0] = domain.table[0, 0]
+    unread = domain.mask(1, k.shape[0] * page).sum((0, 1)).view(-1, page) == 0
+    seed = torch.Generator().manual_seed(1)
+    q = torch.randn(4, rows, 2 * groups, 16, generator=seed).transpose(1, 2)
+    more = (torch.rand(4, 2 * groups, generator=seed), 7) if op is scaled_by_length else ()
+    found = []
+    for kernels in (False, True, True):
+        given = [t.detach().clone().requires_grad_() for t in (q, k, v, *more[:1])]
+        with run(plans) if kernels else mr.use(engine="eager"):
+            y = op(*given, *more[1:], cols=domain)
+            y = y if isinstance(y, tuple) else (y,)
+            grads = listed_cases.gradients([torch.where(t.isfinite(), t, 0.0) for t in y], given)
+        found.append([*y, *grads])
+    wanted, *own = found
+    for one, again, other in zip(*own, wanted, strict=True):
+        assert torch.equal(one, again)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not wanted[len(y) + 1][unread].any() and not own[0][len(y) + 1][unread].any()
+
+
+def test_gradients_of_pages_copy_no_pages(run):
+    """Sixteen sequences share all pages: nothing that is allocated is larger than the pages are."""
+    domain = mr.pages(torch.arange(8).expand(16, 8).contiguous(), torch.full((16,), 120), page=16)
+    q = torch.randn(16, 2, 1, 16, requires_grad=True)
+    k, v = (torch.randn(8, 16, 2, 16, requires_grad=True) for _ in range(2))
+    with run():
+        y = attention(q, k, v, cols=domain)
+        with LargestResult() as seen:
+            torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+    assert 0 < seen.numel <= k.numel()
+
+
+@mr.op
+def near_bias(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    return mr.softmax_mean(x @ y + mr.lookup(bias, (mr.row_index - mr.col_index).clamp(-9, 9) + 9), v)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 4], ids=["blocks", "pages", "pages, a table for each query head"])
+def test_only_gradients_of_tables_are_gathered(monkeypatch, heads):
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=make)
+    if heads:
+        domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
+        args = draw(3, 4, 5, 16), *stores, draw(*((4, 19) if heads > 1 else (19,)))
+    else:
+        domain, args = blocks((), 24, 72, (16, 24), 3), (draw(24, 16), draw(72, 16), draw(72, 8), draw(19))
+    gather, kinds = listed.run, []
+    monkeypatch.setattr(
+        "monoidreduce.engines.listed.run",
+        lambda fold, *given: kinds.append({r.attrs[0] for r in fold.reductions}) or gather(fold, *given),
+    )
+    found = []
+    for engine in ("eager", "triton"):
+        kinds.clear()
+        given = [t.detach().requires_grad_() for t in args]
+        with mr.use(engine=engine):
+            y = near_bias(*given, cols=domain)
+            found.append([y, *listed_cases.gradients([y], given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert kinds[-1] == {"histogram"}
+
+
+class LargestResult(TorchDispatchMode):
+    """The most numbers of a tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor))])
+        return found
+
+
 def test_numbers_per_edge(run):
     domain, seed = edges(6, 9, 8), torch.Generator().manual_seed(0)
     owner = torch.repeat_interleave(torch.arange(6), domain.rowptr.diff())
@@ -329,7 +429,7 @@ def test_long_lists(run, monkeypatch, batch, plans):
     """Lists of more than two windows are folded window by window, in both directions, and combined."""
     monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
     monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
-    monkeypatch.setattr(listed_fold, "_UNEVEN_WAVES", 1)  # few lists are all split alike
+    monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)  # few lists are all split alike
     domain, make = edges(21, 5, 4, 57), torch.Generator().manual_seed(0)
     count = len(domain.index)
     draw = lambda *shape: torch.randn(*batch, *shape, generator=make)

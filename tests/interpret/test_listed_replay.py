@@ -8,6 +8,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 
 attention_layer = sys.modules["monoidreduce.ops.attention"]
 
@@ -62,6 +63,34 @@ def test_forward_and_backward(by_address, name):
             torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
         counts.append(len(by_address))
     assert counts[2] - counts[1] == counts[1] - counts[0] > 2  # all kernels of a call
+
+
+@mr.op
+def weighted(q: Row["f"], k: Col["f"], v: Col["d"], e: mr.Pair):
+    return mr.softmax_mean(q @ k * 0.3 + e, v)
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["split lists", "split lists with numbers of edges"])
+def test_split_lists_and_numbers_of_edges(monkeypatch, by_address, numbers):
+    """A list of 30 is split into windows of four; the last three edges are in no list, and have no gradient."""
+    monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 0)
+    monkeypatch.setattr(listed_fold, "_PREPARED", {})
+    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 1)
+    counts = []
+    for seed in range(3):
+        make = torch.Generator().manual_seed(seed)
+        rowptr, index = torch.tensor([0, 2, 32, 32, *[36] * 20]), torch.randperm(64, generator=make)[:39]
+        domain, args = mr.edges(rowptr, index), drawn(seed, (23, 16), (64, 16), (64, 8), (39,))[: 3 + numbers]
+        op = weighted if numbers else attention
+        y = op(*args, cols=domain)
+        found = [y, *torch.autograd.grad(y, args, torch.cos(y.detach()))]
+        for one, other in zip(found, expected(op, args, domain, torch.cos(y.detach())), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+        assert not numbers or not found[-1][36:].any()
+        counts.append(len(by_address))
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 8  # all kernels of a call, of split lists three each
+    assert any(long is not None for ready in listed_fold._PREPARED.values() for long in ready.long)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

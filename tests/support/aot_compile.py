@@ -5,6 +5,7 @@ prints one JSON line each. Run it in its own process: Triton decides at import w
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -253,8 +254,8 @@ _PAGES = mr.pages(torch.arange(64).view(2, 32), torch.tensor([2000, 1500]), page
 _EDGES = mr.edges.from_neighbours((torch.arange(256)[:, None] + torch.arange(24)) % 256)
 
 
-def _paged(dtype: torch.dtype) -> tuple:
-    return torch.zeros(2, 32, 1, 128, dtype=dtype), *(torch.zeros(64, 64, 8, 128, dtype=dtype) for _ in range(2))
+def _paged(dtype: torch.dtype, rows: int = 1) -> tuple:
+    return torch.zeros(2, 32, rows, 128, dtype=dtype), *(torch.zeros(64, 64, 8, 128, dtype=dtype) for _ in range(2))
 
 
 # Features of heads: what every GPU runs, and one width of every hand-scheduled attention.
@@ -330,6 +331,15 @@ CASES = [
     Case("attention over blocks 64", lambda *qkv: attention(*qkv, cols=_blocks(64)), _qkv(64, 4), lean=False),
     Case("attention over blocks of 16", lambda *qkv: attention(*qkv, cols=_blocks(16)), _qkv(128, 4), lean=False),
     Case("attention over pages 128", forward(lambda *qkv: attention(*qkv, cols=_PAGES)), _paged, lean=False),
+    *(
+        Case(
+            f"gradients of pages 128, {rows} rows",
+            lambda *qkv: attention(*qkv, cols=_PAGES),
+            functools.partial(_paged, rows=rows),
+            lean=False,
+        )
+        for rows in (1, 64)
+    ),
     Case("attention over edges 64", lambda *qkv: attention(*qkv, cols=_EDGES), _qkv(64), lean=False),
     # keys and values stored in 8 bits
     *(

@@ -320,11 +320,18 @@ def watch_panel_replays(patch: Patch, around: Around) -> None:
 
 def replace_eager_engine(patch: Patch, run: Callable) -> None:
     """``run(fold, leaves, sizes)`` stands in for the eager engine."""
+    run_engines(patch)
     patch.setitem(pkgutil.resolve_name("monoidreduce.runtime.registry.FOLDERS"), "eager", run)
+
+
+def run_engines(patch: Patch) -> None:
+    """Engines run in every call: no torch calls are recorded, or replayed from before something was replaced."""
+    patch.setattr("monoidreduce.runtime.torch_replay.TorchReplays.__call__", lambda self, values: self.run(values))
 
 
 def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None = None) -> None:
     """Another choice of the eager engine's tiles, and of how many pairs one holds at most."""
+    run_engines(patch)
     if choose is not None:
         patch.setattr("monoidreduce.plan.tiles.choose", choose)
     if pairs is not None:
@@ -333,11 +340,13 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
     """``run(choice, fold, leaves, sizes)`` stands in for running a fold as planned."""
+    run_engines(patch)
     patch.setattr("monoidreduce.engines.auto.run_choice", run)
 
 
 def plan_panels(patch: Patch) -> None:
     """The planner chooses panels by kernels, as on a GPU."""
+    run_engines(patch)
     choice = pkgutil.resolve_name("monoidreduce.plan.schedule.Choice")("panel")
     patch.setattr("monoidreduce.engines.auto._has_kernels", lambda device: True)
     patch.setattr("monoidreduce.engines.auto._choose", lambda *call: (choice, choice))

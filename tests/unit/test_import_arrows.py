@@ -61,8 +61,7 @@ PACKAGES: dict[str, set[str]] = {
     "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "tuning": PANEL_KERNELS | {"engines.auto", "engines.triton"},
     "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
-    "elementwise": {"errors", "runtime"},  # the definition, pair by pair
-    "blockwise": {"errors", "algebra", "elementwise", "engines.triton.kernels"},
+    "blockwise": {"errors", "algebra", "runtime", "engines.triton.kernels"},
     "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
     "sources": {"errors", "arrays", "files"},
     "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk

@@ -7,7 +7,8 @@ contiguous ranges is one engine call on slices of the leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...program.compile import Fed, offset_fold
-from ...program.expression import Expr
+from ...program.expression import Expr, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from . import combine
@@ -171,3 +172,22 @@ def make_offset_leaf(
     own = "row" if what.of.op == "row_index" else "col"
     here = torch.arange(sizes.rows if own == "row" else sizes.cols, device=sizes.device)
     return (here + (starts[f"{own}_start"] - away)).view(*(1,) * len(sizes.batch), -1)
+
+
+# Some reductions of a fold
+
+
+@functools.lru_cache(maxsize=1024)
+def keep_reductions(fold: Fold, places: tuple[int, ...]) -> Fold:
+    """The same fold with some of its reductions, and the leaves of these."""
+    reductions = tuple(fold.reductions[k] for k in places)
+    scales = tuple(fold.scales[k] for k in places) if fold.scales else ()
+    used = {*topological([*reductions, *scales])}
+    gradients = tuple((r, e) for r, e in fold.gradients if r in reductions)
+    leaves = tuple(e for e in fold.leaves if e in used or any(e is g for _, g in gradients))
+    return replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
+
+
+def choose_leaves(fold: Fold, leaves: Sequence[Any], part: Fold) -> list[Any]:
+    """The leaves of a part of a fold (:func:`keep_reductions`)."""
+    return [leaves[fold.leaves.index(e)] for e in part.leaves]

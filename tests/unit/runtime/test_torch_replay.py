@@ -9,6 +9,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.eager import cpp
 from monoidreduce.runtime import torch_replay
+from tests.support import internals
 from tests.support.layers import ZOO
 
 NAMED = [layer for layer in ZOO if layer.differentiable][::6]
@@ -40,7 +41,7 @@ def results(call, args):
 
 def by_engine(call, args, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(torch_replay.TorchReplays, "__call__", lambda self, values: self.run(values))
+        internals.run_engines(patch)
         return results(call, args)
 
 

@@ -26,7 +26,7 @@ _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs noth
 
 
 def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
-    """The parameters of the lists, in the order in which ``kernels/listed_fold.py`` gives them, and those that Triton
+    """The parameters of the lists, in the order in which ``kernels/listed_launch.py`` gives them, and those that Triton
     must not specialize on."""
     assert spec.listed is not None
     tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,322 +17,29 @@ import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
-from ....program.philox import DRAWS
 from ....reductions import kind_of
 from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
 from ...common.combine import split
-from ...common.evaluate import Form, Sizes, restore_domain, result_form
-from ..codegen import compiler, few_rows, listed
-from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.few_rows import FewRows
-from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
-from ..launch import descriptors
+from ...common.evaluate import Sizes, restore_domain
+from ...common.subproblem import choose_leaves, keep_reductions
+from ..codegen.kernel_spec import Unsupported
 from ..launch.jit_module import available
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.launch_recipes import FoundAtLaunch
 from ..schedules import spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, overriding_plans
-from ..schedules.vector_conversions import Conversions
-from . import long_lists
-from .fold_kernel import SMALL, WIDE_GAIN, FoldLaunch, Layouts, Leaves
+from ..schedules.kernel_plan import overriding_plans
+from . import long_lists, page_gradients
+from .fold_kernel import SMALL, Leaves
 from .list_tensors import ListForm, Lists, make_lists
+from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
-from .prepared_fold import Made, list_kernels, merge_batches_and_strides
+from .page_gradients import PageGradients
+from .prepared_fold import Beside, Made, list_kernels, merge_batches_and_strides
 
-_LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
-_SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
-_KINDS = (*_SPLIT_KINDS, "moments", "user", "topk", "pair")
-_LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
-_MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
-_FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
-_SHORT = 64  # entries of an average list up to which lists share a program instance
-_UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
-# and where nothing but the room for them is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 % (H200, 64
-# sequences of 1k to 32k, 32/8 heads)
-_UNKNOWN_WAVES = 64
-_LEAST_SPLIT = 16  # tiles of a split, on average
-
-
-class ListedLaunch(FoldLaunch):
-    """One kernel of a fold over lists, with its arguments."""
-
-    ordered = False  # lists may be unsorted: of equal ones the smallest place wins, not the first
-
-    def __init__(
-        self,
-        fold: Fold,
-        values: Leaves,
-        batch: tuple[int, ...],
-        sizes: Sizes,
-        layouts: Layouts,
-        lists: ListForm,
-        steps: tuple[int, ...],
-        entries: int = 0,
-        window: int = 0,
-        role: str = "lists",
-        numbers: int = 1,
-    ):
-        """``steps``: how many lists further each batch dimension leads; ``entries``: of a batch element's lists, where
-        there are numbers for each; ``window``, ``role``, ``numbers``: ``long_lists.py``."""
-        self.lists_of, self.steps, self.window, self.role, self.entries = lists, steps, window, role, entries
-        self.numbers = numbers
-        (over,) = {r.attrs[1] for r in fold.reductions}
-        super().__init__(fold, over, values, batch, sizes, layouts)
-
-    def _describe(self, values: Leaves) -> None:
-        """The spec: leaves are read as they are, since copies of a whole axis may cost more than the lists' share."""
-        with spec_from_tensors.as_for(replace(self.sizes, rows=1, cols=1)):  # float32 vectors are not split
-            spec, (splits, casts, *_) = spec_from_tensors.describe_fold(
-                self.fold, self.over, values, self.batch, self.sizes
-            )
-        if splits or spec.deep:
-            raise Unsupported("vectors that are split or wider than a block have no kernel over lists")
-        read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
-        types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
-        rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
-        self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
-        placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
-        guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
-        self.may_guess = spec.guess
-        self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
-        self.few = self._pack_heads(values)
-        if self.few is not None:
-            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
-            self.steps = self.steps[:-1] or (0,)
-            self.layouts = {}
-
-    def _pack_heads(self, values: Leaves) -> FewRows | None:
-        """The last batch dimension as kept indices, where groups are narrow and share lists and folded leaves."""
-        spec, kept, heads = self.spec, self.lengths[0], self.batch[-1]
-        at = len(self.batch) - 1
-        rows = (self.lists_of.kept_block or kept) * heads
-        shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if (
-            self.role != "lists"
-            or heads < 2
-            or not 0 < rows <= _MOST_PACKED
-            or self.steps[at]
-            or any(e.is_pair for e in spec.fold.leaves)
-        ):
-            return None
-        if any(self.before):  # what is converted has the batch dimensions of the call
-            return None
-        drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-        if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e)):
-            return None
-        own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or shared(v))]
-        fold = few_rows.vary_by_row(spec.fold, spec.over, own)
-        rest = self.batch[:-1] or (1,)
-        spec = replace(spec, fold=fold, grouped=True, rank=len(rest), guess=False)
-        return FewRows(spec, rest, kept, heads * kept, alone=at == 0)
-
-    def _find_group(self, leaves: Leaves) -> int | None:
-        return None  # results are summed over the batch afterwards
-
-    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        lists, device = self.lists_of, self.sizes.device
-        group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
-        single = group == 1
-        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
-        entries = lists.entry and bool(pairs)
-        listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
-        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
-        written = any(kind_of(r).per_pair for r in self.fold.reductions)
-        window = self.window if single else 0
-        listing = replace(listing, window=window, role=self.role, numbered=several or written, numbers=self.numbers)
-        self.spec = replace(self.spec, listed=listing)
-        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
-        asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
-        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
-        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
-        staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
-        copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
-        few = not any(dims is not None for dims in copied)
-        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
-        tile = 1 if single else plan.block_folded
-        while lists.folded_block % tile:
-            tile //= 2
-        if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
-            self.spec = replace(self.spec, guess=False)
-            each = single and plan.block_kept > 1 and self.role == "lists" and _can_share_tiles(self.spec)
-            self.plan = replace(
-                plan, block_kept=1 if single and not each else plan.block_kept, rendering=Rendering.LOADS
-            )
-            if each:
-                self.spec = replace(self.spec, listed=replace(listing, each=True))
-                return copied
-        else:
-            guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
-            self.spec = replace(tiled, guess=guess)
-            plain = replace(
-                plan,
-                block_folded=tile,
-                rendering=Rendering.LOADS if few else min(plan.rendering, Rendering.DESCRIPTORS),
-            )
-            self.plan = staged or plain
-        if self.role != "lists":
-            return copied
-        if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
-            tiles = max(lists.kept_block // self.plan.block_kept, 1)
-            gathered = self.spec.listed.gathered if self.spec.listed else True
-            self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
-        return copied
-
-    def _guesses_staged(self, spec: Spec) -> bool:
-        """Whether a hand-scheduled kernel may guess a maximum where indices are compared: all see the first tile."""
-        return self.may_guess and bool(listed.find_upper_limits(spec))
-
-    def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
-        """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
-        lists = self.lists_of
-        if (
-            self.fold.tables
-            or self.few is not None
-            or self.lengths[1] % lists.folded_block
-            or (asked is not None and asked.rendering != Rendering.HAND_SCHEDULED)
-        ):
-            return None
-        boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
-        tile = self._turns(spec, self.count)
-        if asked is not None:
-            tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
-        if tile is None or (lists.kept_block or tile[0]) % tile[0] or lists.folded_block % tile[1]:
-            return None
-        return KernelPlan(*tile, rendering=Rendering.HAND_SCHEDULED)
-
-    def _pairs(self) -> int:
-        """How many pairs are listed, at most; batch elements may share lists."""
-        lists, shared = self.lists_of, math.prod(self.batch) // max(math.prod(self.lists_of.batch), 1)
-        return lists.items * lists.folded_block * (lists.kept_block or self.lengths[0]) * shared
-
-    def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
-        """The leaves that descriptors may copy, where pairs are many."""
-        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        if self._pairs() < least or self.few is not None:
-            return ()
-        return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
-
-    def _plan_tiles(self, plainly: Any, group: int, copies: bool) -> KernelPlan:
-        family = spec_from_tensors.family(self.sizes.device)
-        item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        most = max(16, 1 << (group - 1).bit_length())
-        if most <= _FEW and item == 2 and plainly.widths.folded:
-            plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1)
-        else:
-            plan = choose_plan(plainly, self.over, item, family, copies, group, None)
-        return replace(plan, block_kept=min(plan.block_kept, most), parts=0)
-
-    def _plan_single(self, plainly: Any) -> KernelPlan:
-        """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
-        each 4,096 of their numbers: one warp need not wait for others. Short lists share a warp, several to each.
-
-        H200, graph attention, 10⁶ lists of 20 ± 15, 64 features of 16 bits, forward: 0.77 ms in tiles of 4 lists × 8
-        entries, 0.86 of 2 × 16, 1.10 of 1 × 32; two warps take twice the time of one."""
-        width = max(plainly.widths.folded, 16)
-        item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        average = self.lists_of.average
-        if self.role == "lists" and average <= _SHORT and width <= WIDEST and _can_share_tiles(self.spec):
-            entries = max(16, min(32, 2**13 // (width * max(item, 4))))  # of all lists of a tile
-            folded = max(4, min(16, 1 << max(average // 4, 1).bit_length() - 1))
-            return KernelPlan(entries // folded, folded, 1, 2)
-        most = 1 << (2**14 // (width * item)).bit_length() - 1
-        length = average if self.role == "lists" else self.window
-        folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
-        warps = max(1, min(4, folded * width // 4096))
-        return KernelPlan(1, folded, warps, 2)
-
-    def _split_folded_axis(self) -> None:
-        lists, kept = self.lists_of, self.lengths[0]
-        heads = kept // self.few.period if self.few is not None else 1
-        rows = kept // heads
-        self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
-        if self.role != "lists":
-            self.tiles, self.beside, self.parts = lists.windows(self.window), 0, 1
-            self.grid = self.tiles * self.count
-            return
-        per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
-        self.tiles, self.beside = self.groups * per_group, 0
-        assert self.spec.listed is not None
-        if self.spec.listed.each:
-            self.tiles = -(-self.groups // self.plan.block_kept)
-        folded = -(-lists.average // self.plan.block_folded)
-        instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
-        self.parts = count_splits(self.plan, instances, folded, processors)
-        waves = _UNKNOWN_WAVES if lists.ends else _UNEVEN_WAVES
-        if not self.plan.parts and 0 < instances < waves * processors:
-            even = -(-waves * processors // instances)
-            self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
-        if (
-            self.plan.rendering == Rendering.HAND_SCHEDULED
-            or self.spec.listed.window
-            or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
-        ):
-            self.parts = 1
-        self.grid = self.tiles * self.count * self.parts
-
-    def _lay_out_arguments(self, values: Leaves) -> None:
-        super()._lay_out_arguments(values)
-        lists, listed = self.lists_of, self.spec.listed
-        assert listed is not None
-        for k in range(2 + listed.ends + listed.entries):
-            self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
-            self.template.append(None)
-        self.template += [self.groups, *[self.entries] * listed.numbered, *self.steps]
-        cut = lists.ends or self.lengths[1] % lists.folded_block != 0
-        folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
-        far = listed.gathered and any(
-            v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
-        )
-        cut |= self.kernel.staged  # an empty list is one tile beyond the axis
-        self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
-
-    def _lay_out_results(self) -> None:
-        super()._lay_out_results()
-        for k, (r, _) in enumerate(self.fold.outputs):
-            if kind_of(r).per_pair:  # entries that are in no list have none
-                shape, dtype = self.outputs[k]
-                zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
-                self.rooms[k] = zeros  # type: ignore[call-overload]
-
-    def _output(self, r: Expr, k: int) -> Form:
-        if kind_of(r).per_pair:
-            kind = self.sizes.compute if r.args[0].dtype == "float" else torch.int64
-            return (*self.sizes.batch, self.entries), kind
-        if self.role != "windows":
-            return super()._output(r, k)
-        rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
-        return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
-
-    def _cuts(self) -> list[int]:
-        return [1] * self.parts  # kinds that are split do not ask how much each split covers
-
-    def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
-        """How a replay launches it again; ``places``: of its leaves among the whole fold's; ``found``: the lists."""
-        if self.shifts or (self.spec.split and any(r.attrs[0] == "best" for r in self.fold.reductions)):
-            return None  # torch combines what has no order
-        made, count = self.recipe(), len(self.spec.fold.leaves)
-        if made is None:
-            return None
-        arguments: list[Any] = []
-        for a in made.arguments:
-            if isinstance(a, Leaf) and a.at >= count:
-                arguments += [found] if a.at == count else []
-            else:
-                arguments.append(a._replace(at=places[a.at]) if isinstance(a, Leaf | DescriptorOf) else a)
-        return made._replace(arguments=tuple(arguments))
-
-    def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
-        super().prepare({e: v for e, v in values.items() if e is not _LISTS}, plan)
-
-    def _converted(self, values: Leaves) -> list[Any]:
-        own = {e: v for e, v in values.items() if e is not _LISTS}
-        return [*super()._converted(own), *values.get(_LISTS, ())]
+_KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
 
 class PreparedListedFold:
@@ -374,19 +81,29 @@ class PreparedListedFold:
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
         return [found[k] for k in self.order]
 
-    def recipes(self, places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]) -> list[Made] | None:
-        """How a replay makes the launches again; None where it cannot. ``places``: of the leaves in those of a call."""
-        if any(long is not None for long in self.long) or any(kind_of(r).per_pair for r in self.fold.reductions):
-            return None
+    def recipes(
+        self, leaves: Sequence[Any], places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]
+    ) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot. ``leaves``: of a call; ``places``: of those of
+        this fold among them."""
         made, first = [], 0
         at = dict(zip(self.fold.leaves, places, strict=True))
-        for one in self.launches:
-            recipe = one.recipe_over([at[e] for e in one.fold.leaves], found(one)) if one.grid else None
-            joined = one.united()
-            if recipe is None or joined is None:
+        for one, long in zip(self.launches, self.long, strict=True):
+            own = [at[e] for e in one.fold.leaves]
+            numbers = [k for k, (r, _) in enumerate(one.fold.outputs) if kind_of(r).per_pair]
+            if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
                 return None
+            recipe = one.recipe_over(own, found(one)) if one.grid else None
+            joined, after = one.united(), [] if long is None else long.recipes(one.outputs, own, len(leaves), found)
+            if recipe is None or joined is None or after is None:
+                return None
+            before = [(one.cleared(k), k) for k in numbers]
             count = len(one.outputs)
-            made.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
+            results = [self.order.index(first + k) for k in range(count)]
+            beside = [Beside(clear, (k,)) for clear, k in before if clear is not None]
+            if len(beside) < len(before):
+                return None
+            made.append(Made(recipe, results, joined, before=beside, after=after))
             first += count
         return made
 
@@ -396,28 +113,7 @@ class PreparedListedFold:
         """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
         strides = _strides(lists.batch, self.sizes.batch)
         values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
-        return {**{e: values[e] for e in one.fold.leaves}, _LISTS: tensors}
-
-
-def _can_share_tiles(spec: Spec) -> bool:
-    """Whether rows with lists of their own may share a program instance: lists are of single indices, and folded
-    vectors are in products of two leaves, or multiplied by numbers and summed."""
-    listed = spec.listed
-    if listed is None or (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:
-        return False
-    for r in spec.fold.reductions:
-        if r.attrs[0] not in ("soft", "sum", "pair", "best", "topk"):
-            return False
-        values = r.args[1:] if r.attrs[0] == "soft" else r.args[:1] if r.attrs[0] == "sum" else ()
-        for c in (move_factors_to_weight(c) for a in values for c in contractions(a, r.attrs[1])):
-            if c.walk or c.minus is not None or not (c.vector is None or c.vector.op == "leaf"):
-                return False
-        nodes = topological(r.args, stop=lambda e: e.op in ("dot", "sqdist"))
-        if any(e.op in ("fsum", "famax", "famin", "einsum", "component") for e in nodes):
-            return False
-        if any(a.op != "leaf" for e in nodes if e.op in ("dot", "sqdist") for a in e.args):
-            return False
-    return True
+        return {**{e: values[e] for e in one.fold.leaves}, LISTS: tensors}
 
 
 def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
@@ -430,12 +126,17 @@ def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
     return (result.sum(dims, keepdim=True) if dims else result).view(like)
 
 
+def _is_broadcast(shape: tuple[int, ...], r: Expr, at: Mapping[Expr, int], leaves: Sequence[Any]) -> bool:
+    """Whether numbers of entries of this shape belong to an argument of another one."""
+    return len(r.args) > 1 and tuple(leaves[at[r.args[1]]].shape) != tuple(shape)
+
+
 def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
     """Entries of a window by which long lists are split; 0 where none is, or where all lists are split alike."""
     count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
     if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
         return 0
-    if lists.lists // each * count < _UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
+    if lists.lists // each * count < UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
         return 0
     return long_lists.window_size(fold, lists.average, lists.items // each)
 
@@ -480,6 +181,9 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    if page_gradients.find_gradients(fold):
+        paged = _prepare_pages(fold, leaves, sizes)
+        return None if paged is None else paged(leaves)
     lists = functools.cache(functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
     found = _prepare(fold, leaves, sizes, lists)
     return None if found is None else found[0].run(found[1], lists)
@@ -487,6 +191,8 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
 
 def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
     """A fold over lists prepared for leaves like these; None where it has no kernel."""
+    if page_gradients.find_gradients(fold):
+        return _prepare_pages(fold, leaves, sizes)
     found = _prepare(fold, leaves, sizes, functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
     return None if found is None else found[0]
 
@@ -533,6 +239,7 @@ class ListedFold:
     def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
         self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
         self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
+        self.found: dict[tuple[str, bool], Callable[..., tuple[int, ...]]] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = _find_domain(self.fold, leaves)
@@ -552,17 +259,69 @@ class ListedFold:
         """How a replay makes the launches again; None where it cannot."""
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
             return None
-        return self.ready.recipes(self.local.places, self._find_lists)
+        if not all(t.is_contiguous() for t in _find_domain(self.fold, leaves)):  # copies would not live until a launch
+            return None
+        return self.ready.recipes(leaves, self.local.places, self._find_lists)
 
     def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
-        listed = one.spec.listed
-        assert listed is not None
+        assert one.spec.listed is not None
+        key = one.over, one.spec.listed.entries
+        if key not in self.found:  # one function for all launches along a list, which is called once for them
+            self.found[key] = functools.partial(self._find_addresses, *key)
+        return FoundAtLaunch(self.asked, self.found[key], 2 + one.spec.listed.ends + one.spec.listed.entries)
 
-        def find(*tensors: Tensor) -> tuple[int, ...]:
-            read = _read_domain(self.fold, tensors, self.sizes, one.over)
-            return tuple(t.data_ptr() for t in read.tensors(listed.entries))
+    def _find_addresses(self, over: str, entries: bool, *tensors: Tensor) -> tuple[int, ...]:
+        read = _read_domain(self.fold, tensors, self.sizes, over)
+        return tuple(t.data_ptr() for t in read.tensors(entries))
 
-        return FoundAtLaunch(self.asked, find, 2 + listed.ends + listed.entries)
+
+class PagedFold(ListedFold):
+    """A fold over columns in pages with gradients of these, prepared for leaves like some: results of rows along the
+    table, those of columns along the transposed one."""
+
+    def __init__(
+        self, fold: Fold, sizes: Sizes, by_row: ListedFold | None, by_col: PageGradients, ready: PreparedListedFold
+    ):
+        self.fold, self.sizes, self.by_row, self.by_col, self.ready = fold, sizes, by_row, by_col, ready
+        self.order = range(len(fold.outputs))
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        own = choose_leaves(self.fold, leaves, self.by_col.whole)
+        lists = self.by_col.lists(own)
+        found = self.by_col.results(self.ready(self.by_col.leaves(own), lambda _: lists))
+        made = dict(zip(self.by_col.whole.outputs, found, strict=True))
+        if self.by_row is not None:
+            rows = self.by_row(choose_leaves(self.fold, leaves, self.by_row.fold))
+            made |= dict(zip(self.by_row.fold.outputs, rows, strict=True))
+        return [made[o] for o in self.fold.outputs]
+
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """None: rows of all sequences are put in one order before a launch."""
+        return None
+
+
+def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold | None:
+    """A fold over pages some of whose reductions go over rows; None where it has no kernel."""
+    places = page_gradients.find_gradients(fold)
+    others = tuple(k for k in range(len(fold.reductions)) if k not in places)
+    part = keep_reductions(fold, places)
+    own = choose_leaves(fold, leaves, part)
+    gradients = page_gradients.prepare(part, own, sizes) if _launches_on(sizes.device) else None
+    if gradients is None:
+        return None
+    by_row: ListedFold | None = None
+    if others:
+        rest = keep_reductions(fold, others)
+        by_row = prepare_listed(rest, choose_leaves(fold, leaves, rest), sizes)
+        if by_row is None:
+            return None
+    read = {"rows": gradients.lists(own)}
+    ready = _prepare_launches(gradients.fold, gradients.leaves(own), gradients.sizes, read, 0)
+    return None if ready is None else PagedFold(fold, sizes, by_row, gradients, ready)
+
+
+def _launches_on(device: torch.device) -> bool:
+    return available() and (device.type != "cpu" or settings.interprets_kernels())
 
 
 def _prepare(
@@ -570,31 +329,46 @@ def _prepare(
 ) -> tuple[ListedFold, list[Any]] | None:
     """The fold as kernels run it, and the leaves that they read; None where it has none."""
     local = localize(fold)
-    if local is None or not available() or (sizes.device.type == "cpu" and not settings.interprets_kernels()):
+    if local is None or not _launches_on(sizes.device):
         return None
     own = local.fold
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
     if not ways.keys() <= {"cols", "rows"}:
         return None
     read = {over: lists(over) for over in ways}
-    if any((one.logical and over == "rows") or local.logical > one.logical for over, one in read.items()):
+    if any(local.logical > one.logical for one in read.values()):
         return None
     mine = _find_leaves(fold, local, leaves, sizes)
     if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, mine, strict=True)):
         return None  # a number per pair of the whole axes, not per edge
-    key: tuple = (id(own), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
     numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
     entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
-    key += (overriding_plans(), _describe(mine), entries, *(one.form for one in read.values()))
+    ready = _prepare_launches(own, mine, sizes, read, entries)
+    return None if ready is None else (ListedFold(fold, sizes, local, ready), mine)
+
+
+def _prepare_launches(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Mapping[str, Lists], entries: int
+) -> PreparedListedFold | None:
+    """The launches of a fold on leaves like these, along the lists of each direction; None where it has no kernel."""
+    key: tuple = (
+        id(fold),
+        sizes.rows,
+        sizes.cols,
+        sizes.batch,
+        sizes.compute,
+        sizes.device,
+        matmul.float32_precision(),
+    )
+    key += (overriding_plans(), _describe(leaves), entries, *(one.form for one in lists.values()))
     if key not in _PREPARED:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
         try:
-            _PREPARED[key] = PreparedListedFold(own, mine, sizes, read.__getitem__, entries)
+            _PREPARED[key] = PreparedListedFold(fold, leaves, sizes, lists.__getitem__, entries)
         except Unsupported:
             _PREPARED[key] = None
-    ready = _PREPARED[key]
-    return None if ready is None else (ListedFold(fold, sizes, local, ready), mine)
+    return _PREPARED[key]
 
 
 def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:

@@ -19,8 +19,11 @@ from ....program.expression import Expr, node, reduce_node
 from ....program.lower import Fold
 from ....reductions import outputs_of
 from ...common.combine import split
-from ...common.evaluate import Sizes
-from .fold_kernel import FoldLaunch, Leaves
+from ...common.evaluate import Form, Sizes
+from ..launch.launch_recipes import FoundAtLaunch
+from .fold_kernel import Leaves
+from .listed_launch import ListedLaunch
+from .prepared_fold import Beside
 
 # Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
 KINDS = ("soft", "sum", "pair", "best", "topk", "user")
@@ -73,12 +76,12 @@ class LongLists:
         fold: Fold,
         over: str,
         sizes: Sizes,
-        windows: FoldLaunch,
-        make: Callable[[Fold, list[Any], Sizes, int], Any],
+        windows: ListedLaunch,
+        make: Callable[[Fold, list[Any], Sizes, int], ListedLaunch],
     ):
         self.fold, self.windows = fold, windows
         self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
-        self.combine: FoldLaunch | None = None
+        self.combine: ListedLaunch | None = None
         if self.whole:
             joined, self.read = combining_fold(fold, over)
             numbers = next((r.attrs[2][0] for r in fold.reductions if r.attrs[0] == "topk"), 1)
@@ -109,3 +112,24 @@ class LongLists:
             own = [outputs[k] for k in self.whole]
             while not self.combine.launched(own, [*(self._entries(parts[k]) for k in self.read), *lists[:2]], dict):
                 pass
+
+    def recipes(
+        self, outputs: Sequence[Form], places: Sequence[int], feeds: int, find: Callable[[Any], FoundAtLaunch]
+    ) -> list[Beside] | None:
+        """How a replay makes these launches again after that of all lists, into its ``outputs``; None where it cannot.
+
+        ``places``: of the leaves among the step's, of which there are ``feeds``; ``find``: the lists of a launch."""
+        if not self.windows.grid:
+            return []
+        names = {k: f"window{k}" for k in self.whole}
+        recipe = self.windows.recipe_over(places, find(self.windows))
+        if recipe is None:
+            return None
+        made = [Beside(recipe, tuple(names.get(k, k) for k in range(len(self.windows.rooms))))]
+        if self.combine is not None:
+            recipe = self.combine.recipe_over(range(feeds, feeds + len(self.read)), find(self.combine))
+            if recipe is None:
+                return None
+            recipe = recipe._replace(outputs=tuple(outputs[k] for k in self.whole))  # in their types
+            made.append(Beside(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
+        return made

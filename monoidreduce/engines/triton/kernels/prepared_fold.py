@@ -367,15 +367,27 @@ def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
 # The launches of a program's steps.
 
 
+class Beside(NamedTuple):
+    """A launch beside that of a step. It writes to some of the step's results (their number among those of
+    :class:`Made`) or to memory of its own (a name), and has memory of others after the step's leaves."""
+
+    recipe: Recipe
+    written: tuple[int | str, ...]
+    read: tuple[str, ...] = ()
+
+
 class Made(NamedTuple):
     """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others."""
+    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others.
+    ``before`` and ``after``: what else writes to the same results."""
 
     recipe: Recipe
     results: Sequence[int]
     joined: Sequence[Joined] = ()
     shifted: Sequence[Recipe] = ()
     begun: Recipe | None = None  # makes what the launch adds its last result up in, and has after all leaves
+    before: Sequence[Beside] = ()
+    after: Sequence[Beside] = ()
 
     def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
@@ -388,7 +400,11 @@ class Made(NamedTuple):
             yield ProgramLaunch(recipe, feeds, (name,))
         if self.begun is not None:
             yield ProgramLaunch(self.begun, feeds, last)
+        call = lambda name: whole[name] if isinstance(name, int) else f"{whole[0]}_{name}"
+        beside = lambda one: ProgramLaunch(one.recipe, (*feeds, *map(call, one.read)), tuple(map(call, one.written)))
+        yield from map(beside, self.before)
         yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])
+        yield from map(beside, self.after)
         for one in self.joined:
             yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
 

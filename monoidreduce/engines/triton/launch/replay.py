@@ -454,7 +454,12 @@ class _Writer(FunctionWriter):
         if isinstance(value, Place):
             return self._address(value)
         if isinstance(value, Computed):
-            return f"*{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
+            call = f"{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
+            known = self.known.get(value)
+            if known is not None:  # another launch of this call has it
+                return f"*{known}"
+            self.known[value] = f"c{len(self.known)}"
+            return f"*({self.known[value]} := {call})"
         if not isinstance(value, Descriptor):
             return self._value(value)
         address = self._address(value.base)

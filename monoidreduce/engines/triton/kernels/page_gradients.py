@@ -1,0 +1,180 @@
+"""Gradients of columns that lie in pages, as a fold along the transposed table: page p folds the rows of every sequence
+that owns it.
+
+The batch dimensions that the columns do not have (sequences, and query heads that share a key) become part of the
+folded axis, so that what they add to a page is added in one program instance, in a fixed order. Nothing of the pages is
+copied; rows are, where their memory order is another. Where a page stands in a sequence is one number for each entry of
+the table, from which positions of columns are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program import constructors
+from ....program.constructors import ONE, apply
+from ....program.expression import Expr, const, index, node, size, topological
+from ....program.lower import Fold
+from ....reductions import kind_of
+from ...common import bounded_cache
+from ...common.evaluate import Sizes, restore_domain
+from .list_tensors import Lists, read_lists
+
+# Leaves that the rewritten fold has besides its own
+_FIRST = node("leaf", (), ("page_first",), rows=True, cols=True, feature=None, dtype="int")  # per entry: its position
+_ROW = node("leaf", (), ("page_row",), rows=True, cols=False, feature=None, dtype="int")  # the index in its sequence
+_ROWS = node("leaf", (), ("page_rows",), rows=False, cols=False, feature=None, dtype="int")  # rows of a sequence
+
+
+def find_gradients(fold: Fold) -> tuple[int, ...]:
+    """The places of the reductions over rows, where the columns lie in pages."""
+    if fold.domain is None or fold.domain.attrs[0][0] != "pages":
+        return ()
+    return tuple(k for k, r in enumerate(fold.reductions) if r.attrs[1] == "rows")
+
+
+class PageGradients:
+    """Sums over rows for columns in pages, on leaves like the given ones: ``fold`` is run on ``sizes`` along
+    :meth:`lists`, with the leaves that :meth:`leaves` makes. None of :func:`prepare` where it has no such form."""
+
+    def __init__(self, whole: Fold, sizes: Sizes, removed: tuple[int, ...], varying: tuple[Expr, ...]):
+        self.whole, self.given, self.removed, self.varying = whole, sizes, removed, varying
+        self.copies = math.prod(sizes.batch[d] for d in removed)
+        kept = tuple(n for d, n in enumerate(sizes.batch) if d not in removed)
+        self.sizes = replace(sizes, rows=self.copies * sizes.rows, batch=kept)
+        self.fold = _rewrite(whole, varying)
+
+    def leaves(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the fold that kernels run."""
+        values = {e: self._leaf(e, v) for e, v in zip(self.whole.leaves, leaves, strict=True)}
+        named = {e.attrs[0]: v for e, v in values.items()}
+        found: list[Any] = []
+        for e in self.fold.leaves:
+            if e is _ROWS:
+                found.append(self.given.rows)
+            elif e is _ROW:
+                found.append(self._transposed(leaves)[2])
+            elif e is _FIRST:
+                found.append(self._transposed(leaves)[1])
+            else:
+                found.append(named[e.attrs[0]])
+        return found
+
+    def lists(self, leaves: Sequence[Any]) -> Lists:
+        """For each page, the sequences that own it."""
+        return self._transposed(leaves)[0]
+
+    def results(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """Results with the batch dimensions of the call, 1 where they were folded."""
+        for d in self.removed:
+            found = [t.unsqueeze(d) for t in found]
+        return list(found)
+
+    def _leaf(self, e: Expr, v: Any) -> Any:
+        """A leaf ``[*batch, rows or columns, features]`` without the batch dimensions that are folded."""
+        if not isinstance(v, Tensor) or any(e is a for a in self.whole.domain.args[:1]):  # type: ignore[union-attr]
+            return v
+        count, tail = len(self.given.batch), 1 + (e.feature is not None)
+        if e in self.varying:
+            v = v.unsqueeze(count)
+        elif not e.rows:
+            for d in reversed(self.removed):
+                v = v.select(d, 0)
+            return v
+        shape = [*v.shape]
+        for d in self.removed:
+            shape[d] = self.given.batch[d]
+        shape[count] = self.given.rows
+        kept = [d for d in range(count) if d not in self.removed]
+        moved = v.expand(shape).permute(*kept, *self.removed, *range(count, count + tail))
+        return moved.reshape(*moved.shape[: len(kept)], self.sizes.rows, *moved.shape[count + 1 :])
+
+    def _transposed(self, leaves: Sequence[Any]) -> tuple[Lists, Tensor, Tensor]:
+        """The transposed table, where the page of each of its entries stands in its sequence, and the index of each
+        folded row in its own; made once."""
+        assert self.whole.domain is not None
+        (form,) = self.whole.domain.attrs
+        tensors = [leaves[self.whole.leaves.index(a)] for a in self.whole.domain.args]
+        return bounded_cache.compute_once(
+            (
+                "owners of pages",
+                form,
+                self.given.cols,
+                self.given.rows,
+                self.sizes.rows,
+                len(self.sizes.batch),
+                *tensors,
+            ),
+            lambda: self._transpose(form, tensors),
+            self.sizes.device,
+        )
+
+    def _transpose(self, form: tuple, tensors: Sequence[Tensor]) -> tuple[Lists, Tensor, Tensor]:
+        sizes = self.given
+        lists = restore_domain(form, tensors).listing(self.sizes.rows // tensors[1].numel(), sizes.cols)
+        owner = lists.owners().long().clamp(max=lists.groups - 1)
+        place = torch.arange(len(owner), device=owner.device) - lists.offsets[owner]
+        found = read_lists(lists.transposed(sizes.cols // lists.col_block), sizes.cols).own(tensors)
+        rows = torch.arange(sizes.rows, device=owner.device).repeat(self.copies)
+        shape = *(1,) * len(self.sizes.batch), -1
+        return found, (place * form[1]).int().view(shape), rows.int().view(shape)
+
+
+def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | None:
+    """The form of a fold of which all reductions are gradients of columns that all sequences share; None where one is
+    not, or where a leaf cannot be given per row."""
+    if not all((sizes.rows, sizes.cols, *sizes.batch)) or any(r not in fold.gradient_of for r in fold.reductions):
+        return None
+    if any(kind_of(r).both_axes or kind_of(r).per_pair or r.attrs[0] != "sum" for r in fold.reductions):
+        return None
+    if any(e.op == "batch_index" for e in topological([*fold.reductions, *fold.scales])):
+        return None
+    assert fold.domain is not None
+    table = fold.domain.args[0]
+    held = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor) and e is not table]
+    if any(e.is_pair or v.dim() < len(sizes.batch) for e, v in held):
+        return None
+    fixed = [v for e, v in held if e.cols or e in fold.tables]  # what must not vary along a folded dimension
+    removed = tuple(d for d in range(len(sizes.batch)) if all(v.shape[d] == 1 for v in fixed))
+    if 0 not in removed:
+        return None
+    own = lambda v: any(v.shape[d] != 1 for d in removed)
+    varying = tuple(e for e, v in held if not (e.rows or e.cols) and own(v))
+    return PageGradients(fold, sizes, removed, varying)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rewrite(fold: Fold, varying: tuple[Expr, ...]) -> Fold:
+    """A fold over the rows of all sequences: numbers of batch elements (``varying``) are numbers of rows."""
+    assert fold.domain is not None
+    per_row = {e: node("leaf", (), e.attrs, rows=True, cols=False, feature=e.feature, dtype=e.dtype) for e in varying}
+    page, lengths = fold.domain.attrs[0][1], fold.domain.args[1]
+    inside = apply("remainder", index("col"), page)
+    position = apply("add", _FIRST, inside)
+    listed = apply("lt", position, per_row.get(lengths, lengths))
+    changed: dict[Expr, Expr] = {index("row"): _ROW, size("rows"): _ROWS, **per_row}
+    for e in topological([*fold.reductions, *fold.scales]):
+        changed |= {"listed": {e: listed}, "listed_position": {e: position}, "listed_once": {e: const(True)}}.get(
+            e.op, {}
+        )
+    reductions, scales = [], []
+    for r, scale in fold.scaled:
+        (new,), (by,) = constructors.substitute((r,), changed), constructors.substitute((scale,), changed)
+        if by.rows:  # a number of the batch element, which is one of the row now
+            new, by = constructors.rebuild(new, (apply("mul", new.args[0], by), *new.args[1:])), ONE
+        reductions.append(new)
+        scales.append(by)
+    used = {*topological([*reductions, *scales])}
+    leaves = [changed.get(e, e) for e in fold.leaves]
+    leaves = [e for e in [*leaves, _FIRST, _ROW, _ROWS] if e in used]
+    gradients = tuple((n, fold.gradient_of[r]) for r, n in zip(fold.reductions, reductions, strict=True))
+    return Fold(
+        tuple(leaves), tuple(reductions), tuple(scales) if fold.scales else (), fold.raised, fold.exact, gradients
+    )
