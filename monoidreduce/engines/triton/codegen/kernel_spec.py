@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
@@ -228,6 +229,16 @@ class Spec:
     def keeps(self, e: Expr) -> bool:
         """Whether an expression varies along the kept axis."""
         return e.rows if self.over == "cols" else e.cols
+
+
+@lru_cache(maxsize=4096)
+def _specialized(spec: Spec, fields: tuple[tuple[str, Any], ...]) -> Spec:
+    return replace(spec, **dict(fields))
+
+
+def specialize(spec: Spec, **fields: Any) -> Spec:
+    """A spec with other fields; the same object for equal ones, so that what it knows of itself is found out once."""
+    return _specialized(spec, tuple(fields.items()))
 
 
 def _read_otherwise(r: Expr) -> list[Expr]:

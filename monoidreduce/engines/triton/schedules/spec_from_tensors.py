@@ -21,7 +21,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
 from .vector_conversions import Cast, Conversions, replace_distances, split_fold
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
@@ -117,7 +117,7 @@ def describe_fold(
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, Conversions(splits, tuple(casts), norms)
+    return specialize(spec), Conversions(splits, tuple(casts), norms)
 
 
 def _is_unaligned(v: Tensor) -> bool:
