@@ -86,7 +86,7 @@ def _heard(*given: Any) -> None:
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    if not contraction.into(out, weights, vectors, add):
+    if not contraction.contract_by_pingpong(out, weights, vectors, add):
         _heard(out, weights, vectors, add)
 
 

@@ -487,14 +487,16 @@ class Op(dynamo.Compiled, Generic[Result]):
     ) -> dict[str, Any]:
         """The arguments by name; ``parameters``: as what they are declared, if not as the op's."""
         self._check_keywords(kwargs, self.parameters)
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise ArgumentError(
-                detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}"
-            ) from None
-        bound.apply_defaults()
-        values = dict(bound.arguments)
+        form = self._plans.form(len(args), kwargs)
+        if form is None:
+            try:
+                self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                detail = f"{self.function.__name__}: {error}"
+                raise ArgumentError(detail=detail, fix=f"It is declared as {self!r}") from None
+        assert form is not None
+        given = dict(zip(form.order, (*args, *kwargs.values()), strict=True))
+        values = {name: given.get(name, p.default) for name, p in self.parameters.items()}
         for name, value in values.items():
             p = (parameters or self.parameters)[name]
             if p.is_tensor and not isinstance(value, Tensor | None) and arrays.is_array(value):

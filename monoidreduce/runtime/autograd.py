@@ -42,7 +42,7 @@ from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .registry import FOLDERS
-from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
+from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
 from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
@@ -126,13 +126,22 @@ class ReplayedProgram:
         return found if replay.formed else list(found)
 
     def fix(
-        self, sizes: Sizes, values: Sequence[Any], otherwise: Runner, form: Callable[[list[Any]], Sequence[Any]]
+        self,
+        sizes: Sizes,
+        values: Sequence[Any],
+        otherwise: Runner,
+        form: Callable[[list[Any]], Sequence[Any]],
+        given: Sequence[Any] = (),
+        views: CallViews | None = None,
     ) -> Callable[..., Sequence[Any]] | None:
         """This program for inputs like these with the same numbers, while ``launch_key`` is what it is now: a function
         without look-ups. None where there is no recording. ``otherwise`` runs where its launches are gone; ``form``
-        gives the outputs the form that is expected, where they do not have it."""
+        gives the outputs the form that is expected, where they do not have it. With ``views`` the function takes what
+        the inputs are views of (``given``, now), and returns views of the outputs; so does ``otherwise``."""
         replay, count = self.replays.find(sizes, values), len(values)
         if replay is None or self.replays.steps.moving is None or replay.is_wide:
+            return None
+        if views is not None and (replay := self.replays.through(replay, given, views)) is None:
             return None
         names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
         asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
@@ -162,7 +171,9 @@ class ReplayedProgram:
         return self._walk(replay, *values)
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
-        output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
+        replays, views = self.replays, replay.backwards.views
+        found = self.walk(replay.sizes, *(values if views is None else views.enter(values)))
+        output = detach_views(found if views is None else views.leave(found))
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
@@ -172,7 +183,7 @@ class ReplayedProgram:
         runner = self.gradients.get(key)
         if runner is None:
             runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
-        return runner(replay.sizes, backwards.leaves(saved), backwards.others(saved))
+        return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.others(saved)))
 
     def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
         """The gradients of a forward that is run once more; differentiable where that is asked for."""
@@ -186,13 +197,15 @@ class ReplayedProgram:
         with torch.enable_grad():
             given = [v.detach().requires_grad_() if n and not graph else v for v, n in zip(leaves, needs, strict=True)]
             found = run(sizes, *given)
-            pairs = zip(sum_rows(found, sizes) if steps.total else found, saved.cotangents, strict=True)
+            cotangents = replay.backwards.cotangents(saved)
+            pairs = zip(sum_rows(found, sizes) if steps.total else found, cotangents, strict=True)
             moving = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
             wanted = [v for v, n in zip(given, needs, strict=True) if n]
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        return [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        whole = [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        return replay.backwards.gradients(whole)
 
 
 def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -296,6 +309,16 @@ class GradientRunner:
         grads, fits = self.made.gradients(found, leaves)
         run.fits = fits and bool(kind)
         return grads
+
+    def find_launches(self, sizes: Sizes, pool: Sequence[Any]) -> Callable[..., tuple] | None:
+        """The recorded launches that give the gradients of leaves, and of others behind them, as they are returned: a
+        function of the program's inputs. None where there are none, or small tiles are skipped."""
+        values = [pool[k] for k in self.made.sources]
+        run = self.runs.get(triton.describe_leaves(values)) if self.records else None
+        if run is None or not run.fits or not isinstance(run.run, ReplayedProgram) or self._skips(values):
+            return None
+        found = run.run.replays.find(sizes, values)
+        return None if found is None else found.launches.run
 
     def _skips(self, values: Sequence[Any]) -> bool:
         """Whether small tiles may be skipped: of one pass, whose sums are the gradients themselves."""

@@ -39,7 +39,7 @@ from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
-from .replay import ProgramSteps, can_record, make_steps
+from .replay import CallViews, ProgramSteps, can_record, make_steps
 
 
 class CallForm(NamedTuple):
@@ -137,13 +137,20 @@ class CallPlan:
             return found if type(found) is tuple else self._formed(list(found))
         oom_retry.raise_typed(reason, self.sizes)
 
-    def fix(self, inputs: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None:
+    def fix(
+        self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
+    ) -> Callable[..., Sequence[Tensor]] | None:
         """:meth:`of` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now: the
-        recording itself, without a look-up. None where there is none."""
+        recording itself, without a look-up. None where there is none. ``views``: it takes what the inputs are views
+        of (``given``, now), and returns views of the results."""
         found = getattr(self.run, "func", None)
         if not isinstance(found, ReplayedProgram):
             return None
-        return found.fix(self.sizes, inputs, self.of, self._formed)
+        otherwise = self.of if views is None else functools.partial(self._of_views, views)
+        return found.fix(self.sizes, inputs, otherwise, self._formed, given, views)
+
+    def _of_views(self, views: CallViews, *given: Any) -> Sequence[Tensor]:
+        return views.leave(self.of(*views.enter(given)))
 
     def _formed(self, found: list[Any]) -> list[Tensor]:
         """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was

@@ -8,7 +8,7 @@ columns of all sequences lie in one pool, so that heads are a batch dimension of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,8 +78,7 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
     return DomainCall(form, {**values, **dict(zip(names, found, strict=True))})
 
 
-@layer_replay.step
-def _sequence(*given: Any) -> Tensor:
+def _make_sequence(*given: Any) -> Tensor:
     """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
     *tensors, form, rows, cols, place = given
     make = lambda: _sequences(Jagged(*tensors), rows, cols, len(form) > 2)
@@ -87,6 +86,14 @@ def _sequence(*given: Any) -> Tensor:
     if not is_plain(*tensors):
         return make()[place]
     return bounded_cache.compute_once(parts, make, tensors[0].device)[place]
+
+
+def _remember_sequence(*given: Any) -> Callable[..., Tensor]:
+    known = bounded_cache.LastComputed(lambda *tensors: _make_sequence(*tensors, *given[-4:]))
+    return lambda *again: known(*again[:-4])
+
+
+_sequence = layer_replay.step(_make_sequence, _remember_sequence)
 
 
 def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from ..plan import settings
 from ..program.trace import Watched
 from ..stored_vectors import Scaled
 from . import call_context
+from .replay import CallViews, View, Views
 
 # The key of a call: all that its checks and its kernels look at, and nothing else.
 #
@@ -165,7 +167,22 @@ class Planned(Protocol):
     @property
     def given(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
     def of(self, *inputs: Any) -> Sequence[Tensor]: ...
-    def fix(self, inputs: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None: ...
+    def fix(
+        self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
+    ) -> Callable[..., Sequence[Tensor]] | None: ...
+
+
+@dataclass(eq=False)
+class _Step:
+    """One step of a recording: what runs, on what, and the tensors that it made. ``view``: it is one of its first
+    argument; ``plan``: it is an op's."""
+
+    run: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    made: Sequence[Tensor]
+    view: View | None = None
+    plan: Planned | None = None
 
 
 class LayerRecorder(TorchFunctionMode):
@@ -176,7 +193,8 @@ class LayerRecorder(TorchFunctionMode):
         tensors = [v for v in values if isinstance(v, Tensor)]
         self.values, self.names = values, {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
         self.failed = len(self.names) < len(tensors)  # a tensor given twice: it is not known which is which
-        self.held: list[Any] = []  # results, so that ids stay their own
+        self.steps: list[_Step] = []  # they hold what they made, so that ids stay their own
+        self.makers: dict[int, _Step] = {}  # of tensors, by id
         self.watched: list[Watched] = []  # what bodies read besides their values
         self.writer = FunctionWriter()
         self.grads, self.inside = torch.is_grad_enabled(), False
@@ -185,7 +203,9 @@ class LayerRecorder(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if not self.inside and func not in _READS:
             if func in _MAKES and isinstance(found, Tensor):
-                self._name(found, self._write(func, args, kwargs or {}))
+                with self._apart():
+                    view = None if kwargs else View.of(func, args, found)
+                self._add(_Step(func, args, kwargs or {}, (found,), view))
             else:
                 self.failed = True
         return found
@@ -194,12 +214,10 @@ class LayerRecorder(TorchFunctionMode):
         """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
         if plan.traced.watched is not None:
             self.watched.append(plan.traced.watched)
-        inputs = [values[at] if view is None else self.run_step(view, (values[at],)) for at, view in plan.given]
+        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.given]
         with self._apart():
-            found, fixed = plan.of(*inputs), plan.fix(inputs)
-        name = self._write(fixed or plan.of, inputs, {})
-        for k, result in enumerate(found):
-            self._name(result, f"{name}[{k}]")
+            found = plan.of(*inputs)
+        self._add(_Step(plan.of, inputs, {}, tuple(found), plan=plan))
         return plan.traced.pack(found)
 
     def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
@@ -208,22 +226,85 @@ class LayerRecorder(TorchFunctionMode):
             found = run(*given)
             again = None if faster is None else faster(*given)
         if isinstance(found, Tensor):
-            self._name(found, self._write(again or run, given, {}))
+            self._add(_Step(again or run, given, {}, (found,)))
+        return found
+
+    def _run_view(self, run: Callable[[Any], Any], value: Any) -> Any:
+        """An argument as its op's input, with all batch dimensions."""
+        with self._apart():
+            found = run(value)
+            view = View.of(run, (value,), found, reshapes=True) if isinstance(found, Tensor) else None
+        if isinstance(found, Tensor):
+            self._add(_Step(run, (value,), {}, (found,), view))
         return found
 
     def function(self, result: Any) -> Callable[..., Any] | None:
         """The call as a function of its values, which returns ``_CHANGED`` where a body would read something else; None
         where it cannot be replayed."""
-        lines = [*self.writer.lines, f"return {self._text(result)}"]
-        if self.failed or len(self.writer.lines) > _LONGEST:
+        self.failed = self.failed or any(id(t) not in self.names for t in _tensors_in(result))
+        if self.failed or len(self.steps) > _LONGEST:
             return None
+        for step in self.steps:
+            if step.plan is not None:
+                self._fix(step, step.plan, result)
+        lines, needed = [f"return {self._text(result)}"], {*map(id, _tensors_in(result))}
+        for step in reversed(self.steps):
+            if step.plan is not None or not needed.isdisjoint(map(id, step.made)):
+                lines.append(self._line(step))
+                needed |= {*map(id, _tensors_in((step.args, step.kwargs)))}
         for watched in self.watched:
-            lines = [f"if not {self.writer.hold(watched.holds)}():", f"    return {self.writer.hold(_CHANGED)}", *lines]
-        return define("call", [f"v{k}" for k in range(len(self.values))], lines, self.writer.scope)
+            lines += [f"    return {self.writer.hold(_CHANGED)}", f"if not {self.writer.hold(watched.holds)}():"]
+        return define("call", [f"v{k}" for k in range(len(self.values))], lines[::-1], self.writer.scope)
 
-    def _name(self, found: Tensor, name: str) -> None:
-        self.names[id(found)] = name
-        self.held.append(found)
+    def _fix(self, step: _Step, plan: Planned, result: Any) -> None:
+        """Run an op's recorded launches without a look-up, straight from what its inputs are views of to the views that
+        are made of its results."""
+        before = [self._look_through(value) for value in step.args]
+        after = [self._follow(t, result) for t in step.made]
+        views = CallViews(
+            tuple(chain for _, chain in before), tuple(tuple(s.view for s in users if s.view) for users in after)
+        )
+        given = [value for value, _ in before]
+        fixed = plan.fix(step.args, given, views) if any(views.inputs) or any(views.outputs) else None
+        if fixed is None:
+            step.run = plan.fix(step.args) or step.run
+            return
+        step.run, step.args = fixed, given
+        for t, users in zip(step.made, after, strict=True):
+            for user in users:  # the step makes what this one did
+                (last,), user.made = user.made, ()
+                self.names[id(last)] = self.names[id(t)]
+                step.made = (*step.made, last)
+
+    def _look_through(self, value: Any) -> tuple[Any, Views]:
+        """What a value is a view of, and the views in between."""
+        found: list[View] = []
+        while isinstance(value, Tensor) and (step := self.makers.get(id(value))) is not None and step.view is not None:
+            found.append(step.view)
+            value = step.args[0]
+        return value, tuple(found[::-1])
+
+    def _follow(self, t: Tensor, result: Any) -> list[_Step]:
+        """The views, one after the other, through which alone a result of an op is used."""
+        found: list[_Step] = []
+        while id(t) not in {*map(id, _tensors_in(result))}:
+            users = [s for s in self.steps for given in _tensors_in((s.args, s.kwargs)) if given is t]
+            if len(users) != 1 or users[0].view is None:
+                break
+            found += users
+            (t,) = users[0].made
+        return found
+
+    def _add(self, step: _Step) -> None:
+        given = _tensors_in((step.args, step.kwargs))
+        self.failed = (
+            self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
+        )
+        name = f"r{len(self.steps)}"
+        for k, t in enumerate(step.made):
+            self.names[id(t)] = name if step.plan is None else f"{name}[{k}]"
+            self.makers[id(t)] = step
+        self.steps.append(step)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -234,18 +315,15 @@ class LayerRecorder(TorchFunctionMode):
         finally:
             self.inside = before
 
-    def _write(self, run: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        self.failed = self.failed or torch.is_grad_enabled() != self.grads
-        name = f"r{len(self.writer.lines)}"
-        given = [*map(self._text, args), *(f"{key}={self._text(value)}" for key, value in kwargs.items())]
-        self.writer.lines.append(f"{name} = {self.writer.hold(run)}({', '.join(given)})")
-        return name
+    def _line(self, step: _Step) -> str:
+        name = f"r{self.steps.index(step)}"
+        given = [*map(self._text, step.args), *(f"{key}={self._text(value)}" for key, value in step.kwargs.items())]
+        return f"{name} = {self.writer.hold(step.run)}({', '.join(given)})"
 
     def _text(self, value: Any) -> str:
         """A value in the text: known by name, or put together of such, or fixed."""
         if isinstance(value, Tensor):
-            self.failed = self.failed or id(value) not in self.names
-            return self.names.get(id(value), "None")
+            return self.names[id(value)]
         if isinstance(value, dict):
             return f"{{{', '.join(f'{self.writer.hold(k)}: {self._text(v)}' for k, v in value.items())}}}"
         if isinstance(value, tuple | list):
@@ -255,6 +333,14 @@ class LayerRecorder(TorchFunctionMode):
                 return f"{self.writer.hold(type(value))}{parts}"
             return f"[{parts[1:-1]}]" if isinstance(value, list) else parts
         return self.writer.hold(value)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of containers."""
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [t for v in inside for t in _tensors_in(v)]
 
 
 recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)
@@ -317,6 +403,20 @@ def _split_values(values: Sequence[Any]) -> tuple[tuple, tuple] | None:
     return tuple(flat), tuple(forms)
 
 
+def _set_apart(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+    """The same arguments, each a tensor of its own: a recording tells them apart by what they are."""
+    seen: set[int] = set()
+
+    def apart(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.view_as(value) if id(value) in seen else value
+        seen.add(id(value))
+        return value
+
+    return tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
+
+
 class LayerReplay:
     """A layer, with the recordings of its calls by their keys; ``unkeyed`` is called in its place for calls without a
     key, such as those on subclasses of tensors."""
@@ -374,6 +474,8 @@ class LayerReplay:
             result = self.layer(*args, **kwargs)
             self.seen.keep(key, True)
             return result
+        if flat is None:
+            args, kwargs = _set_apart(args, kwargs)
         recorder = LayerRecorder((*args, *kwargs.values()) if flat is None else flat)
         token = recording.set(recorder)
         try:

@@ -286,7 +286,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         first = (count,) if splits > 1 else ()
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
-            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=split_combine.room)
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=split_combine.allocate_results)
         for at in one.lists:
             made[at : at + 2] = topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak

@@ -7,6 +7,10 @@ signs of numbers, and by the settings (``call_context.launch_key``). For tensors
 - :class:`ForwardReplays`: a whole program of one pass whose steps are all launches, as one function;
 - :class:`BackwardReplays`: the backward of such a program, likewise.
 
+A layer often hands its op views of what it is given (heads in groups), and returns views of the results. A recorded
+program needs none of them, since kernels are given addresses: :class:`CallViews` says which there were, and its results
+and gradients are allocated in the form that the layer returns.
+
 Nothing here differentiates or falls back: where there is no recording (torch's own arithmetic between the steps,
 settings out of the ordinary, memory that runs out) the answer is None, and ``autograd.py`` runs the program step by
 step.
@@ -16,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +32,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.torch_code import Script, Side, define, script, tuple_text
+from ..engines.common.torch_code import BatchArithmetic, Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -44,6 +48,82 @@ _MISSING: Any = object()
 Needs = tuple[bool, ...]
 Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept for a backward
 Launches = Callable[[Sequence[Any]], Results]
+
+
+# Views between what a call is given and its program
+
+
+class View(NamedTuple):
+    """A view of all of a tensor, and the view that undoes it."""
+
+    run: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    undo: Callable[..., Tensor]
+    undo_arguments: tuple[Any, ...]
+
+    @staticmethod
+    def of(run: Callable[..., Any], given: Sequence[Any], found: Tensor, reshapes: bool = False) -> View | None:
+        """The view that a call of torch's made of its first argument; None where it copied, hid or repeated something.
+        ``reshapes``: elements are known to keep their order."""
+        source, *rest = given
+        if not isinstance(source, Tensor) or found.dtype is not source.dtype or found.numel() != source.numel():
+            return None
+        if not source.numel() or found.data_ptr() != source.data_ptr():
+            return None
+        if reshapes or run in _RESHAPES:
+            return View(Tensor.reshape, (tuple(found.shape),), Tensor.reshape, (tuple(source.shape),))
+        if run in _SWAPS and len(rest) == 2:
+            back = tuple(rest) if run is Tensor.transpose else (rest[1], rest[0])
+            return View(run, tuple(rest), run, back)
+        return None
+
+
+_RESHAPES = frozenset(
+    {Tensor.expand, Tensor.flatten, Tensor.reshape, Tensor.squeeze, Tensor.unflatten, Tensor.unsqueeze, Tensor.view}
+)
+_SWAPS = frozenset({Tensor.movedim, Tensor.transpose})
+Views = tuple[View, ...]  # one after the other
+
+
+def apply_views(views: Views, t: Tensor) -> Tensor:
+    """A tensor through all of these views."""
+    for view in views:
+        t = view.run(t, *view.arguments)
+    return t
+
+
+def undo_views(views: Views, t: Tensor) -> Tensor:
+    """The tensor that these views make this one of; differentiable, and a copy where no view can do it."""
+    for view in reversed(views):
+        t = view.undo(t, *view.undo_arguments)
+    return t
+
+
+Look = functools.partial  # of ``apply_views`` or ``undo_views``: a function of a tensor
+
+
+def _split_looks(
+    looks: Mapping[str, Look], given: Mapping[str, Tensor], looked: set[str]
+) -> tuple[dict[str, Look], dict[str, Look]]:
+    """Of the views of tensors, by name: those that kernels look at, and those that are copies. Of all others kernels
+    need the address, which is the same."""
+    copied = {name: look for name, look in looks.items() if look(given[name]).data_ptr() != given[name].data_ptr()}
+    return {name: look for name, look in looks.items() if name in looked and name not in copied}, copied
+
+
+class CallViews(NamedTuple):
+    """Per input of a program, the views that make it of what is given; per output, those that make what is returned."""
+
+    inputs: tuple[Views, ...]
+    outputs: tuple[Views, ...]
+
+    def enter(self, given: Sequence[Any]) -> list[Any]:
+        """The inputs of the program."""
+        return [apply_views(chain, v) if chain else v for chain, v in zip(self.inputs, given, strict=True)]
+
+    def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """What is returned."""
+        return [apply_views(chain, t) for chain, t in zip(self.outputs, outputs, strict=True)]
 
 
 def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
@@ -151,7 +231,8 @@ class ProgramSteps:
             not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
         ):
             return False
-        theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
+        alone = Expr | BatchArithmetic
+        theirs = {name for step in made.steps if not isinstance(step.what, alone) for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
 
     @functools.cached_property
@@ -277,11 +358,43 @@ class ForwardReplays:
         launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
         if saved_row_gradients.many(sizes) and not launches.lean:
             return None
-        backwards = BackwardReplays(self.steps, sizes, recorded.results, launches.kept)
+        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept)
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
         formed = tuple(recorded.forms[name] for name in made.returned) == self.forms
         return ForwardReplay(launches, backwards, sizes, is_wide, saved, formed)
+
+    def through(self, replay: ForwardReplay, values: Sequence[Any], views: CallViews) -> ForwardReplay | None:
+        """The same recording for values that ``views`` make the program's inputs of, which returns views of its
+        outputs; None where that is another program."""
+        made, recorded, kept = self.steps.script, replay.backwards.recorded, replay.launches.kept
+        if self.steps.total or not replay.formed:
+            return None
+        chains = {
+            made.names[k]: functools.partial(apply_views, views.inputs[k]) for k in self.tensors if views.inputs[k]
+        }
+        given = {made.names[k]: values[k] for k in self.tensors}
+        seen, copied = _split_looks(chains, given, recorded.looked)
+        shown = {
+            name: functools.partial(apply_views, chain)
+            for name, chain in zip(made.returned, views.outputs, strict=True)
+            if chain
+        }
+        tensors = [made.names[k] for k in self.tensors]
+        launches = triton.ProgramReplay(
+            recorded,
+            made.names,
+            tensors,
+            made.returned,
+            [*kept.places],
+            replay.sizes,
+            seen=seen,
+            copied=copied,
+            shown_as=shown,
+        )
+        backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, views)
+        backwards.recorded_before = replay.backwards.recorded_before
+        return replace(replay, launches=launches, backwards=backwards)
 
     def fixed(self, values: Sequence[Any]) -> list[int]:
         """The outputs that have no part in any gradient that is asked for."""
@@ -337,11 +450,21 @@ def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
 class BackwardReplays:
     """The backward of a recorded forward: recordings by the gradients that are needed and the kind of all tensors.
 
-    ``results``: what those of its pass are called in the forward, where they are outputs or lie in the buffer
-    ``kept``."""
+    The results of its pass are outputs, or lie in the buffer ``kept``. ``views``: between what is saved and the
+    program's inputs, and between its outputs and their cotangents."""
 
-    def __init__(self, steps: ProgramSteps, sizes: Sizes, results: Sequence[str], kept: triton.Buffer):
-        self.steps, self.sizes, self.results, self.kept = steps, sizes, results, kept
+    def __init__(
+        self,
+        steps: ProgramSteps,
+        sizes: Sizes,
+        recorded: triton.RecordedLaunches,
+        kept: triton.Buffer,
+        views: CallViews | None = None,
+    ):
+        self.steps, self.sizes, self.recorded, self.kept, self.views = steps, sizes, recorded, kept, views
+        self.results = recorded.results
+        # by the kind of the program's inputs; with and without views the launches are the same
+        self.recorded_before: BoundedCache[tuple, triton.RecordedLaunches | None] = BoundedCache(MOST)
         self.settings = settings.now()
         self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
         self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
@@ -372,18 +495,36 @@ class BackwardReplays:
         return self.steps.gradient(needs, given, len(self.results))
 
     def leaves(self, saved: Saved) -> list[Any]:
-        """The forward's inputs in their order."""
+        """The program's inputs in their order."""
         tensors, numbers = iter(saved.tensors), iter(saved.numbers)
-        return [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
+        found = [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
+        return found if self.views is None else self.views.enter(found)
+
+    def cotangents(self, saved: Saved) -> list[Tensor | None]:
+        """The cotangents of the program's outputs."""
+        return list(saved.cotangents) if self.views is None else self._undo_outputs(saved.cotangents)
+
+    def gradients(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the program's inputs as those of what was given."""
+        if self.views is None:
+            return list(found)
+        pairs = zip(self.views.inputs, found, strict=True)
+        return [undo_views(chain, g) if chain and g is not None else g for chain, g in pairs]
+
+    def _undo_outputs(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        assert self.views is not None
+        pairs = zip(self.views.outputs, found, strict=True)
+        return [undo_views(chain, t) if chain and t is not None else t for chain, t in pairs]
 
     def others(self, saved: Saved) -> list[Any]:
         """What gradient programs are given besides the forward's inputs: the pass's results, and the cotangents."""
-        first = len(self.steps.inputs) - len(saved.numbers)
-        known = dict(zip(self.steps.script.returned, saved.tensors[first:], strict=False))
+        first, returned = len(self.steps.inputs) - len(saved.numbers), self.steps.script.returned
+        outputs: Sequence[Any] = saved.tensors[first : first + len(returned)]
+        known = dict(zip(returned, outputs if self.views is None else self._undo_outputs(outputs), strict=True))
         if self.kept.places:
             known |= self.kept.views(saved.tensors[-1])
         shape, total = (*self.sizes.batch, self.sizes.rows), self.steps.total
-        cotangents = [g.expand(shape) if total and g is not None else g for g in saved.cotangents]
+        cotangents = [g.expand(shape) if total and g is not None else g for g in self.cotangents(saved)]
         return [*(known[name] for name in self.results), *cotangents]
 
     def _signs(self, needs: Needs, saved: Saved) -> tuple:
@@ -408,7 +549,11 @@ class BackwardReplays:
         moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
         if moved or not made.program.outputs:
             return None
-        recorded = steps.record([pool[k] for k in made.sources], self.sizes)
+        values = [pool[k] for k in made.sources]
+        key = (needs, saved.given, self._signs(needs, saved), triton.describe_leaves(values))
+        recorded = self.recorded_before.get(key, _MISSING)
+        if recorded is _MISSING:
+            recorded = self.recorded_before.keep(key, steps.record(values, self.sizes))
         if recorded is None:
             return None
         grads: list[str | None] = [None] * len(needs)
@@ -421,11 +566,40 @@ class BackwardReplays:
                 return None  # zeros, or a gradient that is still to be cast, or summed over rows or columns
             if form[0] != leaf.shape:  # of heads that are shared
                 summed[str(grads[place])] = tuple(leaf.shape)
-        inputs, tensors, parts = self._names(dict(zip(made.sources, steps.script.names, strict=True)), saved)
+        used = dict(zip(made.sources, steps.script.names, strict=True))
+        inputs, tensors, parts = self._names(used, saved)
         if recorded.looked & parts.keys():
             return None
-        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed)
+        seen, copied = self._looks(used, saved, recorded.looked)
+        shown: dict[str, Look] = {}
+        for name, chain in zip(grads, self.views.inputs if self.views else (), strict=False):
+            if chain and name is not None:
+                shown[name] = functools.partial(undo_views, chain)
+        launches = triton.ProgramReplay(
+            recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed, seen, copied, shown
+        )
         return launches if launches.lean else None
+
+    def _looks(
+        self, used: Mapping[int, str], saved: Saved, looked: set[str]
+    ) -> tuple[dict[str, Look], dict[str, Look]]:
+        """What makes the tensors that kernels look at, or that only copies are, of those that are saved."""
+        if self.views is None:
+            return {}, {}
+        inputs, count, tensors = self.steps.script.inputs, len(self.steps.inputs), iter(saved.tensors)
+        there: dict[int, tuple[Look, Any]] = {}  # by the places of leaves and others
+        for k, chain in enumerate(self.views.inputs):
+            if inputs[k] not in self.steps.numbers:
+                there[k] = functools.partial(apply_views, chain), next(tensors)
+        undone = [functools.partial(undo_views, chain) for chain in self.views.outputs]
+        for undo, name, t in zip(undone, self.steps.script.returned, tensors, strict=False):
+            if name in self.results:
+                there[count + self.results.index(name)] = undo, t
+        for k, (undo, g) in enumerate(zip(undone, saved.cotangents, strict=True)):
+            there[count + len(self.results) + k] = undo, g
+        there = {k: (look, t) for k, (look, t) in there.items() if k in used and look.args[0] and t is not None}
+        chains = {used[k]: look for k, (look, _) in there.items()}
+        return _split_looks(chains, {used[k]: t for k, (_, t) in there.items()}, looked)
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the

@@ -19,6 +19,7 @@ SPILLS = {"attention 128": 64, "causal attention 128": 416, "capped attention 64
 SPILLS |= {"grouped heads 128": 64}
 # Heads wider than 128, of which the row gradients spill most.
 SPILLS |= {"attention 192": 132, "attention 256": 728, "causal attention 192": 196, "causal attention 256": 1044}
+SPILLS |= {"FP8 attention 256": 200, "FP8 causal attention 256": 336}
 SPILLS |= {"causal attention 64": 16}  # a softmax that is held to 128 registers; none with Triton 3.6
 SPILLS |= {"wide cross-entropy": 8, "wide contrastive": 36}  # of tiles that are compared with labels
 SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in little memory": 52}  # none with Triton 3.6
@@ -45,6 +46,7 @@ STAGED = {  # whose forward is hand-scheduled
     "block attention 128",
     "attention 128, float16",
     "attention over blocks 128",
+    "gradients of pages 128, 64 rows",
 }
 
 

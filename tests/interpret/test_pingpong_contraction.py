@@ -43,7 +43,7 @@ def test_sums_that_are_long_few_or_of_other_widths_are_the_vendors(seen):
     contraction.contract_into(out, weights, vectors, True)
     assert len(seen) == 1 and (out.double() - exact).norm() <= 3e-3 * exact.norm()
     for L, N, D in [(500, 512, 768), (1500, 504, 768), (1500, 4104, 768), (1500, 512, 640), (1500, 512, 776)]:
-        assert not contraction.into(*made(L, N, D, "rows"), True) and len(seen) == 1
+        assert not contraction.contract_by_pingpong(*made(L, N, D, "rows"), True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("change", ["types", "features apart", "unaligned", "another device"])
@@ -57,4 +57,4 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
         internals.pretend_device(monkeypatch, warp_specialised=False)
-    assert not contraction.into(out, weights, vectors, False) and not seen
+    assert not contraction.contract_by_pingpong(out, weights, vectors, False) and not seen

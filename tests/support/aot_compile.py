@@ -160,7 +160,7 @@ def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Sums with a panel's weights as they are made by turns, added to or not."""
     out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
     for panel, add in itertools.product((weights.detach(), weights.detach().mT.contiguous().mT), (False, True)):
-        contraction.Ready(out, panel, vectors, add)(out, panel, vectors)
+        contraction.PreparedContraction(out, panel, vectors, add)(out, panel, vectors)
     return out
 
 

@@ -18,6 +18,8 @@ from unittest import mock
 
 import pytest
 
+from monoidreduce.engines.common.bounded_cache import BoundedCache
+
 Patch = pytest.MonkeyPatch
 Around = Callable[..., Any]
 
@@ -55,7 +57,7 @@ def forget_launches(patch: Patch) -> None:
 
 def forget_contractions(patch: Patch) -> None:
     """No contraction kernel is prepared."""
-    patch.setattr("monoidreduce.engines.triton.panel.contraction._READY", {})
+    patch.setattr("monoidreduce.engines.triton.panel.contraction._PREPARED", BoundedCache(1024))
 
 
 def forget_tile_ranges(patch: Patch) -> None:

@@ -27,7 +27,7 @@ def check(L, N, D, over, add, device="cpu", narrow=torch.bfloat16):
     begin = out.clone() if add else torch.zeros_like(out)
     exact, plain = (torch.addmm(begin.to(t), weights.to(t), vectors.to(t)) for t in (torch.float64, torch.float32))
     out = out if add else torch.full_like(out, torch.nan)
-    contraction.Ready(out, weights, vectors, add)(out, weights, vectors)
+    contraction.PreparedContraction(out, weights, vectors, add)(out, weights, vectors)
     error, other = ((t.double() - exact).norm() for t in (out, plain.to(narrow)))
     assert error <= 2.5 * other, (error / exact.norm(), other / exact.norm())
     return out

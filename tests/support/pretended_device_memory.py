@@ -157,7 +157,7 @@ def again():
                 found.append(counted(*(CASES | MANY)[name]).peak)
                 written = sum(len(kind.recordings) for kind in kernel_step._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
-    assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
+    assert {key[0] for key, ready in contraction._PREPARED.items() if ready} == {False, True}  # added to, and not
 
 
 class Staying(LiveMemory):

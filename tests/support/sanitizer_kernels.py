@@ -92,7 +92,7 @@ def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
     if not kernel_plan.runs_warp_specialized(out.device):
         return out.addmm_(weights, vectors)
-    contraction.Ready(out, weights, vectors, True)(out, weights, vectors)
+    contraction.PreparedContraction(out, weights, vectors, True)(out, weights, vectors)
     return out
 
 

@@ -189,11 +189,19 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 }
 
 
-class Step(NamedTuple):
-    """A fold, the arithmetic of one side or of numbers alone (an expression; also the batch elements' own): what it
-    is fed (names of values, or numbers) and what its results are called (None: not asked for)."""
+@dataclass(frozen=True, eq=False)
+class BatchArithmetic:
+    """Arithmetic of numbers per batch element, by torch: ``run(sizes, *leaves)`` gives its one result."""
 
-    what: Fold | Side | Expr
+    run: Callable[..., Any]
+
+
+class Step(NamedTuple):
+    """A fold, the arithmetic of one side, of batch elements or of numbers alone (an expression; also the batch
+    elements' own): what it is fed (names of values, or numbers) and what its results are called (None: not asked
+    for)."""
+
+    what: Fold | Side | BatchArithmetic | Expr
     feeds: tuple[str | float, ...]
     results: tuple[str | None, ...]
 
@@ -234,10 +242,13 @@ def script(
     ``folder.side``."""
     writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
     # A scale that leaves its product is a call of its own: as a kernel, the program is nothing but launches
-    least = 1 if any(e.is_stored for p in program.passes for e in p.feeds) else _MIN_CALLS
+    stored = any(e.is_stored for p in program.passes for e in p.feeds)
+    least = 1 if stored else _MIN_CALLS
     for p in program.passes:
         if gathered:
             writer.gather(p.feeds, least)
+        if gathered and stored:
+            writer.gather_batch(p.feeds)
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
     if gathered:
         writer.gather(program.outputs, least)
@@ -295,7 +306,27 @@ class Writer(FunctionWriter):
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
         self._step(fold, feeds, [self.names[nodes[0]] if nodes else None for nodes in results], before)
 
-    def _step(self, what: Fold | Side | Expr, feeds: Sequence[str], results: Sequence[str | None], before: int) -> None:
+    def gather_batch(self, roots: Sequence[Expr]) -> None:
+        """Write arithmetic of numbers per batch element (a scale for each head) as one step each."""
+        for e in dict.fromkeys(roots):
+            fed = [n for n in topological([e]) if n.op in ("input", "leaf")]
+            sides = any(n.rows or n.cols or n.feature is not None for n in topological([e]))
+            if e in self.names or sides or e in fed or all(n.attrs[0] in self.numbers for n in fed):
+                continue
+            numbers = frozenset(n.attrs[0] for n in fed if n.attrs[0] in self.numbers)
+            own, names, before = script(Lowered((), (e,)), numbers), [self.of(n) for n in fed], len(self.lines)
+            order = [[n.attrs[0] for n in fed].index(name) for name in own.inputs]
+            run = functools.partial(_run_alone, own, tuple(order))
+            self.names[e] = self._line(f"{self.hold(run)}({', '.join(['S', *names])})")
+            self._step(BatchArithmetic(run), names, [self.names[e]], before)
+
+    def _step(
+        self,
+        what: Fold | Side | BatchArithmetic | Expr,
+        feeds: Sequence[str],
+        results: Sequence[str | None],
+        before: int,
+    ) -> None:
         """Note what the lines since ``before`` are."""
         given = tuple(self.scope.get(name, name) for name in feeds)
         self.steps.append(Step(what, given, tuple(results)))
@@ -384,6 +415,12 @@ class Writer(FunctionWriter):
         for at in missing(have, want):
             name = self._view(name, f"{name}.unsqueeze({at})")
         return name
+
+
+def _run_alone(own: Script, order: tuple[int, ...], sizes: Sizes, *given: Any) -> Any:
+    """The one output of a script without passes; ``order``: the places of its inputs in what is given."""
+    (found,) = own.run(sizes, None, *(given[k] for k in order))
+    return found
 
 
 def missing(have: Expr, want: Expr) -> tuple[int, ...]:

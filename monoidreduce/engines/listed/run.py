@@ -176,6 +176,8 @@ class _Run:
         count, others = len(self.sizes.batch), []
         for e in self.local.leaves:
             value = self.given.get(e)
+            if e.is_pair and not self.edges:  # numbers of each row, which would have to be there as often as the row
+                return ()
             if isinstance(value, Tensor) and (e.cols or not e.rows):
                 behind = (1 if self.edges and e.is_pair else e.rows + e.cols) + (e.feature is not None)
                 lead = value.shape[: value.dim() - behind]

@@ -139,6 +139,22 @@ def weighted_values(x: Row["f"], y: Col["f"], v: Col["d"], weight: Pair):
     return mr.softmax_mean(weight, torch.tanh(weight) * v), mr.max(x @ y), mr.sum(hit), mr.sum(hit * v)
 
 
+@mr.op
+def biased(x: Row["f"], bias: Pair, y: Col):
+    return mr.logsumexp(x.sum() * bias), mr.count(y > 0)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["columns of all", "columns of each"])
+def test_numbers_of_pairs_that_a_batch_shares(batch):
+    """Rows of several batch elements meet the same blocks of pairs."""
+    domain = mr.blocks(torch.tensor([[0, 2], [1, 0]]), torch.tensor([2, 1]), rows=2, cols=3)
+    x, bias, y = torch.randn(2, 4, 3, dtype=F64), torch.randn(4, 8, dtype=F64), torch.randn(*batch, 8, dtype=F64)
+    s = torch.where(domain.mask(4, 8) > 0, x.sum(-1, keepdim=True) * bias, -torch.inf)
+    found, count = biased(x, bias, y, cols=domain)
+    torch.testing.assert_close(found, s.logsumexp(-1))
+    assert (count == (domain.mask(4, 8).bool() & (y > 0).unsqueeze(-2)).sum(-1)).all()
+
+
 @pytest.mark.parametrize("features, values", [(0, 2), (2, 0), (0, 0)])
 def test_vectors_without_features(features, values):
     domain = mr.edges(torch.tensor([0, 2, 2, 4]), torch.tensor([1, 0, 3, 2]))

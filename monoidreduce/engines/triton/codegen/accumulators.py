@@ -9,6 +9,7 @@ visible to all threads of the instance, which may load other elements than they 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ....program.constructors import apply
@@ -202,6 +203,7 @@ def _times(weight: Expr, number: Expr) -> Expr:
     return product
 
 
+@functools.lru_cache(maxsize=1024)
 def is_stored(r: Expr) -> bool:
     """Whether a reduction is a sum of vectors that is kept in memory."""
     kind, over, _ = r.attrs

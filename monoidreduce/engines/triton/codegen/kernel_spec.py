@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
@@ -230,6 +231,16 @@ class Spec:
         return e.rows if self.over == "cols" else e.cols
 
 
+@lru_cache(maxsize=4096)
+def _specialized(spec: Spec, fields: tuple[tuple[str, Any], ...]) -> Spec:
+    return replace(spec, **dict(fields))
+
+
+def specialize(spec: Spec, **fields: Any) -> Spec:
+    """A spec with other fields; the same object for equal ones, so that what it knows of itself is found out once."""
+    return _specialized(spec, tuple(fields.items()))
+
+
 def _read_otherwise(r: Expr) -> list[Expr]:
     """The vectors of a reduction that are not just operands of matrix products."""
     found = []
@@ -294,6 +305,11 @@ def widen(text: str, kind: str, wanted: str) -> str:
     return f"{text}{middle}.to(tl.{wanted})"
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below a number, and not below 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def padded(width: int) -> int:
     """The size of a block for so many features: a power of two, at least 16, as matrix products need."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, power_of_two(width))

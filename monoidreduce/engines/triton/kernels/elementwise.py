@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
 from ..launch.launch_recipes import Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan
+from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
 
 _WIDEST = 1024
@@ -148,13 +148,7 @@ class ElementwiseLaunch:
         batch, views, steps = evaluate.merge_batch_and_strides(
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
-        letters = tuple(sorted(sizes.letters.items()))
-        kinds = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
-        rooms = (0,) * len(leaves)
-        spec = Spec(
-            Fold(side.leaves, ()), over, kinds, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
-        )
-        spec = replace(spec, strided=tuple(laid))
+        spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
         widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")

@@ -1,8 +1,8 @@
 """One launch of a fold: from tensors to a running kernel, and everything prepared for the next call.
 
-:meth:`Launch.prepare` lists the steps before a first launch, :meth:`Launch.launched` those of every call. Leaves are
-passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are decoded from
-the program id. Lengths are run-time arguments, so that a new length compiles nothing.
+:meth:`FoldLaunch.prepare` lists the steps before a first launch, :meth:`FoldLaunch.launched` those of every call.
+Leaves are passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are
+decoded from the program id. Lengths are run-time arguments, so that a new length compiles nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
 from ..codegen.accumulators import is_stored
-from ..codegen.kernel_spec import NARROW, WIDEST, Spec
+from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
 from ..launch import descriptors, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
@@ -184,10 +184,10 @@ class FoldLaunch:
 
         A sum over query heads that share keys then takes place in registers. Instances do as much more work and are as
         much fewer: where these are too few to keep all multiprocessors equally busy, results are summed afterwards."""
-        for group in (self._find_group(leaves), None):
+        for group in dict.fromkeys((self._find_group(leaves), None)):
             size = 0 if group is None else self.batch[group]
             size = size if size in _GROUP_SIZES else 0
-            self.spec = replace(self.spec, group=group, group_size=size)
+            self.spec = specialize(self.spec, group=group, group_size=size)
             self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
@@ -219,7 +219,7 @@ class FoldLaunch:
         Returns, per leaf, the batch dimensions of the descriptor that may copy its blocks (None: it has none)."""
         sizes, device = self.sizes, self.sizes.device
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
+        plainly = compiler.compile_fold(specialize(self.spec, split=False, boxes=()))
         item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
         copied = (
@@ -233,7 +233,7 @@ class FoldLaunch:
         many = self.spec.bounds if short else self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
         by_turns = many and not short and are_prepared(self.fold.tables)
-        turns = self._turns(replace(self.spec, boxes=copied), self.count) if by_turns else None
+        turns = self._turns(specialize(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
@@ -262,9 +262,9 @@ class FoldLaunch:
             for k, o in enumerate(self.fold.outputs)
             if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
         )
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
+        self.spec = specialize(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
         if self.few is not None and self.spec.split:
-            self.spec = replace(self.spec, chained=split_combine.can_chain(self.sizes.device))
+            self.spec = specialize(self.spec, chained=split_combine.can_chain(self.sizes.device))
         self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:
@@ -483,7 +483,7 @@ class FoldLaunch:
             made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
-            found += [one.moved(places[0]) for one in made]
+            found += [one.offset(places[0]) for one in made]
         return found
 
     def _converted(self, values: Leaves) -> list[Any]:
@@ -519,7 +519,7 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.whole
+                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
@@ -550,10 +550,9 @@ class FoldLaunch:
         self.edges = None if asked else found
         return found
 
-    def _edged(self, *asked: Any) -> tuple[int, ...]:
-        """The same for a replay, which passes addresses: the cache of unchanged tensors keeps the table alive."""
-        edges, *rest = self._bounds(asked)
-        return edges.data_ptr(), *rest
+    def _edged(self, *asked: Any) -> tuple:
+        """The same for a replay."""
+        return tuple(self._bounds(asked))
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""

@@ -26,6 +26,7 @@ from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import combine, matmul
 from ...common.evaluate import Sizes
 from ...common.subproblem import run_block
+from ..codegen.kernel_spec import power_of_two
 from ..launch.jit_module import Kernels
 
 Run = Callable[[Fold, list[Any], Sizes], list[Tensor]]
@@ -342,7 +343,7 @@ def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[
     keys, places = (torch.empty(rows, k, dtype=t, device=matrix.device) for t in (kind, torch.int32))
     if cols <= held // 2:
         given: tuple = (keys, places, matrix, matrix, matrix, matrix.stride(0), cols, k)
-        width = dict(COLLECTED=False, WIDTH=_power(cols))
+        width = dict(COLLECTED=False, WIDTH=power_of_two(cols))
     else:
         collected, at, counts = _collect(matrix, k, held, kind, constants)
         given = (keys, places, collected, at, counts, collected.shape[1], cols, k)
@@ -377,7 +378,7 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
     grid = (rows, -(-strips // many))
     given: tuple = (maxima, matrix, matrix.stride(0), cols, strips)
     _kernels("strip_maxima", grid, given, constants | dict(STRIP=strip, MANY=many))
-    given, width = (chosen, least, maxima, strips, k), dict(TOP=constants["TOP"], STRIPS=_power(strips))
+    given, width = (chosen, least, maxima, strips, k), dict(TOP=constants["TOP"], STRIPS=power_of_two(strips))
     _kernels("choose_strips", (rows,), given, width, dict(num_warps=_WARPS))
     keys, places, counts = empty((rows, room), kind), empty((rows, room), torch.int32), empty(rows, torch.int32)
     given = (keys, places, counts, matrix, chosen, least, matrix.stride(0), cols, k)
@@ -387,13 +388,9 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
 
 def _strip(cols: int, held: int) -> int:
     """Columns of a strip: as few as leave no more strips than a program instance holds."""
-    return _power(-(-cols // held))
+    return power_of_two(-(-cols // held))
 
 
 def _room(k: int) -> int:
     """Numbers of a row that may be collected: random ones are little more than k."""
-    return 2 * _power(k)
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+    return 2 * power_of_two(k)

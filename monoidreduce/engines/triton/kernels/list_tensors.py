@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....domains import ColumnLists
+from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
 
 
@@ -87,8 +88,7 @@ def make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) 
     if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
         most = domain.tensors()[0].shape[-1]
         table, lengths = (t.contiguous() for t in domain.tensors())
-        capturing = table.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph's memory is not ours to keep
-        offsets = (_multiples.__wrapped__ if capturing else _multiples)(most, len(lengths) + 1, table.device)
+        offsets = (_multiples.__wrapped__ if is_capturing(table) else _multiples)(most, len(lengths) + 1, table.device)
         return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
     found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
     return read_lists(found, sizes.rows if over == "cols" else sizes.cols)

@@ -239,7 +239,7 @@ class ListedFold:
     def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
         self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
         self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
-        self.found: dict[tuple[str, bool], Callable[..., tuple[int, ...]]] = {}
+        self.found: dict[tuple[str, bool], tuple[Callable[..., tuple], bool]] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = _find_domain(self.fold, leaves)
@@ -261,18 +261,27 @@ class ListedFold:
             return None
         if not all(t.is_contiguous() for t in _find_domain(self.fold, leaves)):  # copies would not live until a launch
             return None
-        return self.ready.recipes(leaves, self.local.places, self._find_lists)
+        lists = functools.partial(self._find_lists, _find_domain(self.fold, leaves))
+        return self.ready.recipes(leaves, self.local.places, lists)
 
-    def _find_lists(self, one: ListedLaunch) -> FoundAtLaunch:
+    def _find_lists(self, given: Sequence[Tensor], one: ListedLaunch) -> FoundAtLaunch:
         assert one.spec.listed is not None
         key = one.over, one.spec.listed.entries
         if key not in self.found:  # one function for all launches along a list, which is called once for them
-            self.found[key] = functools.partial(self._find_addresses, *key)
-        return FoundAtLaunch(self.asked, self.found[key], 2 + one.spec.listed.ends + one.spec.listed.entries)
+            self.found[key] = self._make_finder(given, *key)
+        find, by_address = self.found[key]
+        return FoundAtLaunch(self.asked, find, 2 + one.spec.listed.ends + one.spec.listed.entries, by_address)
 
-    def _find_addresses(self, over: str, entries: bool, *tensors: Tensor) -> tuple[int, ...]:
-        read = _read_domain(self.fold, tensors, self.sizes, over)
-        return tuple(t.data_ptr() for t in read.tensors(entries))
+    def _make_finder(self, given: Sequence[Tensor], over: str, entries: bool) -> tuple[Callable[..., tuple], bool]:
+        """What finds the lists of one direction at a launch, for tensors like these; and whether it asks them for their
+        addresses alone, whatever they hold: a table of pages is read as it is."""
+        assert self.fold.domain is not None
+        find = lambda *tensors: _read_domain(self.fold, tensors, self.sizes, over).tensors(entries)
+        if self.fold.domain.attrs[0][0] == "pages" and over == "cols" and not bounded_cache.is_capturing(given[0]):
+            offsets, *rest = find(*given)
+            if [t.data_ptr() for t in rest] == [t.data_ptr() for t in given]:
+                return lambda *tensors: (offsets.data_ptr(), *[t.data_ptr() for t in tensors]), True
+        return find, False
 
 
 class PagedFold(ListedFold):

@@ -28,7 +28,7 @@ from ....program.primitives import PRIMITIVES
 from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, padded
+from ..codegen.kernel_spec import Spec, Unsupported, padded, power_of_two
 from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
@@ -311,7 +311,7 @@ def _gather(
     batch, side, matches = place.shape
     width = near.shape[-1]
     out = torch.empty(batch, side, width, dtype=held, device=place.device)
-    lanes = min(_padded(width), _WIDE)
+    lanes = min(power_of_two(width), _WIDE)
     constants = dict(WHICH=which, WIDTH=width, LANES=lanes, ROWS=max(1, 2048 // lanes))
     grid = (-(-side // constants["ROWS"]), batch, -(-width // lanes))
     arguments = (out, place, weight, near, far, side, other, matches, *near.stride(), *far.stride())
@@ -334,17 +334,13 @@ def _scatter(
     out, (key, order) = torch.zeros(batch, other, width, dtype=held, device=place.device), in_order
     pieces = -(-entries // _PIECE)
     rest = torch.empty(pieces, 2, width, dtype=torch.float32, device=place.device)
-    lanes = min(_padded(width), _WIDE)
+    lanes = min(power_of_two(width), _WIDE)
     constants = dict(WIDTH=width, LANES=lanes, ENTRIES=_PIECE)
     grid, sizes = (pieces, -(-width // lanes)), (side, other, matches, entries, beyond)
     arguments = (out, rest, key, order, weight, near, far, *sizes, *near.stride(), *far.stride())
     _kernels("run_sums", grid, arguments, dict(WHICH=which) | constants, dict(num_warps=1))
     _kernels("join_runs", grid, (out, rest, key, pieces, entries, beyond), constants | dict(MANY=64))
     return out
-
-
-def _padded(width: int) -> int:
-    return 1 << max(width - 1, 0).bit_length()
 
 
 # What matched pairs weigh: products of their vectors, and all arithmetic, in one generated kernel.

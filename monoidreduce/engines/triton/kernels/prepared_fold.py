@@ -25,11 +25,11 @@ from ....reductions import kind_of, outputs_of
 from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
-from ...common.torch_code import Side, Step, batch_index
+from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
 from ..launch.jit_module import available
-from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches
+from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
 from . import elementwise, fold_kernel, pick
@@ -433,6 +433,7 @@ def record(
     ):
         return None  # (other integers of the same kind may be larger than kernels take)
     found: list[ProgramLaunch] = []
+    calls: list[TorchCall] = []
     given = set(values)
     constants: dict[str, Tensor] = {}
     called: tuple[str, ...] = ()
@@ -446,6 +447,13 @@ def record(
                 constants[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
+        if isinstance(step.what, BatchArithmetic):
+            if not given.issuperset(name for name in step.feeds if isinstance(name, str)):
+                return None  # of what is made on the way addresses alone are known
+            run, name = functools.partial(step.what.run, sizes), str(step.results[0])
+            values[name] = run(*leaves)
+            calls.append(TorchCall(run, step.feeds, name))
+            continue
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
         if isinstance(step.what, Fold):
             called = names
@@ -458,7 +466,7 @@ def record(
         for one in launches:
             found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
-    recorded = RecordedLaunches(found, called, numbers, constants)
+    recorded = RecordedLaunches(found, called, numbers, constants, calls)
     return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
 
 

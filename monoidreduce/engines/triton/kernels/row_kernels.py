@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common.evaluate import Allocator
 from ..codegen.exponents import LOG2E
+from ..codegen.kernel_spec import power_of_two
 from ..launch import jit_module
 from ..launch.jit_module import Kernels
 
@@ -54,7 +55,7 @@ _kernels = Kernels("Sums over the features of each row.", _TEXT)
 
 
 def _lanes(width: int) -> dict[str, int]:
-    lanes = 1 << max(width - 1, 0).bit_length()
+    lanes = power_of_two(width)
     return dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
 
 

@@ -36,19 +36,19 @@ class Joined(NamedTuple):
     recipe: Recipe
     written: tuple[int, ...]
 
-    def moved(self, first: int) -> Joined:
+    def offset(self, first: int) -> Joined:
         """The same where the reduction's results are not the first."""
         given = (v._replace(at=v.at + first) if isinstance(v, Leaf) else v for v in self.recipe.arguments)
         return Joined(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
 
 
-def whole(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
+def combine_splits(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     """A reduction's results from those of its parts ``[parts, *batch, length(, features)]``; None where there is no
     kernel for it."""
-    made = room(r, stacked)
+    made = allocate_results(r, stacked)
     if made is None:
         return None
-    for task in _tasks(r, stacked) or ():
+    for task in _find_launches(r, stacked) or ():
         _launch(task, task.given(made, stacked))
     return made
 
@@ -69,9 +69,9 @@ def _launch(task: CombineLaunch, given: tuple) -> Again | None:
     return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)
 
 
-def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
-    """Where they go."""
-    if _tasks(r, stacked) is None or not all([t.is_contiguous() for t in stacked]):
+def allocate_results(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
+    """Tensors for a reduction's results; None where there is no kernel for it."""
+    if _find_launches(r, stacked) is None or not all([t.is_contiguous() for t in stacked]):
         return None
     return [torch.empty_like(t[0]) for t in stacked]
 
@@ -84,7 +84,7 @@ def recipes(
     if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
-    todo, found = _tasks(r, parts), []
+    todo, found = _find_launches(r, parts), []
     if todo is None:
         return None
     made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
@@ -101,15 +101,15 @@ def recipes(
 def are_held(r: Expr, stacked: Sequence[Form]) -> bool:
     """Whether there is a kernel for parts of these forms, and they may stay until a call is done."""
     small = sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) <= _SMALL
-    return small and tasks(r.attrs[0], r.attrs[2], tuple(stacked)) is not None
+    return small and find_launches(r.attrs[0], r.attrs[2], tuple(stacked)) is not None
 
 
-def _tasks(r: Expr, stacked: Sequence[Tensor]) -> list[CombineLaunch] | None:
-    return tasks(r.attrs[0], r.attrs[2], tuple([(tuple(t.shape), t.dtype) for t in stacked]))
+def _find_launches(r: Expr, stacked: Sequence[Tensor]) -> list[CombineLaunch] | None:
+    return find_launches(r.attrs[0], r.attrs[2], tuple([(tuple(t.shape), t.dtype) for t in stacked]))
 
 
 @functools.lru_cache(maxsize=1024)
-def tasks(kind: str, params: tuple, stacked: tuple[Form, ...]) -> list[CombineLaunch] | None:
+def find_launches(kind: str, params: tuple, stacked: tuple[Form, ...]) -> list[CombineLaunch] | None:
     """The launches for parts of these forms; None where there is no kernel for them."""
     parts = stacked[0][0][0]
     if not 0 < parts <= _PARTS or not all(math.prod(shape) for shape, _ in stacked):

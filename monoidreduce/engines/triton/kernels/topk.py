@@ -240,11 +240,11 @@ class _BestProducts:
         same = x.data_ptr() == y.data_ptr()
         made = self.replays.get(same, self)
         if made is self:
-            return self._met(x, y, same)
+            return self._record(x, y, same)
         found = None if made is None else made.run(x, y)
         return select_best_products(self.fold, x, y, self.sizes) if found is None else list(found)
 
-    def _met(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
+    def _record(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
         run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
         if not jit_module.can_relaunch(self.sizes.device):
             return run(x, y)

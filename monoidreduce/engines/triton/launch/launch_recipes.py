@@ -7,13 +7,14 @@ the steps of ``replay.py``: one function without look-ups or loops, since at sma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...common.bounded_cache import BoundedCache
+from ...common.bounded_cache import BoundedCache, LastComputed
 from ...common.evaluate import Form, Sizes
 from ...common.torch_code import Step as ProgramStep
 from ...common.torch_code import number
@@ -40,12 +41,36 @@ class DescriptorOf(NamedTuple):
 
 
 class FoundAtLaunch(NamedTuple):
-    """``places`` consecutive arguments, which ``find`` computes at every launch from some of the leaves: numbers, or
-    tensors that were given to the program."""
+    """``places`` consecutive arguments, which ``find`` computes at every launch from some of the leaves (numbers, or
+    tensors that were given to the program): numbers, and tensors. ``by_address``: it asks tensors for nothing else."""
 
     leaves: tuple[int, ...]
     find: Callable[..., tuple]
     places: int
+    by_address: bool = False
+
+
+Looks = Sequence[Callable[[Tensor], Tensor] | None]
+
+
+def _call_on(run: Callable[..., Any], looks: Looks, *given: Any) -> Any:
+    """Call a function on views of what is given, where there are ``looks``."""
+    return run(*[v if look is None else look(v) for v, look in zip(given, looks, strict=True)])
+
+
+class FoundOnce(LastComputed):
+    """The arguments that ``find`` computes of tensors, addresses in place of tensors, remembered for the last ones.
+    ``looks``: what makes the tensors that ``find`` takes of those that are given, or None."""
+
+    def __init__(self, find: Callable[..., tuple], looks: Looks):
+        super().__init__(self._find)
+        self.find, self.looks, self.held = find, looks, list[Tensor]()
+
+    def _find(self, *given: Any) -> tuple:
+        made = _call_on(self.find, self.looks, *given)
+        theirs = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+        self.held = [t for t in made if isinstance(t, Tensor) and t.untyped_storage()._cdata not in theirs]
+        return tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in made])
 
 
 class Recipe(NamedTuple):
@@ -56,6 +81,10 @@ class Recipe(NamedTuple):
     outputs: tuple[Form, ...]
     arguments: tuple[Any, ...]
     strides: tuple[Strides, ...] = ()
+
+
+def _is_looking(argument: Any) -> bool:
+    return isinstance(argument, FoundAtLaunch) and not argument.by_address
 
 
 class ProgramLaunch(NamedTuple):
@@ -89,20 +118,31 @@ class NumberArithmetic:
         return tuple(known[name] for name in self.results)
 
 
+class TorchCall(NamedTuple):
+    """A call of torch's before all launches: what it is fed (names, or numbers), and what its result is called."""
+
+    run: Callable[..., Tensor]
+    feeds: tuple[str | float, ...]
+    result: str
+
+
 class RecordedLaunches(NamedTuple):
     """The launches of a program, in order; ``results``: what those of its one fold are called; ``numbers``: the
-    arithmetic that comes before them; ``constants``: tensors that are the same in every call."""
+    arithmetic that comes before them; ``constants``: tensors that are the same in every call; ``calls``: what torch
+    does before the launches."""
 
     launches: list[ProgramLaunch]
     results: tuple[str, ...]
     numbers: NumberArithmetic | None = None
     constants: Mapping[str, Tensor] = {}
+    calls: Sequence[TorchCall] = ()
 
     @property
     def looked(self) -> set[str]:
-        """The names of what is looked at at every launch."""
-        given = [(one, v) for one in self.launches for v in one.recipe.arguments if isinstance(v, FoundAtLaunch)]
-        return {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+        """The names of what is looked at at every launch, or by torch before."""
+        given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
+        found = {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+        return found | {name for call in self.calls for name in call.feeds if isinstance(name, str)}
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -142,6 +182,18 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _find_view(
+    view: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, strides: Strides
+) -> tuple[tuple[int, ...], Strides] | None:
+    """Shape and strides of a view of all of such a tensor; None where it is a copy."""
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    whole = whole if strides is None else torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    found = view(whole)
+    if found.untyped_storage()._cdata != whole.untyped_storage()._cdata or found.storage_offset():
+        return None
+    return tuple(found.shape), None if found.is_contiguous() else found.stride()
+
+
 class ProgramReplay:
     """The recorded launches of a program as one function, ``run``.
 
@@ -150,9 +202,11 @@ class ProgramReplay:
 
     ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
     ``parts``: names of tensors that lie inside another, at so many bytes; ``summed``: the shapes of results that are
-    returned as sums. ``run`` returns what ``returned`` names (None: None). Where something may be ``kept`` for a
-    backward (a sequence, perhaps empty), it also returns all that one needs: the tensors, the results and the buffer of
-    what is kept; and the inputs that are numbers."""
+    returned as sums; ``seen`` and ``copied``: what makes a tensor in the program's form of the one that ``run`` is
+    given, where it is looked at and where only a copy has that form (elsewhere the address is the same); ``shown_as``:
+    what makes the tensor that is returned of a result. ``run`` returns what ``returned`` names (None: None). Where
+    something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that one needs: the
+    tensors, the results and the buffer of what is kept; and the inputs that are numbers."""
 
     def __init__(
         self,
@@ -164,6 +218,9 @@ class ProgramReplay:
         sizes: Sizes,
         parts: Mapping[str, tuple[str, int]] | None = None,
         summed: Mapping[str, tuple[int, ...]] | None = None,
+        seen: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        copied: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        shown_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
         strides = recorded.strides
@@ -174,15 +231,31 @@ class ProgramReplay:
         cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
         alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
         self.lean = self.between.size - alive <= most
-        self.constants = dict(recorded.constants)
+        self.constants, self.seen = dict(recorded.constants), seen or {}
+        self.once: dict[Callable[..., tuple], FoundOnce] = {}  # by what they call: the same for all launches
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
         given = {name: self.places.get(name) for name in inputs}
         steps: list[Step] = []
         if (arithmetic := recorded.numbers) is not None:
             steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+        given_as = dict(self.places)
+        for name, look in (copied or {}).items():
+            self.places[name] = self._looked(steps, look, name, "copied")
+        for call in recorded.calls:
+            looks = [self.seen.get(name) if isinstance(name, str) else None for name in call.feeds]
+            run, feeds = LastComputed(functools.partial(_call_on, call.run, looks)), map(self._value, call.feeds)
+            place = Place(call.result, 0, None, (), ())
+            steps.append(Operation(run, tuple(feeds), {}, (place,), False))
+            self.places[call.result] = place
+        views = dict(shown_as or {})
         for name in shown:
-            steps.append(self._allocated(name, *forms[name], strides.get(name)))
+            (shape, dtype), own = forms[name], strides.get(name)
+            if name in views and name not in (summed or {}):
+                viewed = _find_view(views[name], shape, dtype, own)
+                if viewed is not None:  # allocated as what is returned: the memory is the same
+                    (shape, own), _ = viewed, views.pop(name)
+            steps.append(self._allocated(name, shape, dtype, own))
         for buffer in (self.kept, self.between):
             if buffer.places:
                 steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
@@ -192,17 +265,25 @@ class ProgramReplay:
             place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
             self.places[name] = place
+        for name, look in views.items():
+            self.places[name] = self._looked(steps, look, name, "shown")
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
             found = (
                 found,
-                tuple(self.places[name] for name in saved),
+                tuple(given_as.get(name, self.places[name]) for name in saved),
                 tuple(Number(n) for n in inputs if n not in tensors),
             )
         replay = Replay(steps, given, found, self.constants, sizes.device, always=True)
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
+
+    def _looked(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
+        """Make another tensor of one, as a step."""
+        place = Place(f"{name}_{how}", 0, None, (), ())
+        steps.append(Operation(look, (self.places[name],), {}, (place,), False))
+        return place
 
     def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
         step = allocate(name, shape, dtype, strides)
@@ -217,7 +298,12 @@ class ProgramReplay:
             if isinstance(given, DescriptorOf):
                 found.append(Descriptor(given.template, self.places[str(leaf)]))
             elif isinstance(given, FoundAtLaunch):
-                found.append(Computed(given.find, tuple(self._value(one.feeds[k]) for k in given.leaves), given.places))
+                names = [one.feeds[k] for k in given.leaves]
+                looks = [self.seen.get(name) if isinstance(name, str) else None for name in names]
+                find = (
+                    given.find if given.by_address else self.once.setdefault(given.find, FoundOnce(given.find, looks))
+                )
+                found.append(Computed(find, tuple(map(self._value, names)), given.places))
             else:
                 found.append(self._value(given if leaf is None else leaf))
         return tuple(found)

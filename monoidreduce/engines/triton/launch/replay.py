@@ -292,7 +292,8 @@ def record(
         if recorder.failure or len(recorder.steps) > _LONGEST:
             raise NotRecordable(recorder.failure)
         given = {name: Place.whole(name, t) for name, t in named.items()}
-        replay = Replay(recorder.steps, given, recorder.symbolic(tuple(found)), recorder.constants, device)
+        returned = recorder.symbolic(tuple(found))
+        replay = Replay(needed(recorder.steps, returned), given, returned, recorder.constants, device)
     except NotRecordable:
         return found, None, ()
     return found, replay, tuple(recorder.choices)
@@ -319,15 +320,14 @@ class Replay:
         device: torch.device,
         always: bool = False,
     ):
-        steps = needed(steps, returned)
         launchers = [s.again for s in steps if isinstance(s, Launch)]
         starts = bool(launchers) and all(isinstance(again, jit_module.Relauncher) for again in launchers)
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
-            plain = _Writer(inputs, constants, device, False)
-            writer.scope["launch_plainly"] = plain.compile(steps, returned)
-            otherwise = f"launch_plainly({', '.join(inputs)})"
+            plain = functools.cache(lambda: _Writer(inputs, constants, device, False).compile(steps, returned))
+            writer.scope["launch_plainly"] = plain  # written where it is needed
+            otherwise = f"launch_plainly()({', '.join(inputs)})"
         self.run: Callable[..., Any] = writer.compile(steps, returned, otherwise)
         self.text = writer.text
 
@@ -427,16 +427,25 @@ class _Writer(FunctionWriter):
 
     def _launch(self, step: Launch) -> None:
         again, encoded = step.again, dict[int, encoded_descriptors.EncodedByAddress]()
-        start, before, after, constants = again, [], [], []
+        start, values, first = again, list(step.arguments), 0
         if self.starts:
             start, encoded = self._encoded(again, step.arguments)
-            before, after = [*map(self._value, again.before), "s"], [*map(self._value, again.after)]
-            constants = [*map(self._value, again.constants)]
-        given, at = [], 0
-        for value in step.arguments:
-            given.append(self._argument(value, encoded.get(at)))
+            values, first = [*again.before, Number("s"), *again.after, *values, *again.constants], len(again.before) + 1
+            first += len(again.after)
+        given, same, at = list[str](), list[Any](), -first
+        for value in values:
+            if isinstance(value, Place | Descriptor | Computed | Number):
+                given += self._fixed(same)
+                given.append(self._argument(value, encoded.get(at)))
+                same = []
+            else:
+                same.append(value)
             at += _width(value)
-        self._line(f"{self.hold(start, id(start))}({', '.join([*before, *after, *given, *constants])})")
+        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._fixed(same)])})")
+
+    def _fixed(self, values: list[Any]) -> list[str]:
+        """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
+        return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
 
     def _encoded(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common import matmul, skip_small_tiles
+from ...common.bounded_cache import BoundedCache
 from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
@@ -36,33 +37,30 @@ SHORTEST, LONGEST = 512, 4096
 ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8
 NARROWEST = 768  # features: over 2048 0.97 (1.02), over 1024 0.91 (0.94); 512 1.04 (1.08) and 0.97 (1.01)
 PADDED = 1.05  # features of tiles to those that there are, at most
-_MOST = 1024
 
 
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
     the kernel of this file where it is faster, else by the vendor's product."""
-    if weights.dtype not in matmul.SIXTEEN or not into(out, weights, vectors, add):
+    if weights.dtype not in matmul.SIXTEEN or not contract_by_pingpong(out, weights, vectors, add):
         matmul.contract_into(out, weights, vectors, add)
 
 
-def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
+def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once; False where the vendor's
     product is as fast, or there is no such kernel."""
     key = (add, out.device, *map(_form, (out, weights, vectors)))
-    if key not in _READY:
-        while len(_READY) >= _MOST:
-            del _READY[next(iter(_READY))]
-        gains = _fits(out, weights, vectors) and by_turns(*out.shape, folded=len(vectors), device=out.device)
-        _READY[key] = Ready(out, weights, vectors, add) if gains else None
-    ready = _READY[key]
+    ready = _PREPARED.find(key, _MISSING)
+    if ready is _MISSING:
+        gains = _fits(out, weights, vectors) and is_faster(*out.shape, folded=len(vectors), device=out.device)
+        ready = _PREPARED.keep(key, PreparedContraction(out, weights, vectors, add) if gains else None)
     if ready is not None:
         ready(out, weights, vectors)
     return ready is not None
 
 
-def by_turns(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
-    """Whether sums so large and long are faster by turns."""
+def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
+    """Whether the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
     many = tiles * turns >= ROUNDS * spec_from_tensors.processors(device)
     return (
@@ -90,7 +88,7 @@ def _copied(*tensors: Tensor) -> bool:
     return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 
-class Ready:
+class PreparedContraction:
     """A sum on tensors of given types, shapes, strides and alignment."""
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool):
@@ -116,7 +114,8 @@ class Ready:
         )
 
 
-_READY: dict[tuple, Ready | None] = {}
+_PREPARED: BoundedCache[tuple, PreparedContraction | None] = BoundedCache(1024)
+_MISSING: Any = object()
 
 
 # GEMMs of a panel's weights that skip small tiles (``engines/common/skip_small_tiles.py``).

@@ -313,23 +313,11 @@ class PreparedGemm:
         numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
         under = set(topological(numbers))
         fold = Fold(tuple(e for e in values if e in under), numbers)
-        types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
         copied = () if name in ROW_KERNELS else self.copied
-        return Spec(
-            fold,
-            "cols",
-            types,
-            (0,) * len(types),
-            tuple(sorted(here.letters.items())),
-            str(here.compute)[6:],
-            "bfloat16",
-            rank=1,
-            bounds=False,
-            lanes=False,
-            guess=False,
-            deep=True,
-            raw=self.gemm.exact,
-            boxes=tuple(() if e in copied else None for e in fold.leaves),
+        boxes = tuple(() if e in copied else None for e in fold.leaves)
+        given = [values[e] for e in fold.leaves]
+        return spec_from_tensors.describe_as_given(
+            fold, "cols", given, here, narrow="bfloat16", deep=True, raw=self.gemm.exact, boxes=boxes
         )
 
 

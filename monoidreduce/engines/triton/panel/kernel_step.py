@@ -166,12 +166,11 @@ class KernelStep:
             key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
             key += tuple((row_kernel.specialization(v), getattr(v, "shape", None)) for v in leaves)
             try:
-                launch = _SCALAR_LAUNCHES.get(key) or elementwise.ElementwiseLaunch(side, leaves, self.sizes)
+                launch = _SCALAR_LAUNCHES.find(key) or _SCALAR_LAUNCHES.keep(
+                    key, elementwise.ElementwiseLaunch(side, leaves, self.sizes)
+                )
             except Unsupported:
                 continue
-            _SCALAR_LAUNCHES[key] = launch
-            while len(_SCALAR_LAUNCHES) > _MAX_LAUNCHES:
-                del _SCALAR_LAUNCHES[next(iter(_SCALAR_LAUNCHES))]
             found = launch(leaves)
             jit_module.report(launch.again, (*found, *launch.filled(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
@@ -419,8 +418,7 @@ class KernelStep:
         totals.add_waiting_labels(group[-1])
 
 
-_MAX_LAUNCHES = 256
-_SCALAR_LAUNCHES: dict[tuple, elementwise.ElementwiseLaunch] = {}
+_SCALAR_LAUNCHES: BoundedCache[tuple, elementwise.ElementwiseLaunch] = BoundedCache(256)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -31,11 +31,12 @@ from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
 from ..codegen import compiler, k_loop, kernel_text
 from ..codegen import reductions as codegen_reductions
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported
+from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
 from ..launch.jit_module import Again, LaunchCache
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
 # Stages fused into one kernel, from the first fold of scalars to the weights of the last sum of vectors.
@@ -487,11 +488,9 @@ def prepare_kernel(work: KernelWork, over: str, values: Mapping[Expr, Any], here
     ``[1, length(, length)]``."""
     fold = work.fold
     given = [values[e] for e in fold.leaves]
-    types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
-    letters = tuple(sorted(here.letters.items()))
-    in_lanes = over == "cols"
-    narrow = "bfloat16" if any(e.is_pair and t == "bfloat16" for e, t in zip(fold.leaves, types, strict=True)) else None
-    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], narrow, 1, False, in_lanes, False)
+    sixteen = any(e.is_pair and v.dtype is torch.bfloat16 for e, v in zip(fold.leaves, given, strict=True))
+    narrow = "bfloat16" if sixteen else None
+    spec = spec_from_tensors.describe_as_given(fold, over, given, here, narrow=narrow, lanes=over == "cols")
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
     plan = replace(PLANS[over], block_folded=round_to_power(lengths[1], PLANS[over].block_folded))
     written = work.write(spec)
@@ -502,7 +501,7 @@ def prepare_kernel(work: KernelWork, over: str, values: Mapping[Expr, Any], here
 
 def round_to_power(length: int, most: int) -> int:
     """The least power of two that is not below a length; at least 16, at most ``most``."""
-    return max(16, min(most, 1 << max(0, length - 1).bit_length()))
+    return max(16, min(most, power_of_two(length)))
 
 
 def needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
 from .vector_conversions import Cast, Conversions, replace_distances, split_fold
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
@@ -117,7 +117,17 @@ def describe_fold(
         near=rewritten.near,
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
-    return spec, Conversions(splits, tuple(casts), norms)
+    return specialize(spec), Conversions(splits, tuple(casts), norms)
+
+
+def describe_as_given(
+    fold: Fold, over: str, values: Iterable[Any], sizes: Sizes, rank: int = 1, narrow: str | None = None, **more: Any
+) -> Spec:
+    """The spec of a kernel that reads its leaves as they are given, tensors or Python numbers, and skips no tiles."""
+    types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in values)
+    rooms, letters = (0,) * len(types), tuple(sorted(sizes.letters.items()))
+    flags = dict(bounds=False, lanes=False, guess=False) | more
+    return Spec(fold, over, types, rooms, letters, str(sizes.compute)[6:], narrow, rank, **flags)
 
 
 def _is_unaligned(v: Tensor) -> bool:

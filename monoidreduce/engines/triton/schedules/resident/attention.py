@@ -138,7 +138,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
-        taken = schedule.shared_bytes(*widths, staged, folded, ring, numbers)
+        taken = schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, numbers)
         if suits and taken <= gluon_parts.SHARED_BYTES:
             if tile is None:
                 return schedule
