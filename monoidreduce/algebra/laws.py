@@ -141,7 +141,7 @@ def partition_gradient(monoid: Any, xs: Sequence[Any], parts: Sequence[Sequence[
 
 
 def _without_gradient(monoid: Any) -> str:
-    return "" if monoid.has_gradient else "no gradient: it has neither pullback nor remove"
+    return "" if monoid.has_gradient else "it brings neither pullback nor remove"
 
 
 _IDENTITY_FIX = (
@@ -267,8 +267,8 @@ def check(monoid: Any, *, seed: int = 0, cases: int = 200, fields: Mapping[str, 
       partition              28 cases
       tile                   28 cases
       removal                not tried (no remove)
-      local_gradient         not tried (no gradient: it has neither pullback nor remove)
-      partition_gradient     not tried (no gradient: it has neither pullback nor remove)
+      local_gradient         not tried (it brings neither pullback nor remove)
+      partition_gradient     not tried (it brings neither pullback nor remove)
     """
     given = _checked_fields(monoid, fields or {})
     gen = torch.Generator().manual_seed(seed)

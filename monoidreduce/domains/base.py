@@ -163,7 +163,12 @@ def integers(name: str, value: Any, shape: str, least: int, most: int | None = N
     if not isinstance(value, Tensor):
         raise ArgumentError(
             detail=f"{name} was given {shown(value)}",
-            fix=f"Give a tensor of integers {shape}; torch.as_tensor makes one of a list or an array",
+            fix=f"Give a tensor of integers {shape}; "
+            + (
+                "mr.blocks.from_block_mask takes FlexAttention's BlockMask"
+                if hasattr(value, "kv_num_blocks")
+                else "torch.as_tensor makes one of a list or an array"
+            ),
         )
     if value.dtype not in (torch.int32, torch.int64):
         raise DTypeError(
@@ -205,17 +210,20 @@ def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None =
         )
 
 
+_TOTALS = "Offsets are running totals of lengths, from 0: F.pad(lengths.cumsum(0), (1, 0)) makes them"
+
+
 def offsets_rise(name: str, offsets: Tensor, last: int, what: str) -> None:
     """Raise ColumnListError unless offsets [..., S + 1] start at 0, never decrease and end at ``last`` or before."""
     if int(offsets[..., 0].abs().max() if offsets.numel() else 0):
-        raise ColumnListError(detail=f"{name} starts at {int(offsets[..., 0].abs().max())}", fix="Offsets start at 0")
+        raise ColumnListError(detail=f"{name} starts at {int(offsets[..., 0].abs().max())}", fix=_TOTALS)
     falls = offsets[..., 1:] < offsets[..., :-1]
     if bool(falls.any()):
         *lead, at = falls.nonzero()[0].tolist()
         pair = offsets[(*lead, slice(at, at + 2))].tolist()
         raise ColumnListError(
             detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}",
-            fix="Offsets are running totals of lengths: torch.cumsum makes them",
+            fix=_TOTALS,
         )
     if offsets.numel() and int(offsets[..., -1].max()) > last:
         raise ColumnListError(

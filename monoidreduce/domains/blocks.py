@@ -67,35 +67,42 @@ class Blocks(base.Domain):
         return cls(order.to(torch.int32), keep.sum(-1, dtype=torch.int32), rows, cols)
 
     @classmethod
-    def from_block_mask(cls, mask: Any) -> Blocks:
+    def from_block_mask(cls, mask: Any, *, partial: bool = False) -> Blocks:
         """The blocks of a FlexAttention ``BlockMask``: those that it computes, partial and full.
 
         A BlockMask is two things: which blocks are computed at all, and in its *partial* blocks a function of indices
         that hides some pairs (``mask.mask_mod``). The lists say the first. The second is a condition that your body
         says, as it would without lists: ``torch.where(mr.col_index <= mr.row_index, s, -torch.inf)`` for a causal mask,
         or the ``causal``, ``window`` and ``documents`` of ``ops.attention``. It holds in all of a *full* block, so
-        saying it for every block is right. A mask whose blocks are all full needs nothing more.
+        saying it for every block is right. ``partial=True`` states that the body does; without it, a mask with partial
+        blocks is an :class:`ArgumentError`. A mask whose blocks are all full needs nothing more.
 
         >>> import torch, monoidreduce as mr
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> flex = create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu")
-        >>> mr.blocks.from_block_mask(flex).mask(256, 256)[0, 0, :, ::128].sum(0)
+        >>> mr.blocks.from_block_mask(flex, partial=True).mask(256, 256)[0, 0, :, ::128].sum(0)
         tensor([256, 128])
         """
-        partial, chosen = getattr(mask, "kv_num_blocks", None), getattr(mask, "kv_indices", None)
+        counted, chosen = getattr(mask, "kv_num_blocks", None), getattr(mask, "kv_indices", None)
         size = getattr(mask, "BLOCK_SIZE", None)
-        if not isinstance(partial, Tensor) or not isinstance(chosen, Tensor) or size is None:
+        if not isinstance(counted, Tensor) or not isinstance(chosen, Tensor) or size is None:
             raise ArgumentError(
                 detail=f"mask was given {shown(mask)}",
                 fix="Give a torch.nn.attention.flex_attention.BlockMask; mr.blocks.from_mask takes booleans",
             )
-        count = partial
+        if not partial and not _hides_nothing(mask) and (not base.is_plain(counted) or bool(counted.any())):
+            raise ArgumentError(
+                detail="the BlockMask has partial blocks, inside which its mask_mod hides pairs; lists of blocks do not",
+                fix="Say that condition in the body with torch.where(..., s, -torch.inf), or with causal=, window= or "
+                "documents= of ops.attention, and give partial=True",
+            )
+        count = counted
         if getattr(mask, "full_kv_indices", None) is not None:  # the full blocks behind the partial ones
-            count = partial + mask.full_kv_num_blocks
+            count = counted + mask.full_kv_num_blocks
             place = torch.arange(chosen.shape[-1], device=chosen.device)
-            after = (place - partial.unsqueeze(-1)).clamp(min=0)
+            after = (place - counted.unsqueeze(-1)).clamp(min=0)
             full = mask.full_kv_indices.gather(-1, after.expand(mask.full_kv_indices.shape).long())
-            chosen = torch.where(place < partial.unsqueeze(-1), chosen, full)
+            chosen = torch.where(place < counted.unsqueeze(-1), chosen, full)
         return cls(chosen, count, int(size[0]), int(size[1]))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -121,7 +128,8 @@ class Blocks(base.Domain):
             raise ShapeError(
                 detail=f"index has lists for {self.index.shape[-2]} row blocks, but {rows} rows in blocks of "
                 f"{self.rows} are {wanted}",
-                fix="Give one list for each block of rows, or another size of blocks",
+                fix="Give one list for each block of rows, or another size of blocks; mr.blocks.from_mask takes one truth "
+                "value for each block of pairs, not for each pair",
             )
 
     def _check_values(self, rows: int, cols: int) -> None:
@@ -154,3 +162,8 @@ class Blocks(base.Domain):
             f"{self.index.shape[-2]} row blocks of {self.rows}, at most {self.index.shape[-1]} column blocks of "
             f"{self.cols} each{lead}"
         )
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """Whether the condition of a BlockMask is the one that FlexAttention gives a mask without any."""
+    return getattr(getattr(mask, "mask_mod", None), "__name__", "") == "noop_mask"

@@ -144,8 +144,10 @@ def _with_environment(found: Settings, engine: str | None, budget: str | None, t
 def check_engine(name: str, source: str) -> str:
     """The name of an engine; raises EngineError where there is none of that name."""
     if name not in ENGINES:
+        schedules = "; flash, panel and dense are also schedules, which op.explain shows and the planner chooses"
         raise EngineError(
-            detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(ENGINES)}"
+            detail=f"{source} names the engine {name!r}, which does not exist",
+            fix=f"Use one of {', '.join(ENGINES)}" + schedules * (name in ("flash", "dense")),
         )
     return name
 

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, TraceError, UnknownFunctionError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DISTANCE = "Write mr.sqdist(x, y) for the squared distance of a pair, torch.sqrt(mr.sqdist(x, y)) for the distance"
+_DISTANCE = "Write (x - y).norm() for the distance of a pair, mr.sqdist(x, y) for its square"
 _PRODUCT = "A body is one pair: write x @ y for the product of a row's and a column's vector"
 _JOIN = "Take both as arguments and add: x @ y + u @ v is the product of the joined vectors"
 _BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y)"
@@ -68,7 +68,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones"), _PLAIN),
     **dict.fromkeys(
         ("rand_like", "randn_like", "bernoulli", "normal", "uniform_", "poisson", "binomial", "alpha_dropout",
-         "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
+         "feature_alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"),
         _DRAW,
     ),
     "gumbel_softmax": "Write mr.softmax_mean((s + mr.gumbel(seed)) / tau, value); mr.sample(s, seed) draws one column",
@@ -160,7 +160,7 @@ INSTEAD: dict[str, str] = {
 REDUCTIONS = {
     **{n: f"mr.{n}" for n in ("max", "min", "argmax", "argmin", "logsumexp", "topk", "any", "all", "var")},
     "std": "mr.var(...).sqrt()", "count_nonzero": "mr.count", "prod": "mr.reduce(mr.monoids.Prod, ...)",
-    "multinomial": "mr.sample", "dropout": "mr.dropout",
+    "multinomial": "mr.sample",
 }  # fmt: skip
 _OF_TWO = {
     "max": "; the larger of two values is torch.maximum(a, b)",
@@ -185,7 +185,8 @@ NUMPY_OPERATORS = {
 
 REFUSED_ATTRIBUTES = dict.fromkeys(
     ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
-    "Sizes and types are not part of a body: it is written for one pair (mr.num_rows and mr.num_cols are numbers)",
+    "Sizes and types are not part of a body: it is written for one pair. Pass what is made of the number of features as "
+    "an argument, scale: float; (x - y).abs().sum() folds features; mr.num_rows and mr.num_cols are numbers",
 ) | dict.fromkeys(
     ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
     "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,6 +187,7 @@ class Parameter:
     wide: torch.dtype | None = None  # the type that stored vectors stand for
     packing: tuple[int, int] | None = None  # of stored vectors (``Expr.packing``)
     blocks: Parameter | None = None  # the scales of their blocks
+    is_table: bool = field(default=False, compare=False, repr=False)  # a Batch that was declared as a Table
 
     def expr(self, dtype: str) -> Expr:
         stored = ("stored", *(self.packing or ())) if self.stored == "vectors" else ()
@@ -215,7 +216,8 @@ class Parameter:
         return f"[{', '.join(['...', *({'rows': 'M', 'cols': 'N'}.get(a, a) for a in self.tail)])}]"
 
     def __str__(self) -> str:
-        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "edges": "Pair", "batch": "Batch"}.get(self.axis)
+        batch = "Table" if self.is_table else "Batch"
+        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "edges": "Pair", "batch": batch}.get(self.axis)
         if side is None:
             return self.python.__name__ if self.python else "a fixed choice"
         names = ", ".join(f'"{name}"' for name in letters(self.feature))
@@ -265,7 +267,7 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
             detail=f"{op}: {name} is declared Table, without the name of its size", fix='Write Table["n"]'
         )
     if isinstance(hint, _Side):
-        return Parameter(name, hint.axis, hint.feature, optional, default)
+        return Parameter(name, hint.axis, hint.feature, optional, default, is_table=issubclass(hint, Table))
     if hint in (float, int, bool):
         return Parameter(name, "number", None, optional, default, hint)
     if (

@@ -109,10 +109,7 @@ class Symbol:
     def __getitem__(self, key: Any) -> Symbol:
         key = key[1] if isinstance(key, tuple) and len(key) == 2 and key[0] is Ellipsis else key
         if not isinstance(key, int) or self.expr.feature is None:
-            raise TraceError(
-                detail=f"[{key!r}] was asked of {self!r}",
-                fix="Only one feature of a vector can be picked, with a plain integer such as x[0]",
-            )
+            raise TraceError(detail=f"[{key!r}] was asked of {self!r}", fix=_advise_index(key))
         e = expr_of(self)
         return Symbol(several.part(e, key) if several.are_several(e) else constructors.component(e, key))
 
@@ -137,7 +134,8 @@ class Symbol:
     def __iter__(self, *_: Any) -> NoReturn:
         raise TraceError(
             detail=f"the body iterates over {self!r}",
-            fix="A symbol stands for one value; pick features with x[0], x[1]",
+            fix="A symbol stands for one value: fold the features of a vector with (x - y).abs().sum(), or pick some "
+            "with x[0], x[1]",
         )
 
     __len__ = __contains__ = __iter__
@@ -181,6 +179,16 @@ class Everywhere(Symbol):
     """A symbol that belongs to no trace: ``mr.row_index``, ``mr.col_index``, ``mr.num_rows``, ``mr.num_cols``."""
 
     __slots__ = ()
+
+
+def _advise_index(key: Any) -> str:
+    """What to write instead of an index that is no number of a feature."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if any(isinstance(part, Symbol) for part in parts):
+        return 'Look a table, declared mr.Table["n"], up with mr.lookup(table, index)'
+    if any(part is None or isinstance(part, slice) for part in parts):
+        return "There are no axes in a body: a row's and a column's value meet as they are, x - y; a feature is x[0]"
+    return "Only one feature of a vector can be picked, with a plain integer such as x[0]"
 
 
 def expr_of(value: Any) -> Expr:

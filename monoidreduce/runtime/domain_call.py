@@ -54,7 +54,9 @@ def check_domain(domain: Any) -> Domain:
     """What was given as ``cols``, if it is a domain."""
     if not isinstance(domain, Domain):
         raise ArgumentError(
-            detail=f"cols was given {shown(domain)}", fix="Give mr.blocks, mr.pages, mr.jagged or mr.edges"
+            detail=f"cols was given {shown(domain)}",
+            fix="Give mr.blocks, mr.pages, mr.jagged or mr.edges; mr.blocks.from_block_mask takes FlexAttention's "
+            "BlockMask, mr.blocks.from_mask booleans",
         )
     return domain
 

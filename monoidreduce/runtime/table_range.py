@@ -121,7 +121,8 @@ def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> 
         raise TableError(
             detail=f"an index of mr.lookup is out of range at {wrong} {_place(lookup)}{'s' * (wrong > 1)}: the table "
             f'"{lookup.args[0].feature}" has {sizes.of(str(lookup.args[0].feature))} entries, and the index is '
-            f"{lookup.args[1]!r}"
+            f"{lookup.args[1]!r}",
+            table=lookup.args[0].feature,
         )
 
 

@@ -30,7 +30,7 @@ def test_the_report_says_what_was_left_out():
     text = str(laws.check(monoids.MMul, cases=10))
     assert text.startswith("MMul obeys its laws:") and "associativity" in text
     assert "commutativity          not tried (declared commutative = False)" in text
-    assert "local_gradient         not tried (no gradient: it has neither pullback nor remove)" in text
+    assert "local_gradient         not tried (it brings neither pullback nor remove)" in text
 
 
 # --- broken in one place each ---

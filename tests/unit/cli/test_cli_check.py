@@ -100,6 +100,19 @@ def test_wrong_gradients_and_values_are_found():
     assert code == 1 and "differ from the dense form's" in failed(data)["values"]
 
 
+def test_a_table_that_is_too_small_is_one_failure(tmp_path):
+    file = tmp_path / "tables.py"
+    file.write_text(
+        "import monoidreduce as mr\n\n\n@mr.op\n"
+        'def far(x: mr.Row["d"], y: mr.Col["d"], t: mr.Table["n"]):\n'
+        "    return mr.sum(x @ y * mr.lookup(t, (mr.row_index - mr.col_index).abs().clamp(max=20)))\n"
+    )
+    code, out, _ = call("check", f"{file}:far", "--json", *QUICK, "--large", "64x64")
+    (verdict,) = json.loads(out)["checks"]
+    assert code == 1 and "has 16 entries" in verdict["words"] and "--features n=SIZE" in verdict["words"]
+    assert call("check", f"{file}:far", "--json", *QUICK, "--large", "64x64", "--features", "n=21")[0] == 0
+
+
 def test_chance_is_no_determinism():
     code, data = check("random", *QUICK, "--large", "64x64")
     assert code == 1 and "hidden seed" in failed(data)["determinism"]

@@ -142,13 +142,27 @@ def test_from_block_mask_lists_partial_and_full_blocks():
     from torch.nn.attention.flex_attention import create_block_mask
 
     flex = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - 300), 2, 1, 512, 640, device="cpu", BLOCK_SIZE=64)
-    domain = mr.blocks.from_block_mask(flex)
+    with pytest.raises(mr.ArgumentError, match="partial blocks, inside which its mask_mod hides.*partial=True"):
+        mr.blocks.from_block_mask(flex)
+    with pytest.raises(mr.ArgumentError, match="mr.blocks.from_block_mask takes"):
+        mr.blocks(flex)
+    domain = mr.blocks.from_block_mask(flex, partial=True)
     domain.check(512, 640)
     kept = flex.to_dense().bool()
     assert kept.shape == (2, 1, 8, 10)
     assert torch.equal(domain.mask(512, 640)[..., ::64, ::64].bool(), kept)
     assert int(domain.mask(512, 640).max()) == 1
     assert torch.equal(mr.blocks.from_mask(kept, 64, 64).mask(512, 640), domain.mask(512, 640))
+
+
+def test_from_block_mask_of_full_blocks_needs_no_condition():
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    full = create_block_mask(lambda b, h, i, j: j // 64 != 1, 1, 1, 128, 192, device="cpu", BLOCK_SIZE=64)
+    wanted = torch.tensor([1, 0, 1]).expand(1, 1, 2, 3)
+    assert torch.equal(mr.blocks.from_block_mask(full).mask(128, 192)[..., ::64, ::64], wanted)
+    bare = BlockMask.from_kv_blocks(full.full_kv_num_blocks, full.full_kv_indices, BLOCK_SIZE=64)  # no mask_mod
+    assert torch.equal(mr.blocks.from_block_mask(bare).mask(128, 192)[..., ::64, ::64], wanted)
 
 
 @pytest.mark.parametrize(

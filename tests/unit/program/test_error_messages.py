@@ -54,7 +54,12 @@ def test_numbers_of_numpy_are_numbers():
 
 
 INSTEAD = {
-    "cdist": (lambda x, y: torch.cdist(x, y), "mr.sqdist(x, y)"),
+    "cdist": (lambda x, y: torch.cdist(x, y), "(x - y).norm()"),
+    "dropout": (lambda x, y: F.dropout(x @ y, 0.1), "mr.dropout(x, p, seed)"),
+    "shape": (lambda x, y: x @ y * x.shape[-1] ** -0.5, "scale: float"),
+    "zip": (lambda x, y: sum(abs(a - b) for a, b in zip(x, y, strict=True)), "(x - y).abs().sum()"),
+    "new axis": (lambda x, y: x[:, None] - y, "x - y"),
+    "table": (lambda x, y: x[mr.row_index - mr.col_index], "mr.lookup(table, index)"),
     "einsum": (lambda x, y: torch.einsum("d,d->", x, y), "x @ y"),
     "cat": (lambda x, y: torch.cat([x, y]), "x @ y + u @ v"),
     "linear": (lambda x, y: F.linear(x, y), "before the call"),
@@ -79,6 +84,29 @@ def test_what_to_write_instead(name):
     f, advice = INSTEAD[name]
     said, line = message(body_of(f), mr.TraceError).split("\n")
     assert advice in said and "lambda x, y: " in line and "Did you mean" not in said
+
+
+def test_the_distance_that_is_offered_has_torchs_gradient_at_equal_points():
+    z = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    distances = mr.op(body_of(lambda x, y: (x - y).norm()))
+    (ours,) = torch.autograd.grad(distances(z, z).sum(), z)
+    (dense,) = torch.autograd.grad(torch.cdist(z, z).sum(), z)
+    torch.testing.assert_close(ours, dense)
+
+
+def test_declarations_and_engines_by_their_names():
+    def reads(x: Row["d"], y: Col["d"], t: mr.Table["n"]):
+        return mr.sum(mr.lookup(t, mr.row_index))
+
+    assert repr(mr.op(reads)) == '<op reads(x: Row["d"], y: Col["d"], t: Table["n"])>'
+    with pytest.raises(mr.EngineError, match="flash, .* schedules"), mr.use(engine="flash"):
+        pass
+    with pytest.raises(mr.ArgumentError, match="mr.blocks.from_block_mask"):
+        mr.op(reads)(X, Y, torch.ones(3), cols=X)
+    with pytest.raises(mr.ColumnListError, match="cumsum"):
+        mr.jagged(torch.tensor([2, 3])).check(5, 5)
+    with pytest.raises(mr.ShapeError, match="truth value for each block"):
+        mr.blocks.from_mask(torch.ones(300, 300, dtype=torch.bool)).check(300, 300)
 
 
 def test_no_name_is_offered_that_only_looks_a_little_alike():

@@ -201,5 +201,6 @@ def test_lists_of_pairs():
 def test_explain_says_where_a_gradient_comes_from():
     x, y, v = own.problem(40, 60)
     with mr.use(engine="eager"):
-        assert "ProductSum by combine with all other pairs" in own.product_sum.explain(x.requires_grad_(), y, v)
+        said = own.product_sum.explain(x.requires_grad_(), y, v)
+        assert "ProductSum by combine with all other pairs" in said and "a pullback(c, a, g) of its own" in said
         assert "Attention's pullback is derived from the trace" in own.attention.explain(x, y, v)
