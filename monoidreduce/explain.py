@@ -240,8 +240,8 @@ def _derived_lines(program: Lowered, sizes: Sizes) -> Iterator[str]:
                 kept, folded, held = describe_blocks(r, sizes)
                 yield (
                     f"  backward: {r.attrs[2][0].__name__} by combine with all other pairs, in torch: every pair is "
-                    f"computed twice more, in blocks of {kept} × {folded}, with about {_size(held)} held; a pullback(c, a, g) of "
-                    f"its own would be faster"
+                    f"computed twice more, in blocks of {kept} × {folded}, with about {_size(held)} held; "
+                    "a pullback(c, a, g) of its own would be faster"
                 )
 
 

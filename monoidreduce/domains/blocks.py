@@ -92,7 +92,7 @@ class Blocks(base.Domain):
             )
         if not partial and not _hides_nothing(mask) and (not base.is_plain(counted) or bool(counted.any())):
             raise ArgumentError(
-                detail="the BlockMask has partial blocks, inside which its mask_mod hides pairs; lists of blocks do not",
+                detail="the BlockMask has partial blocks, inside which its mask_mod hides pairs, and lists do not",
                 fix="Say that condition in the body with torch.where(..., s, -torch.inf), or with causal=, window= or "
                 "documents= of ops.attention, and give partial=True",
             )
@@ -128,8 +128,8 @@ class Blocks(base.Domain):
             raise ShapeError(
                 detail=f"index has lists for {self.index.shape[-2]} row blocks, but {rows} rows in blocks of "
                 f"{self.rows} are {wanted}",
-                fix="Give one list for each block of rows, or another size of blocks; mr.blocks.from_mask takes one truth "
-                "value for each block of pairs, not for each pair",
+                fix="Give one list for each block of rows, or another size of blocks; mr.blocks.from_mask takes one "
+                "truth value for each block of pairs, not for each pair",
             )
 
     def _check_values(self, rows: int, cols: int) -> None:

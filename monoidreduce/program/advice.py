@@ -185,8 +185,8 @@ NUMPY_OPERATORS = {
 
 REFUSED_ATTRIBUTES = dict.fromkeys(
     ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
-    "Sizes and types are not part of a body: it is written for one pair. Pass what is made of the number of features as "
-    "an argument, scale: float; (x - y).abs().sum() folds features; mr.num_rows and mr.num_cols are numbers",
+    "Sizes and types are not part of a body: it is written for one pair. Pass what is made of the number of features "
+    "as an argument, scale: float; (x - y).abs().sum() folds features; mr.num_rows and mr.num_cols are numbers",
 ) | dict.fromkeys(
     ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
     "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",

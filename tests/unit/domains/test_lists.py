@@ -142,9 +142,9 @@ def test_from_block_mask_lists_partial_and_full_blocks():
     from torch.nn.attention.flex_attention import create_block_mask
 
     flex = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - 300), 2, 1, 512, 640, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(mr.ArgumentError, match="partial blocks, inside which its mask_mod hides.*partial=True"):
+    with pytest.raises(mr.ArgumentError, match=r"partial blocks, inside which its mask_mod hides.*partial=True"):
         mr.blocks.from_block_mask(flex)
-    with pytest.raises(mr.ArgumentError, match="mr.blocks.from_block_mask takes"):
+    with pytest.raises(mr.ArgumentError, match=r"mr\.blocks\.from_block_mask takes"):
         mr.blocks(flex)
     domain = mr.blocks.from_block_mask(flex, partial=True)
     domain.check(512, 640)

@@ -99,9 +99,9 @@ def test_declarations_and_engines_by_their_names():
         return mr.sum(mr.lookup(t, mr.row_index))
 
     assert repr(mr.op(reads)) == '<op reads(x: Row["d"], y: Col["d"], t: Table["n"])>'
-    with pytest.raises(mr.EngineError, match="flash, .* schedules"), mr.use(engine="flash"):
+    with pytest.raises(mr.EngineError, match=r"flash, .* schedules"), mr.use(engine="flash"):
         pass
-    with pytest.raises(mr.ArgumentError, match="mr.blocks.from_block_mask"):
+    with pytest.raises(mr.ArgumentError, match=r"mr\.blocks\.from_block_mask"):
         mr.op(reads)(X, Y, torch.ones(3), cols=X)
     with pytest.raises(mr.ColumnListError, match="cumsum"):
         mr.jagged(torch.tensor([2, 3])).check(5, 5)
