@@ -171,14 +171,20 @@ def _globals_used(layer: type) -> Iterator[tuple[str, Any]]:
 # Layers that are not of transformers
 
 
-def _layers_within(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _layers_within(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a model and their paths, without those of submodels that have another attention."""
-    for name, layer in model.named_children():
-        if not isinstance(layer, PreTrainedModel):
-            yield prefix + name, layer
-        elif getattr(layer.config, "_attn_implementation", None) != NAME:
-            continue
-        yield from _layers_within(layer, f"{prefix}{name}.")
+    pending = [("", model)]
+    while pending:
+        path, parent = pending.pop()
+        for name, layer in reversed(parent._modules.items()):
+            if layer is None:
+                continue
+            if not isinstance(layer, PreTrainedModel):
+                yield path + name, layer
+            elif getattr(layer.config, "_attn_implementation", None) != NAME:
+                continue
+            if layer._modules:
+                pending.append((f"{path}{name}.", layer))
 
 
 def _forward_of(layer: nn.Module) -> Any:
@@ -189,6 +195,7 @@ def _forward_of(layer: nn.Module) -> Any:
     return getattr(found, "__func__", found)
 
 
+@functools.lru_cache(4096)
 def _is_known(forward: Any) -> bool:
     """Whether a function is of transformers, of torch, or of PEFT, whose layers call those that they wrap."""
     return (getattr(forward, "__module__", None) or "").partition(".")[0] in ("transformers", "torch", "peft")
