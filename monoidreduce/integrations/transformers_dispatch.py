@@ -350,7 +350,7 @@ def check_models_when_made() -> None:
         restore(self, state)
         _made.add(self)
 
-    PreTrainedModel.__setstate__ = restored  # type: ignore[method-assign]
+    PreTrainedModel.__setstate__ = restored  # type: ignore[method-assign, assignment]
 
 
 _made: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
