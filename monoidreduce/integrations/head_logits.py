@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DTypeError
 from ..ops import linear_cross_entropy, linear_logprobs
 from .model_heads import ADVICE, read_head
 
@@ -281,6 +281,12 @@ def cross_entropy(
     if input.ndim > 2 and not input.classes_second:
         raise input._refusal(f"a cross-entropy of logits of shape {list(input.shape)}, whose classes are last,")
     probabilities = target.is_floating_point()
+    if probabilities and target.dim() < input.ndim:
+        raise DTypeError(
+            detail=f"{input.owner} was given labels of type {str(target.dtype).removeprefix('torch.')}, but labels are "
+            "tokens",
+            fix="Give integers: labels.long()",
+        )
     return linear_cross_entropy(  # type: ignore[call-overload]
         input.hidden,
         input.weight,

@@ -1,8 +1,8 @@
 """Which models of transformers our attention can serve, and the form of masks that their layers understand.
 
 Read from what model classes declare and from the bytecode of their layers, before any number is computed: a model whose
-layers never call the attention function that is registered is refused (:func:`check_dispatch`). This file may import
-the errors alone.
+layers never call the attention function that is registered is refused (:func:`check_dispatch`), and so is one with a
+layer of somebody's own in their place (:func:`check_layers`). This file may import the errors alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -58,10 +59,25 @@ def check_dispatch(model_class: type) -> None:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """:func:`check_dispatch` for a model and its submodels, those of them that are set to our attention."""
+    """:func:`check_dispatch` and :func:`check_layers` for a model and its submodels that are set to our attention."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and getattr(part.config, "_attn_implementation", None) == NAME:
             check_dispatch(type(part))
+            check_layers(part)
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise :class:`ArgumentError` for a model that has an attention layer that is not of transformers, put into its
+    place by a subclass, by hand or by a changed ``forward``, and that does not call the attention function."""
+    for path, layer in _layers_within(model):
+        if _replaces_attention(path, layer) and not any(map(_calls_interface, layer.modules())):
+            raise ArgumentError(
+                detail=f'{type(model).__name__} was given attn_implementation="{NAME}", but its layer {path}, a '
+                f"{type(layer).__name__}, has attention code of its own and does not call the attention function that "
+                "is registered with transformers",
+                fix='Use attn_implementation="eager" or "sdpa" for this model, or have the layer\'s forward call '
+                "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]",
+            )
 
 
 class Dispatch(enum.Enum):
@@ -142,17 +158,97 @@ def _codes(layer: type) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
     members = [m for c in bases for name, m in vars(c).items() if name != "_init_weights"]
     functions = [inspect.unwrap(getattr(m, "__func__", m)) for m in members if callable(getattr(m, "__func__", m))]
     for function in filter(inspect.isfunction, functions):
-        codes = [function.__code__]
-        while codes:
-            code = codes.pop()
+        for code in _codes_within(function.__code__):
             yield function, code
-            codes += [c for c in code.co_consts if inspect.iscode(c)]  # comprehensions and inner functions
 
 
 def _globals_used(layer: type) -> Iterator[tuple[str, Any]]:
     """The global names that the methods of a class use, those of its bases included, and their values."""
     for function, code in _codes(layer):
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+
+
+# Layers that are not of transformers
+
+
+def _layers_within(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model and their paths, without those of submodels that have another attention."""
+    pending = [("", model)]
+    while pending:
+        path, parent = pending.pop()
+        for name, layer in reversed(parent._modules.items()):
+            if layer is None:
+                continue
+            if not isinstance(layer, PreTrainedModel):
+                yield path + name, layer
+            elif getattr(layer.config, "_attn_implementation", None) != NAME:
+                continue
+            if layer._modules:
+                pending.append((f"{path}{name}.", layer))
+
+
+def _forward_of(layer: nn.Module) -> Any:
+    """The function that runs when a layer is called; accelerate and others hang their own before it."""
+    found = inspect.unwrap(layer.forward)
+    while isinstance(found, functools.partial):
+        found = inspect.unwrap(found.func)
+    return getattr(found, "__func__", found)
+
+
+@functools.lru_cache(4096)
+def _is_known(forward: Any) -> bool:
+    """Whether a function is of transformers, of torch, or of PEFT, whose layers call those that they wrap."""
+    return (getattr(forward, "__module__", None) or "").partition(".")[0] in ("transformers", "torch", "peft")
+
+
+def _replaces_attention(path: str, layer: nn.Module) -> bool:
+    """Whether a layer has a ``forward`` that is not of transformers, and takes a mask as an attention layer does."""
+    if "forward" not in layer.__dict__ and _is_known(type(layer).forward):
+        return False  # most of them
+    forward = _forward_of(layer)
+    if _is_known(forward):
+        return False
+    names = set(inspect.signature(forward).parameters)
+    if "attention_mask" in names and names & {"past_key_values", "past_key_value", "layer_past", "position_embeddings"}:
+        return True
+    by_name = any(word in type(layer).__name__.lower() for word in ("attention", "attn"))
+    by_place = path.rpartition(".")[2] in ("self_attn", "attn", "attention", "self_attention")
+    return (by_name or by_place) and any("mask" in name or name in ("args", "kwargs") for name in names)
+
+
+def _calls_interface(layer: nn.Module) -> bool:
+    """Whether a layer's methods, or functions that they call, name transformers' AttentionInterface.
+
+    Methods that a subclass overrides do not count, unless it calls them.
+    """
+    members = {name: m for c in reversed(type(layer).__mro__) for name, m in vars(c).items()}
+    members["forward"] = _forward_of(layer)
+    pending = [(name, m) for name, m in members.items() if not hasattr(nn.Module, name) or name == "forward"]
+    seen: set[types.CodeType] = set()
+    while pending:
+        name, function = pending.pop()
+        function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else function
+        if not inspect.isfunction(function):
+            continue
+        for code in _codes_within(function.__code__):
+            if code in seen:
+                continue
+            seen.add(code)
+            if "ALL_ATTENTION_FUNCTIONS" in code.co_names or "AttentionInterface" in code.co_names:
+                return True
+            used = [function.__globals__.get(n) for n in code.co_names]
+            used += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+            pending += [("", f) for f in used if inspect.isfunction(f) and not f.__module__.startswith("torch.")]
+            if name and name in code.co_names:  # super().forward(...), or Base.forward(self, ...)
+                pending += [(name, vars(c)[name]) for c in type(layer).__mro__ if name in vars(c)]
+    return False
+
+
+def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of its comprehensions and inner functions."""
+    yield code
+    for inner in filter(inspect.iscode, code.co_consts):
+        yield from _codes_within(inner)
 
 
 def _names_skip(code: types.CodeType) -> bool:
@@ -231,7 +327,8 @@ def check_models_when_made() -> None:
     """Have transformers' own check of a model's attention implementation refuse what :func:`check_dispatch` refuses.
 
     transformers has no hook for it: any registered name is valid for any model. The check runs in a model's constructor
-    and in ``set_attn_implementation``, before any layer is made.
+    and in ``set_attn_implementation``, before any layer is made. The layers that a model then has are looked at when it
+    asks for a mask (:func:`check_models_of_config`), so models are remembered here, and copies of them.
     """
     check = PreTrainedModel.get_correct_attn_implementation
     if getattr(check, "_checks_dispatch", False):
@@ -241,7 +338,31 @@ def check_models_when_made() -> None:
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME:
             check_dispatch(type(self))
+        _made.add(self)
         return check(self, requested_attention, *args, **kwargs)
 
     checked._checks_dispatch = True  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    restore = PreTrainedModel.__setstate__
+
+    @functools.wraps(restore)
+    def restored(self: PreTrainedModel, state: Any) -> None:  # of a copy, or from a file
+        restore(self, state)
+        _made.add(self)
+
+    PreTrainedModel.__setstate__ = restored  # type: ignore[method-assign, assignment]
+
+
+_made: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_looked_at: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result
+def check_models_of_config(identity: int, again: bool) -> None:
+    """:func:`check_layers` for the models that have this configuration, by its ``id``; ``again`` also for those that
+    were looked at before. Dynamo asks once, while it compiles.
+    """
+    for model in list(_made):
+        if id(getattr(model, "config", None)) == identity and (again or model not in _looked_at):
+            check_layers(model)
+            _looked_at.add(model)

@@ -62,7 +62,8 @@ def fuse_loss(model: Model, *, when: When = "training", check: bool = True) -> M
     The model (returned, and changed in place) then answers ``model(input_ids, labels=labels)`` with the same ``loss``
     and with ``logits=None`` (in the tuple of ``return_dict=False`` too). All else is the model's own forward, with its
     router losses, images, soft caps and scales. In evaluation (``model.eval()``) and without labels nothing changes:
-    whoever needs logits gets them. ``when="always"`` fuses evaluation too, where only the loss is wanted.
+    whoever needs logits gets them. ``when="always"`` fuses evaluation too, where only the loss is wanted: a trainer's
+    ``compute_metrics`` then has no logits among its predictions.
 
     The model may be a :class:`PreTrainedModel` or a PEFT model around one, before or after ``get_peft_model``; LoRA on
     the head and ``modules_to_save=["lm_head"]`` are taken as they are, without a merged weight. It may then be wrapped
@@ -304,6 +305,12 @@ def _find_head(model: PreTrainedModel) -> tuple[str, str]:
 def _check(model: PreTrainedModel, state: FusedLoss) -> None:
     """Both losses on a few random tokens, dropout off."""
     name = type(model).__name__
+    if hasattr(model, "unshard"):  # its weights are gathered when it is called, not by its forward
+        raise ArgumentError(
+            detail=f"{name} is sharded by fully_shard already, and cannot be tried on tokens",
+            fix="Call fuse_loss(model) first, then fully_shard(model); or leave the trial out: "
+            "fuse_loss(model, check=False)",
+        )
     tokens = _random_tokens(model)
     inputs = dict(input_ids=tokens, labels=tokens, return_dict=True)
     modes = {module: module.training for module in model.modules()}
@@ -314,7 +321,8 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
         except Exception as error:
             raise ArgumentError(
                 detail=f"{name} could not be tried with input_ids and labels alone: {type(error).__name__}: {error}",
-                fix="Where it needs other inputs, leave the trial out: fuse_loss(model, check=False)",
+                fix="Where it needs other inputs, or its loss_function another length, leave the trial out: "
+                "fuse_loss(model, check=False)",
             ) from error
         found = _fused_forward(model, state, (), inputs).loss
     finally:

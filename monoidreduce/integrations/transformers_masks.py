@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from .transformers_dispatch import MaskForm, mask_form_of_config
+from .transformers_dispatch import MaskForm, check_models_of_config, mask_form_of_config
 
 
 class Code(enum.IntEnum):
@@ -78,7 +78,11 @@ def mask(
 
     Raises :class:`ArgumentError` for a model that does not call the attention function.
     """
-    form = MaskForm.FLASH if config is None else mask_form_of_config(type(config))
+    form = MaskForm.FLASH
+    if config is not None:
+        form = mask_form_of_config(type(config))
+        # Layers may have been replaced since, but a step of generation is too short to look at them all
+        check_models_of_config(id(config), torch.compiler.is_dynamo_compiling() or q_length > 1)
     sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     if form > MaskForm.EAGER:
         pattern = _read_pattern(mask_function, allow_is_causal_skip, local_size, config, kwargs)

@@ -184,7 +184,10 @@ def linear_logprobs(
     wanted = {"entropy": bool(return_entropy), "argmax": bool(return_argmax), "k": int(top_k), "lse": bool(return_lse)}
     alone = ids is None and not any(wanted.values())
     if target is None and alone:
-        raise ArgumentError(detail="neither target nor ids were given, and no option asks for anything else")
+        raise ArgumentError(
+            detail="neither target nor ids were given, and no option asks for anything else",
+            fix="Give target [...] or ids [..., K], or ask by return_entropy, return_argmax, return_lse or top_k",
+        )
     labels = _check_tokens(x, weight, target, ids, ignore_index)
     if mask is not None:
         checks.truths("mask", mask, x)
@@ -198,7 +201,14 @@ def linear_logprobs(
     elif mask is not None:  # what rows that do not count hold must not reach a gradient
         clear = lambda y: y.masked_fill(~mask.reshape(-1, 1), 0.0)
         rows, given = clear(rows), given | {n: clear(y) for n, y in given.items() if n == "low_rows"}
-    found = _logprobs(rows, weight, ignore_index, heads.needs_shift(x), **wanted, **checks.drop_unset(given))
+    no_ids = ids is not None and ids.shape[-1] == 0
+    if no_ids:
+        given["ids"] = None
+    found = {}
+    if not no_ids or target is not None or any(wanted.values()):
+        found = _logprobs(rows, weight, ignore_index, heads.needs_shift(x), **wanted, **checks.drop_unset(given))
+    if no_ids:
+        found["ids_log_probs"] = _nothing_of(rows)
     seen = mask if kept is None and mask is not None else None
     found = {name: _restore_rows(y, x, kept, seen) for name, y in found.items()}
     return found["log_prob"] if alone else LogProbs(**{"log_prob": None, **found})
@@ -225,13 +235,21 @@ def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any)
         checks.integers("ids", ids)
         if ids.shape[:-1] != x.shape[:-1]:
             raise ShapeError(
-                detail=f"ids has shape {tuple(ids.shape)}, but x {tuple(x.shape)} asks for {(*x.shape[:-1], 'K')}",
+                detail=f"ids has shape {tuple(ids.shape)}, but x {tuple(x.shape)} asks for "
+                f"({', '.join(map(str, x.shape[:-1]))}{', ' if x.dim() > 1 else ''}K)",
                 fix="Give K tokens for each row of x",
             )
         checks.one_device({"x": x, "ids": ids})
         rows = math.prod(ids.shape[:-1])
         wanted = checks.labels(ids, len(weight), ignore_index).classes.reshape(rows, ids.shape[-1])
     return labels, wanted
+
+
+def _nothing_of(rows: Any) -> Tensor:
+    """The log-probabilities of no ids [M, 0], of which the rows' gradient is 0."""
+    if not isinstance(rows, Tensor):
+        return torch.zeros(len(rows), 0, device=rows.device)
+    return rows[:, :0].to(torch.float64 if rows.dtype is torch.float64 else torch.float32)
 
 
 def _rows_that_count(mask: Tensor | None, labels: checks.Labels | None) -> Tensor | None:

@@ -372,7 +372,7 @@ class Demanding(Sorted):
         (Masked, r"Masked applies an assignment to its logits"),
         (Joined, r"Joined applies torch\.cat to its logits"),
         (Bypassing, r"Bypassing does not call its head 'lm_head'"),
-        (Demanding, r"Demanding could not be tried .*where is the image\?.* fuse_loss\(model, check=False\)"),
+        (Demanding, r"Demanding could not be tried .*where is the image\?.* or its loss_function .*check=False\)"),
     ],
 )
 def test_what_cannot_be_fused_is_refused_by_name(kind, message):
@@ -399,12 +399,26 @@ def test_heads_that_are_refused():
         fuse_loss(make(), when="sometimes")
     with pytest.raises(mr.ArgumentError, match=r"LlamaForCausalLM is compiled already.* Call fuse_loss\(model\) first"):
         fuse_loss(torch.compile(make(), backend="eager"))
+    with pytest.raises(mr.errors.DTypeError, match=r"LlamaForCausalLM was given labels of type float32.*labels\.long"):
+        fuse_loss(make()).train()(tokens(), labels=tokens().float())
     model = make()
     model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
     with pytest.raises(mr.ArgumentError, match="head of LlamaForCausalLM has hooks"):
         fuse_loss(model)
     with torch.device("meta"), pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM .* on meta"):
         fuse_loss(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+
+
+def test_a_model_that_is_sharded_already_is_fused_first():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = torch.distributed.fsdp.fully_shard(make(), mesh=mesh)
+        with pytest.raises(mr.ArgumentError, match=r"sharded by fully_shard already.* Call fuse_loss\(model\) first"):
+            fuse_loss(model)
+        fuse_loss(model, check=False)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def partition(weight):

@@ -1,5 +1,8 @@
 """Models that never call the attention function are refused before they compute anything, not served wrongly."""
 
+import copy
+import types
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 import monoidreduce as mr  # noqa: E402
 from monoidreduce.integrations.transformers import NAME, fuse_loss, register  # noqa: E402
-from tests.support.tiny_transformers import BYPASSING, GPT2, IMAGES, make, tokens  # noqa: E402
+from tests.support.tiny_transformers import BYPASSING, DECODERS, GPT2, IMAGES, make, tokens  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -86,3 +89,76 @@ def test_a_subclass_is_judged_by_the_layers_that_it_inherits():
 def test_attention_weights_are_not_returned(name):
     with pytest.raises(mr.ArgumentError, match=r'weights, which are never built.* attn_implementation="eager"'):
         make(name, NAME)(tokens(), output_attentions=True)
+
+
+class OwnAttention(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        causal = attention_mask is None
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_mask, is_causal=causal, enable_gqa=True
+        )
+        return self.o_proj(found.transpose(1, 2).reshape(*shape, -1)), None
+
+
+class CallsBase(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    attention = OwnAttention
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = self.attention(config, index)
+
+
+class LlamaThatCallsBase(OwnLlama):
+    attention = CallsBase
+
+
+def own_llama(model_class, implementation=NAME):
+    register()
+    config = transformers.LlamaConfig(**DECODERS["llama"][2])
+    return model_class._from_config(config, attn_implementation=implementation).eval()
+
+
+@pytest.mark.parametrize("how", ["called", "copied", "set later", "compiled", "fused"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_layer_of_ones_own_in_a_served_model_is_refused(batch, how):
+    """It would take our mask [B, N] for one of its own and, with one sequence, see the future."""
+    model = own_llama(OwnLlama, "sdpa" if how == "set later" else NAME)
+    ids = tokens(batch)
+    seen = torch.ones_like(ids)
+    seen[:, :3] = 0
+    if how == "copied":
+        model = copy.deepcopy(model)
+    kind = Exception if how == "compiled" else mr.ArgumentError  # Dynamo raises an error of its own with the message
+    with pytest.raises(kind, match=r"OwnAttention, has attention code of its own.*ALL_ATTENTION_"):
+        if how == "set later":
+            model.set_attn_implementation(NAME)
+        elif how == "fused":
+            fuse_loss(model)
+        elif how == "compiled":
+            model = torch.compile(model, backend="eager", fullgraph=True)
+        model(ids, attention_mask=seen)
+
+
+def test_a_forward_of_ones_own_on_one_layer_is_refused():
+    model = make("llama", NAME)
+    layer = model.model.layers[1].self_attn
+    layer.forward = types.MethodType(OwnAttention.forward, layer)
+    with pytest.raises(mr.ArgumentError, match=r"its layer (model\.)?layers\.1\.self_attn"):
+        model(tokens())
+
+
+def test_a_layer_that_calls_the_attention_function_is_served():
+    ours, theirs = own_llama(LlamaThatCallsBase), own_llama(LlamaThatCallsBase, "eager")
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, atol=2e-5, rtol=1e-4)

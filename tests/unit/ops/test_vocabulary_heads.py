@@ -394,3 +394,19 @@ def test_all_allowed_pairs_are_tried():
         expected = set(itertools.product(factors[one], factors[other]))
         assert seen == expected - ({(2, 5)} if (one, other) == ("a", "c") else set())
     assert samples == pairwise(factors, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probabilities_of_no_ids_are_an_empty_result(dtype):
+    x, weight = torch.randn(4, 3, 8, dtype=dtype, requires_grad=True), torch.randn(5, 8, dtype=dtype)
+    ids, mask = torch.zeros(4, 3, 0, dtype=torch.int64), torch.arange(12).view(4, 3) % 2 == 0
+    target = torch.ones(4, 3, dtype=torch.int64)
+    alone = ops.linear_logprobs(x, weight, ids=ids, mask=mask)
+    both = ops.linear_logprobs(x, weight, target, ids=ids, mask=mask)
+    expected = ops.linear_logprobs(x, weight, ids=target[..., None], mask=mask).ids_log_probs
+    for found in (alone, both):
+        assert found.ids_log_probs.shape == (4, 3, 0) and found.ids_log_probs.dtype == expected.dtype
+    assert alone.log_prob is None
+    assert torch.equal(both.log_prob, ops.linear_logprobs(x, weight, target, mask=mask))
+    alone.ids_log_probs.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
