@@ -300,6 +300,8 @@ class LayerRecorder(TorchFunctionMode):
         self.failed = (
             self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
         )
+        if step.plan is None and all(id(t) in self.names for t in step.made):
+            return  # ``x.float()`` of a float tensor is x
         name = f"r{len(self.steps)}"
         for k, t in enumerate(step.made):
             self.names[id(t)] = name if step.plan is None else f"{name}[{k}]"
