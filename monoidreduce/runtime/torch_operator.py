@@ -167,7 +167,7 @@ def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     return [
         pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
         if kind_of(r).per_pair
-        else result_form(r, k, sizes, summed_batch(fold, r, leaves, sizes))
+        else result_form(r, k, sizes, summed_batch(fold, r, leaves, sizes) if _sums_gradients(fold) else None)
         for r, k in fold.outputs
     ]
 
@@ -230,13 +230,17 @@ def name(fold: Fold) -> str:
 
     A graph is told one shape for all engines: gradients are summed over the batch afterwards, by torch. Those of pages
     are summed by the fold, since a page has no memory for each sequence."""
-    summed = bool(fold.gradients) and fold.domain is not None and fold.domain.attrs[0][0] == "pages"
+    summed = _sums_gradients(fold)
     found = digest_fold(fold) + "-exact" * fold.exact
     if summed:
         found += "".join(f"-{fold.reductions.index(r)}.{fold.leaves.index(e)}" for r, e in fold.gradients)
     with _lock:
         _FOLDS[found] = fold if summed else keep_batch(fold)
     return found
+
+
+def _sums_gradients(fold: Fold) -> bool:
+    return bool(fold.gradients) and fold.domain is not None and fold.domain.attrs[0][0] == "pages"
 
 
 @functools.lru_cache(maxsize=4096)
