@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.visited_files import visited
+from tests.support.visited_files import assert_few
 
 # how it runs: files that a first forward, a known forward, and a known forward with its backward may visit. On a GPU
 # known calls are replayed; the interpreter launches nothing again. Lower them where files are joined; the aim is 30 for
@@ -12,8 +12,4 @@ MOST = {"triton": (70, 18, 23), "h200": (91, 10, 12)}
 
 @pytest.mark.parametrize("engine", MOST)
 def test_files_that_a_call_visits(engine):
-    found, (first, known, backward) = visited(engine), MOST[engine]
-    assert len(found["forward"][0]) <= first, found["forward"][0]
-    assert len(found["forward"][-1]) <= known, found["forward"][-1]
-    assert len(found["backward"][-1]) <= backward, found["backward"][-1]
-    assert found["forward"][-1] == found["forward"][-2]  # nothing is found out anew
+    assert_few(engine, MOST[engine])

@@ -50,6 +50,15 @@ def files_of(call: Callable[[], object], package: Path) -> list[str]:
     return list(seen)
 
 
+def assert_few(engine: str, most: tuple[int, int, int]) -> None:
+    """A first forward, a known forward, and a known forward with its backward visit at most so many files."""
+    found, (first, known, backward) = visited(engine), most
+    assert len(found["forward"][0]) <= first, found["forward"][0]
+    assert len(found["forward"][-1]) <= known, found["forward"][-1]
+    assert len(found["backward"][-1]) <= backward, found["backward"][-1]
+    assert found["forward"][-1] == found["forward"][-2]  # nothing is found out anew
+
+
 def main(engine: str) -> None:
     import torch
 
