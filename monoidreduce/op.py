@@ -34,8 +34,8 @@ from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
 from .program import declarations
 from .program.compile import compile_program
-from .program.domain import inputs_of as domain_inputs
-from .program.domain import public_name
+from .program.declarations import inputs_of as domain_inputs
+from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place

@@ -7,8 +7,7 @@ from monoidreduce.algebra import catalogue as monoids
 from monoidreduce.algebra import laws
 from monoidreduce.algebra.fields import Domain, Field, Function, List, Matrix, Scalar, Vector
 from monoidreduce.algebra.fold import fold
-from monoidreduce.algebra.monoid import Monoid, dot
-from monoidreduce.algebra.product import product
+from monoidreduce.algebra.monoid import Monoid, dot, product
 
 __all__ = [
     "Domain",

@@ -1,8 +1,8 @@
 """What a monoid is made of: the markers a user annotates fields with, and the reading of such annotations.
 
 A field is declared as ``z: Scalar = -math.inf``: the marker says what one element holds there, the value says what the
-identity holds. This file reads those declarations and knows nothing of tensors, so that every other room can ask a
-monoid for its fields without running anything. Imports the standard library and the errors only.
+identity holds. Below stand the two things that all of the algebra does with such records of tensors: comparing them,
+and folding one of their axes. Imports torch and the errors only.
 """
 
 from __future__ import annotations
@@ -290,3 +290,100 @@ def is_sampled(monoid: Any) -> bool:
 def is_related(monoid: Any) -> bool:
     """Whether the class, or a factor, relates its fields to each other by a predicate."""
     return any(predicate(part) is not None for part in monoid.components or (monoid,))
+
+
+# Approximate equality, as the laws need it: near for finite numbers, exact for infinities and NaN. Floating-point folds
+# obey their laws only approximately, so each monoid brings its own equality; this is the part they share.
+
+
+def close(x: Tensor, y: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Elementwise: equal, or finite and ``|x - y| <= tol * max(1, |x|, |y|, scale)`` with tol the square root of eps.
+
+    ``scale`` is the size of the numbers that x and y were computed from: a sum that cancels is only as good as its
+    largest term. Integers and booleans must be equal; so must infinities; NaN equals NaN.
+
+    >>> close(torch.tensor([1.0, -torch.inf, torch.nan]), torch.tensor([1.0001, -torch.inf, 0.0])).tolist()
+    [True, True, False]
+    """
+    exact = (x == y) | ((x != x) & (y != y))
+    if not (x.is_floating_point() and y.is_floating_point()):
+        return exact
+    tolerance = math.sqrt(max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps))
+    x, y = x.double(), y.double()
+    size = torch.maximum(x.abs(), y.abs()).clamp(min=1.0)
+    size = torch.maximum(size, torch.as_tensor(scale, dtype=torch.float64, device=x.device))
+    return exact | (torch.isfinite(x) & torch.isfinite(y) & ((x - y).abs() <= tolerance * size))
+
+
+def all_close(x: Tensor, y: Tensor, scale: Tensor | float = 1.0, where: Tensor | None = None) -> bool:
+    """Whether ``close`` holds everywhere (or wherever ``where`` is true); shapes that do not broadcast are not close.
+
+    >>> all_close(torch.zeros(3), torch.zeros(2))
+    False
+    """
+    try:
+        near = close(x, y, scale)
+    except RuntimeError:  # lists of different lengths are simply not equal
+        return False
+    return bool((near if where is None else near | ~where).all())
+
+
+def approximately(a: Any, b: Any, scale: Mapping[str, Any]) -> bool:
+    """The monoid's own ``approx``; one that was written without ``scale`` is asked without."""
+    equal = type(a).approx
+    if "scale" in inspect.signature(equal).parameters:
+        return bool(equal(a, b, scale=scale))
+    return bool(equal(a, b))
+
+
+# Folding one axis of a record: the balanced tree, and the monoid's own n-ary fold where it has one. A scalar field
+# carries a trailing axis of size 1 here, and all batch axes come first, so that one ``dim >= 0`` means the same axis in
+# every field.
+
+
+def combined(a: Any, b: Any) -> Any:
+    """``a ⊙ b``, insisting that the monoid's ``combine`` answers with an element of the monoid."""
+    monoid = type(a)
+    c = monoid.combine(a, b)
+    if not isinstance(c, monoid):
+        names = ", ".join(f"{name}=..." for name in monoid.fields())
+        raise DeclarationError(
+            detail=f"{monoid.__name__}.combine returned {type(c).__name__}, not {monoid.__name__}",
+            fix=f"End it with return {monoid.__name__}({names})",
+        )
+    return c
+
+
+def fold_axis(x: Any, dim: int) -> Any:
+    """Fold axis ``dim >= 0`` (at least one long) of the record ``x``, in order; that axis is gone from the result.
+
+    Neighbours are combined in pairs, level by level, so rounding errors grow with the logarithm of the length. What is
+    left over at a level waits: left-overs always stand behind everything combined later, so the order is kept.
+    """
+    monoid = type(x)
+    if monoid.fold_tile is not None:
+        return monoid.fold_tile(x, dim)
+    before = (slice(None),) * dim
+    size = next(iter(x.asdict().values())).shape[dim]
+    if size == 1:
+        return with_identity(_take(x, (*before, 0)))
+    waiting = None
+    while size > 1:
+        if size % 2:
+            last = _take(x, (*before, slice(size - 1, size)))
+            waiting = last if waiting is None else combined(last, waiting)
+        end = size - size % 2
+        x = combined(_take(x, (*before, slice(0, end, 2))), _take(x, (*before, slice(1, end, 2))))
+        size //= 2
+    if waiting is not None:
+        x = combined(x, waiting)
+    return _take(x, (*before, 0))
+
+
+def with_identity(x: Any) -> Any:
+    """``x ⊙ identity``: the fold of one element, brought to the form that every other fold has (0 for no weight)."""
+    return combined(x, type(x).identity(x))
+
+
+def _take(x: Any, index: tuple[Any, ...]) -> Any:
+    return type(x)(**{name: value[index] for name, value in x.asdict().items()})

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.algebra.fields import Function, List, Scalar, describe
+from monoidreduce.algebra.fields import Function, List, Scalar, combined, describe, fold_axis, with_identity
+from monoidreduce.algebra.laws import probe
 from monoidreduce.algebra.monoid import Monoid
-from monoidreduce.algebra.probe import probe
-from monoidreduce.algebra.tree import combined, fold_axis, with_identity
 from monoidreduce.arrays import Border, is_array
 from monoidreduce.errors import ArgumentError, DeviceError, ShapeError
 

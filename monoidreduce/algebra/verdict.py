@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monoidreduce.algebra.approx import approximately
 from monoidreduce.algebra.cases import Case, Family, domain_of, mapped, scale_of
-from monoidreduce.algebra.fields import Domain, Function, List, Matrix, Scalar, Vector
+from monoidreduce.algebra.fields import Domain, Function, List, Matrix, Scalar, Vector, approximately
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.errors import MonoidLawError
 

@@ -5,19 +5,25 @@ A head is an ``nn.Linear``, alone or wrapped by PEFT: a copy that is trained (``
 columns B [V, r] become a second product of the fold. Neither ``W + B @ A`` nor the concatenation ``[W, B]`` is built:
 both are as large as the head, and with both a frozen W would get a gradient.
 
-This file may import the errors.
+This file may import the errors and the ops.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DTypeError
+from ..ops import linear_cross_entropy, linear_logprobs
 
 ADVICE = "call unfuse_loss(model) to let the model build its logits and compute its own loss"
 
@@ -120,3 +126,364 @@ def _read_wrapper(head: Any, owner: str) -> Head:
 def _rows(layer: Any, down: nn.Module, dropout: Callable[[Tensor], Tensor], scaling: float, hidden: Tensor) -> Tensor:
     """``scaling * dropout(hidden) @ A.T``, in the type that PEFT would use."""
     return down(dropout(layer._cast_input_dtype(hidden, down.weight.dtype))) * scaling
+
+
+# Logits that are never built: what stands for them between a model's head and its loss.
+#
+# A fused model runs its own ``forward``; only its head is replaced, for that call, by one that returns a
+# :class:`HeadLogits`. This remembers the hidden states and the head's weights, and what the model then does: it selects
+# or reshapes rows (done to the hidden states), scales, caps (kept as numbers), adds a bias. At the end stands a
+# cross-entropy, which becomes :func:`ops.linear_cross_entropy`. All else that a model's forward does (router losses,
+# images, its outputs) stays its own. What cannot be remembered is refused with the model's class and what to do.
+
+# Functions of torch that are methods here
+_METHODS = {name: name for name in ("add", "clone", "div", "flatten", "mul", "permute", "reshape", "tanh", "transpose")}
+_METHODS |= {"true_divide": "div", "multiply": "mul", "divide": "div"}
+_FIELDS = ("owner", "hidden", "weight", "bias", "low_rank", "divisor", "softcap", "factor", "classes_second")
+
+
+class HeadLogits:
+    """``softcap(hidden @ weight.T + bias) / divisor`` of one head call, as a description.
+
+    It has a tensor's ``shape``, ``dtype`` and ``device``; torch's functions and methods that keep the last dimension
+    give another description, a cross-entropy gives its loss, and all else raises :class:`ArgumentError`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low_rank: tuple[Tensor, Tensor] | None,
+        divisor: Any = 1.0,
+        softcap: Any = None,
+        factor: Any = 1.0,
+        classes_second: bool = False,
+    ):
+        self.owner = owner  # the name of the model's class
+        self.hidden, self.weight, self.bias, self.low_rank = hidden, weight, bias, low_rank
+        self.divisor = divisor  # logits are (hidden @ weight.T + bias) / divisor
+        self.softcap = softcap  # True after a tanh: logits are then factor * tanh((hidden @ weight.T + bias) / divisor)
+        self.factor = factor
+        self.classes_second = classes_second  # as cross_entropy takes them: [B, V, T]
+
+    # As a tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        lead = self.hidden.shape[:-1]
+        if self.classes_second:
+            return torch.Size((lead[0], self.weight.shape[0], *lead[1:]))
+        return torch.Size((*lead, self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.dim()
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _with(self, **changes: Any) -> HeadLogits:
+        return HeadLogits(**{name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS})
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> HeadLogits:
+        """The same selection or arrangement of rows, for all that has rows."""
+        low_rank = None if self.low_rank is None else (change(self.low_rank[0]), self.low_rank[1])
+        return self._with(hidden=change(self.hidden), low_rank=low_rank)
+
+    # What keeps the last dimension
+
+    def to(self, *args: Any, **kwargs: Any) -> HeadLogits:
+        """A copy: the arithmetic is float32 in any case, and labels are brought to the hidden states."""
+        return self._with()
+
+    float = type = type_as = contiguous = clone = to
+
+    def __getitem__(self, index: Any) -> HeadLogits:
+        parts = list(index) if isinstance(index, tuple) else [index]
+        taken = sum(p.dim() if isinstance(p, Tensor) and p.dtype is torch.bool else p is not None for p in parts)
+        if any(p is Ellipsis for p in parts):
+            place = next(i for i, p in enumerate(parts) if p is Ellipsis)
+            parts[place : place + 1] = [slice(None)] * (self.ndim - taken + 1)
+            taken = self.ndim
+        if self.classes_second or taken > self.ndim or (taken == self.ndim and not self._keeps_classes(parts[-1])):
+            raise self._refusal("a selection of classes")
+        if taken == self.ndim:
+            parts[-1] = slice(None)
+        return self._map_rows(lambda rows: rows[tuple(parts)])
+
+    def _keeps_classes(self, part: Any) -> bool:
+        return isinstance(part, slice) and part.indices(self.shape[-1]) == (0, self.shape[-1], 1)
+
+    def view(self, *shape: Any) -> HeadLogits:
+        return self.reshape(*shape)
+
+    def reshape(self, *shape: Any) -> HeadLogits:
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.SymInt) else shape
+        classes = self.shape[-1]
+        if self.classes_second or not sizes or (sizes[-1] != classes and sizes[-1] != -1):
+            raise self._refusal(f"a view as {list(sizes)}, where there are {classes} classes,")
+        if sizes[-1] == -1 and math.prod(sizes[:-1]) != math.prod(self.shape[:-1]):
+            raise self._refusal(f"a view as {list(sizes)}")
+        return self._map_rows(lambda rows: rows.reshape(*sizes[:-1], rows.shape[-1]))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> HeadLogits:
+        start, end = start_dim % self.ndim, end_dim % self.ndim
+        if self.classes_second or end == self.ndim - 1:
+            raise self._refusal("flatten")
+        return self._map_rows(lambda rows: rows.flatten(start, end))
+
+    def transpose(self, dim0: int, dim1: int) -> HeadLogits:
+        """Classes to the second place and back, as ``F.cross_entropy`` wants them."""
+        if self.ndim != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
+            raise self._refusal("transpose")
+        return self._with(classes_second=not self.classes_second)
+
+    def permute(self, *dims: Any) -> HeadLogits:
+        order = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+        if tuple(d % self.ndim for d in order) != (0, 2, 1):
+            raise self._refusal("permute")
+        return self.transpose(1, 2)
+
+    @property
+    def mT(self) -> HeadLogits:
+        return self.transpose(-1, -2)
+
+    # Scales, soft caps and biases
+
+    def __mul__(self, other: Any) -> HeadLogits:
+        number = self._number(other, "a product")
+        return (
+            self._with(divisor=self.divisor / number)
+            if self.softcap is None
+            else self._with(factor=self.factor * number)
+        )
+
+    def __truediv__(self, other: Any) -> HeadLogits:
+        number = self._number(other, "a quotient")
+        return (
+            self._with(divisor=self.divisor * number)
+            if self.softcap is None
+            else self._with(factor=self.factor / number)
+        )
+
+    __rmul__ = mul = __mul__
+    div = __truediv__
+
+    def tanh(self) -> HeadLogits:
+        if self.softcap is not None:
+            raise self._refusal("a second tanh")
+        return self._with(softcap=True)
+
+    def __add__(self, other: Any) -> HeadLogits:
+        plain = self.softcap is None and not isinstance(self.divisor, Tensor) and self.divisor == 1
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return self if other == 0 or plain else self._refuse("a sum")  # a constant changes no softmax
+        classes = self.weight.shape[0]
+        if not plain or not isinstance(other, Tensor) or other.shape[-1:] != (classes,) or other.numel() != classes:
+            raise self._refusal("a sum")
+        other = other.reshape(-1).to(self.weight.device, self.weight.dtype)
+        return self._with(bias=other if self.bias is None else self.bias + other)
+
+    __radd__ = add = __add__
+
+    def _become(self, other: HeadLogits) -> HeadLogits:
+        """What an operation in place leaves behind."""
+        for name in _FIELDS:
+            setattr(self, name, getattr(other, name))
+        return self
+
+    def mul_(self, other: Any) -> HeadLogits:
+        return self._become(self * other)
+
+    def div_(self, other: Any) -> HeadLogits:
+        return self._become(self / other)
+
+    def add_(self, other: Any) -> HeadLogits:
+        return self._become(self + other)
+
+    def tanh_(self) -> HeadLogits:
+        return self._become(self.tanh())
+
+    __imul__, __itruediv__, __iadd__ = mul_, div_, add_
+
+    def _number(self, value: Any, what: str) -> Any:
+        whole = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
+        if not whole or isinstance(value, bool) or (not isinstance(value, Tensor) and not value > 0):
+            raise self._refusal(f"{what} with something else than a positive number")
+        return value.reshape(()) if isinstance(value, Tensor) else float(value)
+
+    # Refusals
+
+    def _refusal(self, what: str) -> ArgumentError:
+        return ArgumentError(
+            detail=f"{self.owner} applies {what} to its logits, which its loss without logits cannot do",
+            fix=f"Keep its own loss: leave fuse_loss out, or {ADVICE}",
+        )
+
+    def _refuse(self, what: str) -> Any:
+        raise self._refusal(what)
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Tensor, name) or name.startswith("__"):
+            raise AttributeError(name)  # as of a tensor, which has no such thing either
+        raise self._refusal(f"tensor.{name}")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._refusal("an assignment")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is F.cross_entropy:
+            return cross_entropy(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", str(function))
+        if name in _METHODS and args and isinstance(args[0], HeadLogits):
+            return getattr(args[0], _METHODS[name])(*args[1:], **(kwargs or {}))
+        given = [*args, *(a for part in args if isinstance(part, tuple | list) for a in part), *(kwargs or {}).values()]
+        raise next(a for a in given if isinstance(a, HeadLogits))._refusal(f"torch.{name}")
+
+    # Results
+
+    def head_options(self) -> dict[str, Any]:
+        """The head as options of the vocabulary heads in ``ops``."""
+        options: dict[str, Any] = {"bias": self.bias}
+        if self.low_rank is not None:
+            options["low_rank"] = self.low_rank
+        if self.softcap is None:
+            return options | {"temperature": self.divisor}
+        return options | {"softcap": self.divisor, "temperature": self.divisor / self.factor}
+
+    def logprobs(self, target: Tensor) -> Tensor:
+        """The log-probability of each row's token."""
+        return linear_logprobs(self.hidden, self.weight, target.to(self.device), **self.head_options())
+
+
+def cross_entropy(
+    input: HeadLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of logits that were not built."""
+    if not isinstance(input, HeadLogits) or size_average is not None or reduce is not None:
+        raise next(a for a in (input, target) if isinstance(a, HeadLogits))._refusal("an older form of cross_entropy")
+    if input.ndim > 2 and not input.classes_second:
+        raise input._refusal(f"a cross-entropy of logits of shape {list(input.shape)}, whose classes are last,")
+    probabilities = target.is_floating_point()
+    if probabilities and target.dim() < input.ndim:
+        raise DTypeError(
+            detail=f"{input.owner} was given labels of type {str(target.dtype).removeprefix('torch.')}, but labels are "
+            "tokens",
+            fix="Give integers: labels.long()",
+        )
+    return linear_cross_entropy(  # type: ignore[call-overload]
+        input.hidden,
+        input.weight,
+        target.to(input.device),
+        class_weights=weight,
+        ignore_index=None if probabilities else ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        **input.head_options(),
+    )
+
+
+# A model whose head describes its logits
+
+
+class DescribedHead:
+    """Stands for a head in one call of its model, and returns a :class:`HeadLogits`."""
+
+    def __init__(self, head: nn.Module, owner: str, thread: int | None):
+        self.head, self.owner, self.thread = head, owner, thread
+        self.called = False
+
+    def __call__(self, hidden: Tensor) -> Any:
+        if self.thread is not None and self.thread != threading.get_ident():
+            return self.head(hidden)  # another thread runs the same model: it did not ask for this
+        self.called = True
+        head = read_head(self.head, self.owner)
+        hidden = hidden.to(head.weight.device)
+        low_rank = None
+        if head.low_rank:
+            rows = [make_rows(hidden).to(hidden.dtype) for make_rows, _ in head.low_rank]
+            columns = [c.to(hidden.dtype) for _, c in head.low_rank]
+            low_rank = (rows[0], columns[0]) if len(rows) == 1 else (torch.cat(rows, -1), torch.cat(columns, -1))
+        weight = gather_weight(head.weight, self.head, hidden, self.owner)
+        bias = None if head.bias is None else gather_weight(head.bias, self.head, hidden, self.owner)
+        return HeadLogits(self.owner, hidden, weight, bias, low_rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)  # its weight's type, say, to which some models cast the hidden states
+
+
+def is_described(owner: nn.Module, name: str) -> bool:
+    """Whether this call is inside :func:`call_with_described_head` of the same head."""
+    return isinstance(owner.__dict__.get(name), DescribedHead)
+
+
+def call_with_described_head(owner: nn.Module, name: str, model_name: str, call: Callable[[], Any]) -> Any:
+    """Call something during which ``owner.NAME``, a head, describes its logits; the module itself stays in its place.
+
+    An attribute of the instance is found before ``nn.Module`` looks among its submodules, so that nothing has to be
+    taken out of the model: parameters, state dict and hooks are as ever, and Dynamo traces it.
+    """
+    thread = None if torch.compiler.is_compiling() else threading.get_ident()
+    stand_in = DescribedHead(owner._modules[name], model_name, thread)  # type: ignore[arg-type]
+    object.__setattr__(owner, name, stand_in)
+    try:
+        found = call()
+    finally:
+        owner.__dict__.pop(name, None)
+    if not stand_in.called:
+        raise ArgumentError(
+            detail=f"{model_name} does not call its head {name!r} to make its logits",
+            fix=f"Its loss cannot be computed without them: leave fuse_loss out, or {ADVICE}",
+        )
+    return found
+
+
+# The weights of a head that ``fully_shard`` wraps by itself, where its loss is computed without calling it.
+# FSDP2 gathers a module's weights when the module is called, and averages their gradients over the ranks. A head that
+# describes its logits is not called; its weights are then gathered here, to the same effect. Heads that belong to a
+# larger wrapped module (the model itself) are gathered with that, and tensor-parallel ones keep their shards.
+
+
+def gather_weight(weight: Any, head: nn.Module, hidden: Tensor, owner: str) -> Any:
+    """A head's parameter as the head's own forward would see it: whole and of the hidden states' type, if the head is
+    wrapped by ``fully_shard``; else as it is. Its gradient is the mean over the ranks, summed in the parameter's type.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    wrapped = hasattr(head, "unshard") and module is not None and isinstance(weight, module.DTensor)
+    if module is None or not wrapped:
+        return weight
+    if any(type(p) not in (module.Shard, module.Replicate) for p in weight.placements):
+        raise ArgumentError(
+            detail=f"the head of {owner} is sharded by tensor parallelism and wrapped by fully_shard on its own, "
+            f"placed {tuple(weight.placements)}",
+            fix="Leave the head to the fully_shard of the whole model: its classes then stay on the tensor ranks",
+        )
+    whole = weight.redistribute(placements=[module.Replicate()] * len(weight.placements))
+    return whole.to_local(grad_placements=[module.Partial("avg")] * len(weight.placements)).to(hidden.dtype)

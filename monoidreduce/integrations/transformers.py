@@ -5,15 +5,14 @@
     model.generate(..., past_key_values=PagedKeyValueCache(model.config))  # keys and values in pages
 
 Masks are said by indices and by a few numbers per key (``transformers_masks.py``); only those of another form reach us
-as a matrix, which is then read tile by tile. The attention is in ``transformers_attention.py``, its pages in
-``transformers_pages.py``, the loss in ``transformers_loss.py``.
+as a matrix, which is then read tile by tile. The attention and its pages are in ``transformers_attention.py``,
+the loss is in ``transformers_loss.py``.
 """
 
 from __future__ import annotations
 
-from .transformers_attention import NAME, attention_forward, mask, register
+from .transformers_attention import NAME, PagedKeyValueCache, attention_forward, mask, register
 from .transformers_loss import causal_lm_loss, fuse_loss, token_logprobs, unfuse_loss
-from .transformers_pages import PagedKeyValueCache
 
 __all__ = [
     "NAME",

@@ -1,7 +1,7 @@
 """The loss of Hugging Face's language models without their logits.
 
 A fused model runs its own forward; its head alone is replaced, in that call, by one that describes its logits
-(``head_logits.py``), and the cross-entropy at the end of the model's code is computed from the description.
+(``model_heads.py``), and the cross-entropy at the end of the model's code is computed from the description.
 ``transformers.py`` re-exports the public names.
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ArgumentError, shown
-from .head_logits import HeadLogits, call_with_described_head, is_described
-from .model_heads import read_head
+from .model_heads import HeadLogits, call_with_described_head, is_described, read_head
 from .transformers_attention import check_attention
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from ..program.constructors import ONE
-from ..program.contract import Contraction
+from ..program.constructors import ONE, Contraction
 from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES

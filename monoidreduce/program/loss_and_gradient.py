@@ -19,8 +19,7 @@ import torch
 from ..reductions import kind_of, make, outputs_of
 from . import constructors
 from .compile import compile_program
-from .constructors import ONE, apply, substitute
-from .contract import contractions
+from .constructors import ONE, apply, contractions, substitute
 from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
 from .lower import Fold, Lowered, Pass

@@ -20,8 +20,7 @@ from typing import Any
 
 from ..reductions import kind_of, outputs_of
 from . import constructors
-from .constructors import substitute
-from .contract import interval
+from .constructors import interval, substitute
 from .expression import Expr, node, reduce_node, result, topological
 from .normal_form import is_pass
 from .philox import DRAWS

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ShapeError
-from .expression import Expr, Feature, node, topological
-from .simplify import ONE, apply, is_constant
+from .expression import ONE, Expr, Feature, apply, is_constant, node, topological
 
 DOTS = ("b,ab->a", "ab,ab->a")  # a number for each a: made of one-sided values
 MIX = "a,ab->b"  # a vector over b: the sum of b-vectors, each times a number

@@ -23,8 +23,7 @@ import torch
 
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
-from .declarations import Parameter
-from .domain import restrict
+from .declarations import Parameter, restrict
 from .expression import Expr, const, topological
 from .several import are_several
 from .symbol import NeedValue, Symbol, Trace, calls_torch, current_trace, expr_of

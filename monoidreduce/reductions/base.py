@@ -29,8 +29,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..program import intervals as iv
-from ..program.constructors import apply
-from ..program.contract import Contraction
+from ..program.constructors import Contraction, apply
 from ..program.expression import Expr, Feature, node
 from ..program.symbol import Symbol, expr_of
 from .kernel_lines import CombineLaunch, Form, Lines

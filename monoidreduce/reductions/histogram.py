@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..program import intervals as iv
-from ..program.constructors import look_up
-from ..program.diagonals import is_along_diagonals
+from ..program.constructors import is_along_diagonals, look_up
 from ..program.expression import Expr
 from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..program import constructors
 from ..program import intervals as iv
-from ..program.constructors import ONE
-from ..program.contract import contractions
+from ..program.constructors import ONE, contractions
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
 from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..program import intervals as iv
-from ..program.constructors import ONE
-from ..program.contract import contractions
+from ..program.constructors import ONE, contractions
 from ..program.expression import Expr
 from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, stretch
 from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
-from ..program.declarations import Parameter
-from ..program.domain import HIDDEN, public_name
+from ..program.declarations import HIDDEN, Parameter, public_name
 from ..program.expression import Expr, topological
 from ..program.lower import Lowered
 from ..program.several import letters

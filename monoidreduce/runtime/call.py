@@ -27,8 +27,7 @@ from ..engines.panel.panel_program import as_program
 from ..errors import BudgetError, NoGradientError
 from ..plan import budget, settings
 from ..program.compile import compile_program
-from ..program.declarations import Parameter
-from ..program.domain import ROW_SEQUENCE, inputs_of
+from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch

@@ -33,8 +33,7 @@ from ..plan.op_counts import Case, add_work, count_work
 from ..plan.schedule import Choice
 from ..program import constructors
 from ..program.constructors import LISTED
-from ..program.declarations import Parameter
-from ..program.domain import COL_SEQUENCE, ROW_SEQUENCE
+from ..program.declarations import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
 from ..reductions import kind_of

@@ -1,8 +1,8 @@
 """Calls over some of the pairs, ``op(..., cols=domain)``: the domain as further arguments of the call.
 
 A domain is a static form and a few integer tensors. For each form an op has a second op, whose program is restricted
-(``program/domain.py``) and which takes the tensors as arguments that the body does not see: from there on they are
-bound, cached, traced, saved and replayed as all other tensors are. Pages also change how arguments are read: the
+(``program/declarations.py``) and which takes the tensors as arguments that the body does not see: from there on they
+are bound, cached, traced, saved and replayed as all other tensors are. Pages also change how arguments are read: the
 columns of all sequences lie in one pool, so that heads are a batch dimension of the columns and sequences are not.
 """
 
@@ -21,8 +21,7 @@ from ..domains.base import is_plain
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
 from ..errors import ArgumentError, ShapeError, shown
-from ..program.declarations import Parameter
-from ..program.domain import inputs_of
+from ..program.declarations import Parameter, inputs_of
 from . import layer_replay
 
 _LONG = 1024  # columns of a sequence, on average, from which on the start-up of a warp-specialised kernel pays

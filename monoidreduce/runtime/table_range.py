@@ -23,7 +23,7 @@ from ..engines.common.torch_code import inputs
 from ..errors import TableError
 from ..plan import settings
 from ..program.compile import compile_program
-from ..program.contract import interval
+from ..program.constructors import interval
 from ..program.expression import Expr, index, size, topological
 from ..program.intervals import Interval
 from ..program.tables import count_out_of_range

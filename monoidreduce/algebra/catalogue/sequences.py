@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from monoidreduce.algebra.approx import all_close
+from monoidreduce.algebra.fields import all_close
 from monoidreduce.algebra.monoid import Function, List, Matrix, Monoid
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.algebra.approx import all_close
 from monoidreduce.algebra.catalogue._numerics import (
     NO_INDEX,
     best_tile,
@@ -19,6 +18,7 @@ from monoidreduce.algebra.catalogue._numerics import (
     share,
     weighted_tile,
 )
+from monoidreduce.algebra.fields import all_close
 from monoidreduce.algebra.monoid import Domain, Monoid, Scalar, Vector, dot
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from monoidreduce.algebra.approx import all_close
 from monoidreduce.algebra.catalogue._numerics import divisor, weighted_tile
+from monoidreduce.algebra.fields import all_close
 from monoidreduce.algebra.monoid import Domain, Monoid, Scalar, Vector, dot
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ...plan import budget
 from ...plan import tiles as plan
-from ...program.constructors import ONE
-from ...program.contract import interval
+from ...program.constructors import ONE, interval
 from ...program.expression import Expr, size, topological
 from ...program.intervals import INF
 from ...program.lower import Fold

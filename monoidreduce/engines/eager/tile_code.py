@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...program.constructors import ONE, substitute
-from ...program.contract import Contraction, interval
-from ...program.diagonals import is_along_diagonals
+from ...program.constructors import ONE, Contraction, interval, is_along_diagonals, substitute
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...program.normal_form import split_index_match

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...program.diagonals import is_along_diagonals
+from ...program.constructors import is_along_diagonals
 from ...program.expression import Expr, size, topological
 from ...program.primitives import PRIMITIVES
 from ...program.several import DOTS, MIX, are_several, letters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...plan import tiles as plan
-from ...program.contract import Contraction, interval
+from ...program.constructors import Contraction, interval
 from ...program.declarations import STORED
 from ...program.expression import Expr, index, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan

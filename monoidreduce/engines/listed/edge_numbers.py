@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ...program.constructors import ONE
-from ...program.contract import Contraction, contractions
+from ...program.constructors import ONE, Contraction, contractions
 from ...program.expression import Expr, topological
 from ...reductions.best import worst
 from ...reductions.histogram import add_at

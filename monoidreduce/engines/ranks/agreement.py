@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
 from ...program.constructors import find_listed
-from ...program.domain import HIDDEN
+from ...program.declarations import HIDDEN
 from ...program.expression import Expr, topological
 from ..common.evaluate import Sizes
 from ..common.shard import (

@@ -9,6 +9,6 @@ imported when ``run`` is called.
 """
 
 from .driver import Progress, Result, run
-from .forecast import estimate
+from .folds import estimate
 
 __all__ = ["Progress", "Result", "estimate", "run"]

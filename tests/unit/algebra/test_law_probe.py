@@ -8,7 +8,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.algebra import Domain, Matrix, laws, monoids, product
-from monoidreduce.algebra.probe import probe
+from monoidreduce.algebra.laws import probe
 
 
 def make_mean():

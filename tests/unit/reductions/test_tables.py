@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Pair, Row, Table
 from monoidreduce.engines.eager import cpp
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.program.diagonals import is_along_diagonals
+from monoidreduce.program.constructors import is_along_diagonals
 from monoidreduce.program.expression import topological
 from monoidreduce.reductions.histogram import sum_diagonals
 from tests.support import table_cases as tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ....program.contract import Contraction
+from ....program.constructors import Contraction
 from ....program.expression import Expr, size, topological
 from ....program.primitives import PRIMITIVES
 from ....reductions import outputs_of

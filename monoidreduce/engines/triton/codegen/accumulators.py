@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ....program.constructors import apply
-from ....program.contract import Contraction, contractions
+from ....program.constructors import Contraction, apply, contractions
 from ....program.expression import Expr
 from ....program.several import MIX, OUTER, is_product, letters
 from ....reductions import outputs_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from ....program.contract import contractions
+from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import kind_of

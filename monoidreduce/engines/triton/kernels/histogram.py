@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from ....plan import budget, settings
-from ....program.constructors import apply
-from ....program.contract import contractions
-from ....program.diagonals import is_along_diagonals, split_index
+from ....program.constructors import apply, contractions, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ....plan import budget
 from ....plan.tiles import Tile
-from ....program.constructors import ONE
-from ....program.contract import contractions
+from ....program.constructors import ONE, contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form

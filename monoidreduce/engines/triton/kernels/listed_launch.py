@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....program.contract import contractions
+from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS

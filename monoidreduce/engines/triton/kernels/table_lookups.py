@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....program.constructors import apply, look_up, substitute
-from ....program.diagonals import is_along_diagonals, split_index
+from ....program.constructors import apply, is_along_diagonals, look_up, split_index, substitute
 from ....program.expression import Expr, index, node, size, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....program.constructors import apply, rebuild, substitute
-from ....program.contract import Contraction, contractions
+from ....program.constructors import Contraction, apply, contractions, rebuild, substitute
 from ....program.expression import Expr, index, node, reduce_node, size, topological
 from ....program.lower import Fold
 from ....program.primitives import PRIMITIVES

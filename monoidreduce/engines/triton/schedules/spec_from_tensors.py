@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....plan import settings, tiles
 from ....plan.tiles import Family
-from ....program.contract import contractions
+from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common import matmul

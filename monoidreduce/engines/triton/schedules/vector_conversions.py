@@ -37,8 +37,7 @@ from torch import Tensor
 
 from ....plan import budget, settings
 from ....program import constructors
-from ....program.constructors import apply
-from ....program.contract import contractions
+from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
 from ...common import matmul

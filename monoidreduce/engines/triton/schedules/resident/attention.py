@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .....plan.tiles import Tile
-from .....program.constructors import ONE
-from .....program.contract import contractions
+from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines

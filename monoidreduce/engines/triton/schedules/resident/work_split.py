@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .....plan.op_counts import SPECIAL
-from .....program.constructors import ONE, ZERO, apply, substitute
-from .....program.contract import contractions
+from .....program.constructors import ONE, ZERO, apply, contractions, substitute
 from .....program.expression import Expr, node, topological
 from .....program.primitives import PRIMITIVES
 from .....program.several import OF_VECTORS
