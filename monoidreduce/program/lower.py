@@ -21,7 +21,7 @@ from typing import Any
 from ..reductions import kind_of, outputs_of
 from . import constructors
 from .constructors import interval, substitute
-from .expression import Expr, node, reduce_node, result, topological
+from .expression import Expr, const, node, reduce_node, result, topological
 from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
@@ -378,6 +378,20 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
 def is_idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
     """Whether a reduction sees only its identity where conditions are replaced so."""
     return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
+
+
+@functools.lru_cache(maxsize=4096)
+def find_same_sequence(fold: Fold) -> Expr | None:
+    """A condition ``number of the row == number of the column`` outside of which every reduction sees its identity."""
+    for e in topological([a for r in fold.reductions for a in r.args]):
+        if e.op != "eq" or any(a.op != "leaf" or a.dtype != "int" or a.feature is not None for a in e.args):
+            continue
+        row, col = e.args
+        if (row.rows, row.cols, col.rows, col.cols) != (True, False, False, True):
+            continue
+        if all(is_idle(r, {e: const(False)}) for r in fold.reductions):
+            return e
+    return None
 
 
 def _undecidable(roots: list[Expr]) -> set[Expr]:

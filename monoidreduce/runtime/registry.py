@@ -23,6 +23,7 @@ from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT
+from ..program.lower import find_same_sequence
 from ..reductions import kind_of
 
 _triton = functools.partial(triton.run, fallback=eager.run)
@@ -62,7 +63,8 @@ def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callab
     def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
         compiled = kernels and triton.runs_on(sizes.device)
         if fold.domain is None:
-            found = None if compiled else listed.run_packed(fold, leaves, sizes, inner)
+            packed = not compiled and find_same_sequence(fold) is not None
+            found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
             return run(fold, leaves, sizes) if found is None else found
         walked = triton.run_listed(fold, leaves, sizes) if compiled else None
         if walked is None and compiled:

@@ -85,15 +85,15 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
     150,000 (measured on one core of a Xeon)."""
     if fold.packed:
         return None
-    picks = any(r.attrs[0] == "topk" for r in fold.reductions)
-    if picks and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
+    selects = all(kind_of(r).selected(r.attrs[2]) for r in fold.reductions)
+    if selects and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
         return found
     many = sizes.rows * sizes.cols > _SEARCHED
-    if many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
+    if selects and many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found
     if (found := cpp.run(fold, leaves, sizes)) is not None:
         return _scale_results(fold, found, leaves, sizes)
-    return None if many else branch_and_bound.run(fold, leaves, sizes, tiles)
+    return branch_and_bound.run(fold, leaves, sizes, tiles) if selects and not many else None
 
 
 _SEARCHED = 2**34  # pairs

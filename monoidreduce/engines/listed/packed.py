@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...program import constructors
 from ...program.compile import offset_fold
-from ...program.expression import Expr, const, topological
-from ...program.lower import Fold, is_idle
+from ...program.expression import Expr, const
+from ...program.lower import Fold, find_same_sequence
 from ...reductions import kind_of
 from ..common import bounded_cache, combine
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
@@ -44,7 +44,7 @@ class Stretch:
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor] | None:
     """Run a fold sequence by sequence; None where it does not fold packed sequences, or their numbers are not known."""
-    same = find_condition(fold)
+    same = find_same_sequence(fold)
     if same is None or sizes.device.type != "cpu":
         return None
     short = _SHORT // max(1, torch.Size(sizes.batch).numel())
@@ -105,20 +105,6 @@ def _fill_rest(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], 
         elif not kind_of(r).per_pair and not full[r.attrs[1]]:
             for t, nothing in zip(mine, results_of_nothing(r, sizes), strict=True):
                 t.copy_(nothing)
-
-
-@functools.lru_cache(maxsize=1024)
-def find_condition(fold: Fold) -> Expr | None:
-    """A condition ``number of the row == number of the column`` outside of which every reduction sees its identity."""
-    for e in topological([a for r in fold.reductions for a in r.args]):
-        if e.op != "eq" or any(a.op != "leaf" or a.dtype != "int" or a.feature is not None for a in e.args):
-            continue
-        row, col = e.args
-        if (row.rows, row.cols, col.rows, col.cols) != (True, False, False, True):
-            continue
-        if all(is_idle(r, {e: const(False)}) for r in fold.reductions):
-            return e
-    return None
 
 
 @functools.lru_cache(maxsize=1024)
