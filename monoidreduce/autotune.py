@@ -14,6 +14,7 @@ from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
 from .runtime import registry
+from .runtime.torch_replay import tensors_in
 from .sources import progress
 from .tuning import Tuned
 
@@ -123,14 +124,7 @@ def _require_gradients(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 
 def _run_backward(result: Any, given: Sequence[Any]) -> None:
     """Compute the gradients of every floating-point result, with random cotangents."""
-    values = [v for v in _list_tensors(result) if v.requires_grad]
+    values = [v for v in tensors_in(result) if v.requires_grad]
     inputs = [v for v in given if _is_float(v) and v.requires_grad]
     if values and inputs:
         torch.autograd.grad(values, inputs, [torch.randn_like(v) for v in values], allow_unused=True)
-
-
-def _list_tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    return [t for part in parts for t in _list_tensors(part)]

@@ -191,9 +191,7 @@ class Columns:
             return
         again: Iterable[Any] = self.source
         if self.once:
-            first, again = self.first.pop(), self.begun.pop()
-            again = _chain(first, again)
-            del first
+            again = chain(self.first, self.begun.pop())
         for n, values in enumerate(again):
             named = self.named(values)
             del values
@@ -219,9 +217,10 @@ class Columns:
         return repr((self.source.size, [_fingerprint(a) for a in self.source.arrays]))
 
 
-def _chain(first: Any, rest: Iterable[Any]) -> Iterator[Any]:
-    yield first
-    del first
+def chain(first: list[Any], rest: Iterable[Any]) -> Iterator[Any]:
+    """Yield the chunks already read, then the rest, without keeping references."""
+    while first:
+        yield first.pop()
     yield from rest
 
 

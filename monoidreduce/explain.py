@@ -29,6 +29,7 @@ from .runtime import call_cost, registry
 from .runtime.call_cost import ListedPairs
 from .runtime.dry_run import LiveMemory
 from .runtime.registry import stepper
+from .runtime.torch_replay import tensors_in
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 
@@ -295,7 +296,7 @@ def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     wanted = [t for t in given if t.requires_grad] if backward else []
 
     def step() -> None:
-        results = [v for v in _list_tensors(call(*args, **kwargs)) if v.requires_grad]
+        results = [v for v in tensors_in(call(*args, **kwargs)) if v.requires_grad]
         if wanted and results:
             ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in results]
             torch.autograd.grad(results, wanted, ones, allow_unused=True)
@@ -303,13 +304,6 @@ def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     step()
     device = next((t.device for t in given), torch.device("cpu"))
     return Measured(sorted(_measure_seconds(step, device) for _ in range(5))[2], _measure_peak(step, given, device))
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [t for part in parts for t in _list_tensors(part)]
 
 
 def _measure_seconds(step: Callable[[], None], device: torch.device) -> float:

@@ -58,7 +58,7 @@ class SavedRun:
         mine = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
         if not stat.S_ISDIR(found.st_mode) or not mine:
             raise StreamError(detail=f"{folder} is not a folder of this user", fix="Give state= another folder")
-        if there and "progress" not in there and any(not n.startswith((".writing-", "rows-")) for n in there):
+        if there and "progress" not in there and any(not n.startswith((disk.PREFIX, "rows-")) for n in there):
             raise StreamError(
                 detail=f"{folder} holds other things than the state of a stream",
                 fix="Give state= a folder of its own",
@@ -157,7 +157,8 @@ def _write(path: Path, value: Any) -> None:
     torch.save(value, buffer)
     data = buffer.getbuffer()
     try:
-        disk.write_or_raise(path, b"".join([_MAGIC, hashlib.sha256(data).digest(), data]))
+        with disk.open_new(path) as file:
+            file.write(b"".join([_MAGIC, hashlib.sha256(data).digest(), data]))
     except OSError as error:
         raise StreamError(
             detail=f"{path} cannot be written: {error.strerror}",
@@ -267,9 +268,8 @@ def _named(out: Path, name: Any) -> Path:
 
 
 def _write_array(result: Tensor, out: Path) -> numpy.ndarray:
-    handle, name = tempfile.mkstemp(dir=out.parent, prefix=".writing-")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with disk.open_new(out, shared=True) as file:
             kind = to_numpy(result.new_empty(0)).dtype
             header = {"descr": numpy.lib.format.dtype_to_descr(kind), "fortran_order": False}
             numpy.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(result.shape)})
@@ -277,22 +277,8 @@ def _write_array(result: Tensor, out: Path) -> numpy.ndarray:
             step = max(1, _COPIED_AT_ONCE // max(1, flat.element_size()))
             for at in range(0, flat.numel(), step):
                 file.write(to_numpy(flat[at : at + step]).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, out)
     except OSError as error:
         raise StreamError(
             detail=f"{out} cannot be written: {error.strerror}", fix="Make room, or give out= another place"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
     return numpy.load(out, mmap_mode="r")
-
-
-def _umask() -> int:
-    """The process's mask of permissions, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -298,7 +298,7 @@ class Meter:
         now = time.monotonic()
         if self.shown and (now - self.last > 0.2 or self.done == self.total):
             self.last = now
-            self._write(self.text(now - self.start))
+            self.write(self.text(now - self.start))
 
     def text(self, seconds: float) -> str:
         """The line, ``seconds`` after the start."""
@@ -312,7 +312,8 @@ class Meter:
             parts.append(f"{format_time((self.total - self.done) / rate)} left")
         return "  ".join(p.strip() for p in parts if p.strip())
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Replace the line."""
         sys.stderr.write("\r" + text.ljust(self.width))
         sys.stderr.flush()
         self.width = len(text)
@@ -320,7 +321,7 @@ class Meter:
     def close(self) -> None:
         """Wipe the line."""
         if self.shown and self.width:
-            self._write("")
+            self.write("")
             sys.stderr.write("\r")
             sys.stderr.flush()
 

@@ -27,6 +27,7 @@ from .block_runs import (
     Prepare,
     Prepared,
     Rows,
+    chain,
     check_same_program,
     columns_per_chunk,
     fits_in_memory,
@@ -105,23 +106,15 @@ class Stream:
         return memory, files
 
     def _open_rows(self, name: str, value: Any) -> AlongAxis:
-        if isinstance(value, Chunks):
-            found = [a.array for a in value.arrays]
-        else:
-            found = open_arrays(value)
-        if len(found) > 1:
-            named = [a for a in found if getattr(a, "name", None) == name]
-            found = named or found
-        if len(found) != 1:
-            raise _wrong_table(found, [name])
-        rank = len(found[0].shape)
+        array = _open_array(name, value)
+        rank = len(array.shape)
         axis = self._row_arguments[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
             raise ShapeError(
-                detail=f"{name} in {getattr(found[0], 'filename', 'an array')} has shape {list(found[0].shape)}",
+                detail=f"{name} in {getattr(array, 'filename', 'an array')} has shape {list(array.shape)}",
                 fix="Give an array with one number or one vector a row",
             )
-        return AlongAxis(found[0], axis)
+        return AlongAxis(array, axis)
 
     def _prepare(self, chunk: Mapping[str, Any]) -> Prepared:
         return self._call(self._rows, chunk, None)
@@ -263,7 +256,7 @@ class Stream:
         named = self._named(first)
         prepared = self._prepare(named)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
-        begun = [_chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
+        begun = [chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
         asked = torch.is_grad_enabled() and (self._rows_ask() or gradients is not None or columns_ask)
         readings = Readings(_source_name(source), asked or _reads_again(prepared.walk), verify)
@@ -349,14 +342,7 @@ class Stream:
         return tuple(found)
 
     def _open_column(self, name: str, value: Any) -> AlongAxis:
-        found = open_arrays(value) if is_file(value) else [value]
-        if isinstance(value, Chunks):
-            found = [a.array for a in value.arrays]
-        if len(found) > 1:
-            found = [a for a in found if getattr(a, "name", None) == name] or found
-        if len(found) != 1:
-            raise _wrong_table(found, [name])
-        array = found[0]
+        array = _open_array(name, value)
         if is_array(array):
             self._border.of_numpy = self._border.of_numpy or isinstance(array, numpy.ndarray)
             self._border.of_others = self._border.of_others or not isinstance(array, numpy.ndarray)
@@ -476,6 +462,19 @@ class Stream:
         return any(isinstance(v, Tensor) and v.requires_grad for v in self._rows.values())
 
 
+def _open_array(name: str, value: Any) -> Any:
+    """The array of an argument: of a file or of chunks with several, the one with its name."""
+    if isinstance(value, Chunks):
+        found = [a.array for a in value.arrays]
+    else:
+        found = open_arrays(value) if is_file(value) or isinstance(value, numpy.memmap) else [value]
+    if len(found) > 1:
+        found = [a for a in found if getattr(a, "name", None) == name] or found
+    if len(found) != 1:
+        raise _wrong_table(found, [name])
+    return found[0]
+
+
 def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Chunks of columns that are stored, and of tensors beside them."""
     wrong = next((s for s in sources if not isinstance(s, Tensor | Scaled) or len(s) != len(sources[0])), None)
@@ -503,13 +502,6 @@ def _wrong_table(found: Sequence[Any], needed: Sequence[str]) -> ArgumentError:
 
 def _list_some(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
-
-
-def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """Yield the chunks already read, then the rest, without keeping references."""
-    while first:
-        yield first.pop()
-    yield from rest
 
 
 def _check_not_sharded() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..engines.common.point_tree import PointTree
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..plan import budget
+from ..plan import budget, disk
 from ..runtime import call_context, nearest, registry
 from . import checks
 
@@ -114,13 +115,8 @@ class PreparedPoints:
         state = self.__getstate__()
         trees = [(t.sorted, t.order, t.boxes, t.finite) for t in state["trees"]]
         whole = {"monoidreduce index": _FORMAT, **state, "trees": trees}
-        spare = f"{os.fspath(path)}.{os.getpid()}.part"
-        try:
-            torch.save(whole, spare)
-            os.replace(spare, path)  # no partial file stands under the final name
-        finally:
-            if os.path.exists(spare):
-                os.unlink(spare)
+        with disk.open_new(Path(path), shared=True) as file:
+            torch.save(whole, file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Self:

@@ -76,7 +76,8 @@ def export(file: str | os.PathLike[str]) -> int:
     found = plans()
     body = {"format": plan_records.FORMAT, "plans": [r.to_json() for r in found]}
     try:
-        disk.write_or_raise(Path(file), plan_records.canonical_json(body).encode())
+        with disk.open_new(Path(file)) as new:
+            new.write(plan_records.canonical_json(body).encode())
     except OSError as error:
         raise CacheError(
             detail=f"plans cannot be written to {os.fspath(file)}: {error}", fix="Name a file in a folder of yours"

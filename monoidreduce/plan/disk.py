@@ -15,13 +15,15 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import CacheWarning
 
 LARGEST = 2**24  # bytes; larger files are not read (ours are kilobytes)
 _STALE = 3600.0  # seconds after which a temporary file is assumed abandoned
-_PREFIX = ".writing-"
+PREFIX = ".writing-"  # of files that are being written
 _warned = threading.Event()
 
 
@@ -84,21 +86,29 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, data: bytes) -> bool:
     """Write a file atomically. False, with a warning and nothing changed, if the disk refuses."""
     try:
-        write_or_raise(path, data)
+        with open_new(path) as file:
+            file.write(data)
     except OSError as error:
         warn_once(f"{path}: {error}")
         return False
     return True
 
 
-def write_or_raise(path: Path, data: bytes) -> None:
-    """Write a file atomically; raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)  # mode 0600
+@contextlib.contextmanager
+def open_new(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
+    """A file to write that stands under ``path`` when the block ends, whole, and not at all if it raises.
+
+    It is this user's alone unless ``shared``, as other files are. Raises OSError where the disk refuses."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=PREFIX)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
+        if shared:
+            mask = os.umask(0o077)  # which can only be read by setting it
+            os.umask(mask)
+            os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -109,7 +119,7 @@ def write_or_raise(path: Path, data: bytes) -> None:
 def list_files(place: Path, suffix: str) -> list[Path]:
     """The files of a folder with this suffix, sorted, without temporary ones."""
     try:
-        return sorted(p for p in place.iterdir() if p.suffix == suffix and not p.name.startswith(_PREFIX))
+        return sorted(p for p in place.iterdir() if p.suffix == suffix and not p.name.startswith(PREFIX))
     except OSError:
         return []
 
@@ -131,7 +141,7 @@ def _is_mine(found: os.stat_result) -> bool:
 def _remove_stale(place: Path) -> None:
     """Delete, once per process, temporary files that killed writers left."""
     with contextlib.suppress(OSError):
-        for path in place.glob(f"{_PREFIX}*"):
+        for path in place.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.lstat().st_mtime > _STALE:
                     path.unlink()

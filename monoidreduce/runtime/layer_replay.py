@@ -24,18 +24,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..arrays import call_with_tensors, has_arrays
 from ..domains import Blocks, Edges, Jagged, Pages
 from ..engines.common.bounded_cache import BoundedCache
-from ..engines.common.torch_code import FunctionWriter, define, tuple_text
+from ..engines.common.torch_code import define
 from ..engines.ranks import agreement
 from ..plan import settings
 from ..program.trace import Watched
 from ..stored_vectors import Scaled
 from . import call_context
 from .replay import CallViews, View, Views
+from .torch_replay import TorchRecorder, tensors_in
 
 # The key of a call: all that its checks and its kernels look at, and nothing else.
 #
@@ -185,18 +185,17 @@ class _Step:
     plan: Planned | None = None
 
 
-class LayerRecorder(TorchFunctionMode):
+class LayerRecorder(TorchRecorder):
     """Records one call of a layer with these values."""
 
     def __init__(self, values: Sequence[Any]):
-        super().__init__()
+        super().__init__(values)
         tensors = [v for v in values if isinstance(v, Tensor)]
-        self.values, self.names = values, {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
+        self.names = {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
         self.failed = len(self.names) < len(tensors)  # a tensor given twice: it is not known which is which
         self.steps: list[_Step] = []  # they hold what they made, so that ids stay their own
         self.makers: dict[int, _Step] = {}  # of tensors, by id
         self.watched: list[Watched] = []  # what bodies read besides their values
-        self.writer = FunctionWriter()
         self.grads, self.inside = torch.is_grad_enabled(), False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -241,20 +240,20 @@ class LayerRecorder(TorchFunctionMode):
     def function(self, result: Any) -> Callable[..., Any] | None:
         """The call as a function of its values, which returns ``_CHANGED`` where a body would read something else; None
         where it cannot be replayed."""
-        self.failed = self.failed or any(id(t) not in self.names for t in _tensors_in(result))
+        self.failed = self.failed or any(id(t) not in self.names for t in tensors_in(result))
         if self.failed or len(self.steps) > _LONGEST:
             return None
         for step in self.steps:
             if step.plan is not None:
                 self._fix(step, step.plan, result)
-        lines, needed = [f"return {self._text(result)}"], {*map(id, _tensors_in(result))}
+        lines, needed = [f"return {self.text(result)}"], {*map(id, tensors_in(result))}
         for step in reversed(self.steps):
             if step.plan is not None or not needed.isdisjoint(map(id, step.made)):
-                lines.append(self._line(step))
-                needed |= {*map(id, _tensors_in((step.args, step.kwargs)))}
+                lines.append(f"r{self.steps.index(step)} = {self.call_text(step.run, step.args, step.kwargs)}")
+                needed |= {*map(id, tensors_in((step.args, step.kwargs)))}
         for watched in self.watched:
             lines += [f"    return {self.writer.hold(_CHANGED)}", f"if not {self.writer.hold(watched.holds)}():"]
-        return define("call", [f"v{k}" for k in range(len(self.values))], lines[::-1], self.writer.scope)
+        return None if self.failed else self.define("call", lines)
 
     def _fix(self, step: _Step, plan: Planned, result: Any) -> None:
         """Run an op's recorded launches without a look-up, straight from what its inputs are views of to the views that
@@ -287,8 +286,8 @@ class LayerRecorder(TorchFunctionMode):
     def _follow(self, t: Tensor, result: Any) -> list[_Step]:
         """The views, one after the other, through which alone a result of an op is used."""
         found: list[_Step] = []
-        while id(t) not in {*map(id, _tensors_in(result))}:
-            users = [s for s in self.steps for given in _tensors_in((s.args, s.kwargs)) if given is t]
+        while id(t) not in {*map(id, tensors_in(result))}:
+            users = [s for s in self.steps for given in tensors_in((s.args, s.kwargs)) if given is t]
             if len(users) != 1 or users[0].view is None:
                 break
             found += users
@@ -296,7 +295,7 @@ class LayerRecorder(TorchFunctionMode):
         return found
 
     def _add(self, step: _Step) -> None:
-        given = _tensors_in((step.args, step.kwargs))
+        given = tensors_in((step.args, step.kwargs))
         self.failed = (
             self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
         )
@@ -317,32 +316,8 @@ class LayerRecorder(TorchFunctionMode):
         finally:
             self.inside = before
 
-    def _line(self, step: _Step) -> str:
-        name = f"r{self.steps.index(step)}"
-        given = [*map(self._text, step.args), *(f"{key}={self._text(value)}" for key, value in step.kwargs.items())]
-        return f"{name} = {self.writer.hold(step.run)}({', '.join(given)})"
-
-    def _text(self, value: Any) -> str:
-        """A value in the text: known by name, or put together of such, or fixed."""
-        if isinstance(value, Tensor):
-            return self.names[id(value)]
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{self.writer.hold(k)}: {self._text(v)}' for k, v in value.items())}}}"
-        if isinstance(value, tuple | list):
-            parts = tuple_text(map(self._text, value))
-            named = isinstance(value, tuple) and hasattr(value, "_fields")
-            if named:
-                return f"{self.writer.hold(type(value))}{parts}"
-            return f"[{parts[1:-1]}]" if isinstance(value, list) else parts
-        return self.writer.hold(value)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest of containers."""
-    if isinstance(value, Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [t for v in inside for t in _tensors_in(v)]
+    def name(self, t: Tensor) -> str | None:
+        return self.names.get(id(t))
 
 
 recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..engines.common import matmul, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
@@ -67,9 +68,49 @@ _VIEWS = frozenset({Tensor.__getitem__, Tensor.contiguous, Tensor.expand, Tensor
 def _is_fixed(func: Any, args: tuple) -> bool:
     """Whether the form of what a call makes is decided by the kind of its arguments."""
     if func in _INDEXES:  # a mask chooses as many as it holds
-        return not any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+        return not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     name = getattr(func, "__name__", "").strip("_")
     return func == _TRANSPOSE or (name in _MAKES and (name != "where" or len(args) == 3))
+
+
+class TorchRecorder(TorchFunctionMode):
+    """Writes what runs under it as a function of its values: tensors by their names, all else as it is."""
+
+    def __init__(self, values: Sequence[Any]):
+        super().__init__()
+        self.writer, self.failed, self.count = FunctionWriter(), False, len(values)
+
+    def name(self, t: Tensor) -> str | None:
+        """The name of a tensor; None where it is not known where it comes from."""
+        raise NotImplementedError
+
+    def call_text(self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        given = [*map(self.text, args), *(f"{key}={self.text(value)}" for key, value in kwargs.items())]
+        return f"{self.writer.hold(run, run)}({', '.join(given)})"
+
+    def text(self, value: Any) -> str:
+        """A value in the text: known by name, or put together of such, or fixed."""
+        if isinstance(value, Tensor):
+            name = self.name(value)
+            self.failed = self.failed or name is None
+            return name or "None"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{self.writer.hold(k)}: {self.text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, tuple) and tensors_in(value):
+            parts = tuple_text(map(self.text, value))
+            return f"{self.writer.hold(type(value))}{parts}" if hasattr(value, "_fields") else parts
+        return self.writer.hold(value)
+
+    def define(self, name: str, lines: list[str]) -> Callable[..., Any]:
+        """The function of these lines, last first."""
+        return define(name, [f"v{k}" for k in range(self.count)], lines[::-1], self.writer.scope)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of containers."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 class _Step:
@@ -79,14 +120,13 @@ class _Step:
         self.text, self.made, self.read = text, made, read
 
 
-class CallRecorder(TorchFunctionMode):
+class CallRecorder(TorchRecorder):
     """Records the torch calls of one run on these values."""
 
     def __init__(self, values: Sequence[Any]):
-        super().__init__()
+        super().__init__(values)
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id: a tensor is not kept alive for its name
         self.steps: list[_Step] = []
-        self.writer, self.failed, self.count = FunctionWriter(), False, len(values)
         self.reads: set[str] = set()
         for k, v in enumerate(values):
             if isinstance(v, Tensor):
@@ -102,13 +142,12 @@ class CallRecorder(TorchFunctionMode):
 
     def _write(self, func: Any, args: tuple, kwargs: Mapping[str, Any], found: Any) -> None:
         self.reads = set()
-        given = [*map(self._text, args), *(f"{key}={self._text(value)}" for key, value in kwargs.items())]
-        text, made = f"{self.writer.hold(func, func)}({', '.join(given)})", []
+        text, made = self.call_text(func, args, kwargs), []
         if func in _VIEWS and _is_same_view(found, args[0]):
-            self._new_name(found, self._text(args[0]))  # no call at all
+            self._new_name(found, self.text(args[0]))  # no call at all
             return
         if isinstance(found, Tensor):
-            if self._name(found) is None:  # else it was changed in place
+            if self._find(found) is None:  # else it was changed in place
                 made = [self._new_name(found, f"r{len(self.steps)}")]
                 text = f"{made[0]} = {text}"
         elif isinstance(found, tuple | list) and all(isinstance(v, Tensor) for v in found):
@@ -121,7 +160,7 @@ class CallRecorder(TorchFunctionMode):
     def function(self, results: Sequence[Any]) -> Callable[..., list[Any]] | None:
         """The run as a function of its values; None where it cannot be replayed."""
         self.reads = set()
-        returned = f"return [{', '.join(map(self._text, results))}]"
+        returned = f"return [{', '.join(map(self.text, results))}]"
         if self.failed:
             return None
         lines, later = [returned], self.reads
@@ -130,42 +169,26 @@ class CallRecorder(TorchFunctionMode):
             lines += [f"del {', '.join(gone)}"] if gone else []
             lines.append(step.text)
             later = later | step.read
-        return define("calls", [f"v{k}" for k in range(self.count)], lines[::-1], self.writer.scope)
+        return self.define("calls", lines)
 
     def _new_name(self, found: Tensor, name: str) -> str:
         self.names[id(found)] = weakref.ref(found), name
         return name
 
-    def _name(self, value: Tensor) -> str | None:
+    def _find(self, value: Tensor) -> str | None:
         known = self.names.get(id(value))
         return known[1] if known is not None and known[0]() is value else None
 
-    def _text(self, value: Any) -> str:
-        """A value in the text: a tensor by its name, anything else as it is."""
-        if isinstance(value, Tensor):
-            name = self._name(value)
-            self.failed = self.failed or name is None
-            self.reads.add(name or "None")
-            return name or "None"
-        if isinstance(value, tuple | list) and next(_tensors(value), None) is not None:
-            parts = tuple_text(map(self._text, value))
-            return parts if isinstance(value, tuple) else f"list({parts})"
-        return self.writer.hold(value)
+    def name(self, t: Tensor) -> str | None:
+        found = self._find(t)
+        self.reads.add(found or "None")
+        return found
 
 
 def _is_same_view(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same numbers in the same form, at the same place."""
     same = x.dtype is y.dtype and x.shape == y.shape and x.stride() == y.stride()
     return same and x.data_ptr() == y.data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
 
 
 class TorchReplays:

@@ -23,9 +23,10 @@ from torch import Tensor
 from ..._version import __version__
 from ...engines.stream import row_checksums
 from ...errors import ArgumentError, MonoidReduceError, StreamError, shown
-from ...plan import settings
+from ...plan import disk, settings
 from ...plan.schedule import Choice
 from ...saved_runs import note_interrupt
+from ...sources import Meter
 from . import folds
 from .schedule import Node, Schedule, Task, make_grid, save_array, write_whole
 from .tables import Column, FilePart, are_files, make_table, ray
@@ -132,8 +133,8 @@ def run(
     of workers, and a worker that dies, or all of them, costs only the units under way: the same call goes on.
 
     Uses the Ray cluster that ``ray.init`` or ``RAY_ADDRESS`` names, else starts one on this machine and stops it again.
-    All machines must see the files and ``out`` under the same paths. A bar (or a line a minute) shows how far it is,
-    unless ``quiet``; ``on_progress`` is called with a :class:`Progress` after every unit.
+    All machines must see the files and ``out`` under the same paths. A line at a terminal (elsewhere one a minute)
+    shows how far it is, unless ``quiet``; ``on_progress`` is called with a :class:`Progress` after every unit.
 
     Returns a :class:`Result`. Raises ArgumentError, ShapeError, DTypeError and TopKError before any work, and
     StreamError for files that are damaged or change, a folder of another job, and workers that die again and again.
@@ -354,7 +355,7 @@ def _find_what_is_done(job: Job, names: list[str], stages: int) -> Schedule:
     states: list[Node] = []
     closed: dict[int, int] = {}
     for path in job.states.iterdir():
-        if path.name.endswith(".part"):
+        if path.name.startswith(disk.PREFIX):
             path.unlink(missing_ok=True)
         elif path.name.startswith("results-"):
             stage, block = (int(part.strip("pasrow")) for part in path.stem.split("-")[1:])
@@ -464,7 +465,7 @@ class _Actors:
     def work(self, report: _Reporter, began: float) -> tuple[int, float]:
         """Run until nothing is left; returns how many workers were lost, and seconds of CPU time."""
         before = self.schedule.pairs_done
-        with report:
+        with contextlib.closing(report.meter):
             while not self.schedule.finished:
                 self.start()
                 self.assign()
@@ -555,34 +556,17 @@ def _first_line(error: Exception) -> str:
 
 
 class _Reporter:
-    """Shows progress: a bar at a terminal with rich, else a line now and then; and tells whoever asked."""
+    """Shows progress: a line that changes at a terminal, else a line now and then; and tells whoever asked."""
 
     def __init__(self, quiet: bool, tell: Callable[[Progress], None] | None):
         self.quiet, self.tell, self.said = quiet, tell, time.monotonic()
-        self.bar: Any = None
-
-    def __enter__(self) -> _Reporter:
-        if not self.quiet and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from rich.console import Console
-                from rich.progress import BarColumn, TextColumn
-                from rich.progress import Progress as Bar
-
-                columns = (BarColumn(), TextColumn("{task.description}"))
-                self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
-                self.bar.start()
-                self.task = self.bar.add_task("starting workers", total=None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.meter = Meter(quiet, None)
 
     def __call__(self, progress: Progress, news: bool) -> None:
         if news and self.tell is not None:
             self.tell(progress)
-        if self.bar is not None:
-            self.bar.update(self.task, total=progress.pairs, completed=progress.pairs_done, description=str(progress))
+        if self.meter.shown:
+            self.meter.write(str(progress))
         elif not self.quiet and time.monotonic() - self.said > EVERY:
             self.said = time.monotonic()
             print(f"monoidreduce: {progress}", file=sys.stderr, flush=True)

@@ -7,9 +7,6 @@ does not change the result.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from ...engines.stream import checksum
 from ...errors import ArgumentError, StreamError
+from ...plan import disk
 
 # How a fold is cut into units of work: row blocks × stretches of columns, and the tree in which their states merge.
 #
@@ -330,21 +328,14 @@ class DamagedState(Exception):
 
 def write_whole(path: Path, write: Callable[[Any], None]) -> None:
     """Write a file so that it is there whole or not at all; raises StreamError where it cannot be written."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with open(part, "xb") as file:
+        with disk.open_new(path, shared=True) as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
         raise StreamError(
             detail=f"{path} cannot be written: {error.strerror or error}",
             fix="Make room, or let the workers write there, and call run again: it goes on where it stopped",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
 
 
 def save_states(path: Path, job: str, states: States) -> None:
