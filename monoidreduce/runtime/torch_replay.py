@@ -150,7 +150,7 @@ class CallRecorder(TorchRecorder):
             if self._find(found) is None:  # else it was changed in place
                 made = [self._new_name(found, f"r{len(self.steps)}")]
                 text = f"{made[0]} = {text}"
-        elif isinstance(found, tuple | list) and all(isinstance(v, Tensor) for v in found):
+        elif isinstance(found, (tuple, list)) and all(isinstance(v, Tensor) for v in found):
             made = [self._new_name(v, f"r{len(self.steps)}_{k}") for k, v in enumerate(found)]
             text = f"{''.join(f'{name}, ' for name in made)} = {text}" if made else text
         elif found is not None:
