@@ -254,7 +254,7 @@ def test_a_folder_open_to_others_is_closed(folder):
 
 def test_what_killed_writers_left_is_swept_later(folder):
     plan_records.remember(record())
-    old, new = (folder / "plans" / f"{disk._PREFIX}{name}" for name in ("old", "new"))
+    old, new = (folder / "plans" / f"{disk.PREFIX}{name}" for name in ("old", "new"))
     for path in (old, new):
         path.write_text("half")
     os.utime(old, (time.time() - 7200,) * 2)
