@@ -22,10 +22,12 @@ from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
+from ..explain import Explanation
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
+from .explained import explain_layer
 from .streaming import LayerStreams
 
 if TYPE_CHECKING:
@@ -480,6 +482,13 @@ class PublicLayer(Protocol[Given, Result]):
         """A fold over columns that come in chunks: give everything but the columns, then feed it."""
         ...
 
+    def explain(self, *args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+        """What the layer's ops would run for this call and why, as :meth:`monoidreduce.Op.explain` says it of one op.
+
+        Nothing is computed, and meta tensors will do; with ``measure`` the layer is run a few times.
+        """
+        ...
+
 
 @overload
 def public_layer(layer: Callable[Given, Result]) -> PublicLayer[Given, Result]: ...
@@ -542,7 +551,11 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
             agreement.report_failure(error)
             raise
 
+    def explain(*args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+        return explain_layer(checked, args, kwargs, backward, measure)
+
     checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
+    checked.explain = explain  # type: ignore[attr-defined]
     return checked
 
 
