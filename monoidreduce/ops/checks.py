@@ -21,7 +21,7 @@ from .. import arrays
 from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
-from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
+from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
 from ..explain import Explanation
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
@@ -144,6 +144,12 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
         raise ArgumentError(
             detail=f"{name} was given {_shown(value)}", fix=f"Give an integer that fits in 64 bits{above}"
         )
+
+
+def at_most(k: Any, classes: int) -> None:
+    """Raise TopKError where more classes are asked for than there are, and all of them are here."""
+    if isinstance(k, int) and k > classes and is_undivided() and agreement.streamed_call() is None:
+        raise TopKError(k=k, size=classes, axis="classes")
 
 
 def positive(name: str, value: Any) -> None:
@@ -552,7 +558,7 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
             raise
 
     def explain(*args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
-        return explain_layer(checked, args, kwargs, backward, measure)
+        return explain_layer(checked, args, kwargs, backward, measure, checked.__name__)
 
     checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
     checked.explain = explain  # type: ignore[attr-defined]

@@ -24,15 +24,15 @@ class _Watched(TorchDispatchMode):
 
 
 def explain_layer(
-    layer: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], backward: bool, timed: bool
+    layer: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], backward: bool, timed: bool, name: str
 ) -> Explanation:
-    """What each op of a layer's call would run, and why. ``timed``: the layer is run a few times, and measured."""
+    """What each op of a call would run, and why. ``timed``: the layer is run a few times, and measured."""
     found: dict[str, tuple[Explanation, int]] = {}
     calls = _list_calls(layer, args, kwargs)
     for op, own, named in calls:
         text = op.explain(*own, backward=backward, **named)
         found[str(text)] = text, found.get(str(text), (text, 0))[1] + 1
-    lines = [f"{layer.__name__} calls {len(calls)} op{'s'[: len(calls) != 1]}"]
+    lines = [f"{name} calls {len(calls)} op{'s'[: len(calls) != 1]}"]
     lines += [f"{text}\n  ({n} calls like this one)" if n > 1 else str(text) for text, n in found.values()]
     measured = measure(layer, args, kwargs, backward) if timed else None
     if measured is not None:
@@ -41,7 +41,7 @@ def explain_layer(
         )
     made = Explanation("\n".join(lines))
     made.data = {
-        "layer": layer.__name__,
+        "layer": name,
         "calls": [{**text.as_dict(), "times": n} for text, n in found.values()],
         "measured": None if measured is None else vars(measured),
     }
