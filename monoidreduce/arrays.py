@@ -172,7 +172,7 @@ def to_numpy(result: Any) -> Any:
         return (result.float() if result.dtype is torch.bfloat16 else result).numpy()
     if isinstance(result, Mapping):
         return type(result)({key: to_numpy(value) for key, value in result.items()})  # type: ignore[call-arg]
-    if isinstance(result, tuple | list):
+    if isinstance(result, (tuple, list)):
         inside = [to_numpy(value) for value in result]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
     if hasattr(result, "asdict") and hasattr(type(result), "fields"):  # an element of a monoid

@@ -132,5 +132,5 @@ def _run_backward(result: Any, given: Sequence[Any]) -> None:
 def _list_tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (list, tuple)) else ()
     return [t for part in parts for t in _list_tensors(part)]

@@ -138,7 +138,7 @@ class Rows:
 
     def options(self) -> dict[str, str]:
         """The choices and numbers among the arguments, as they are shown."""
-        return {n: repr(v) for n, v in self.memory.items() if isinstance(v, str | bool | int | float) or v is None}
+        return {n: repr(v) for n, v in self.memory.items() if isinstance(v, (str, bool, int, float)) or v is None}
 
     def fingerprint(self) -> dict[str, str]:
         """What tells these rows from others, by argument."""

@@ -317,7 +317,7 @@ def _tiles(label: str, cut: Any, tuples: Sequence[Tensors]) -> list[tuple[Tensor
 
 
 def _check_count(source: str, value: Any, count: int | None) -> tuple[Any, ...]:
-    if not isinstance(value, tuple | list) or count not in (None, len(value)):
+    if not isinstance(value, (tuple, list)) or count not in (None, len(value)):
         expected = "a tuple of tensors, as in `return (p,)`" if count is None else f"a tuple of {count}"
         raise ArgumentError(detail=f"{source} returned {_describe(value)}", fix=f"Return {expected}")
     return tuple(value)
@@ -339,7 +339,7 @@ def _check_views(views: Tensors, wholes: Tensors) -> None:
 
 
 def _describe(value: Any) -> str:
-    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}{size}"
 
 

@@ -64,9 +64,9 @@ def shown(value: object) -> str:
         return f"a {kind} {list(value.shape)}"  # type: ignore[attr-defined]
     if not ours and (hasattr(type(value), "__dlpack__") or hasattr(type(value), "__array__")):
         return f"a {kind} of {len(value)}" if hasattr(value, "__len__") else f"a {kind}"
-    if isinstance(value, int | float):
+    if isinstance(value, (int, float)):
         return repr(value)
-    if isinstance(value, list | tuple | dict | set):
+    if isinstance(value, (list, tuple, dict, set)):
         inside = value.values() if isinstance(value, dict) else value
         if len(value) > 8 or any(hasattr(type(v), "__len__") and not isinstance(v, str) for v in inside):
             return f"a {kind} of {len(value)}"

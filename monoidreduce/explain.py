@@ -308,7 +308,7 @@ def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def _list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [t for part in parts for t in _list_tensors(part)]
 
 

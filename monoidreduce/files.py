@@ -30,12 +30,12 @@ _SAMPLE = 2**16  # bytes at the beginning and at the end of a file that its fing
 
 def is_path(given: Any) -> bool:
     """Whether something names a file."""
-    return isinstance(given, str | os.PathLike)
+    return isinstance(given, (str, os.PathLike))
 
 
 def is_file_list(given: Any) -> bool:
     """Whether something is a list of files, which together are one array."""
-    return isinstance(given, list | tuple) and bool(given) and all(map(is_path, given))
+    return isinstance(given, (list, tuple)) and bool(given) and all(map(is_path, given))
 
 
 def is_file(given: Any) -> bool:
@@ -48,7 +48,7 @@ def open_arrays(given: Any, names: Sequence[Names] = ()) -> list[Any]:
 
     ``names`` picks those of a ``.safetensors`` or ``.parquet`` file; an entry that is a list of columns of numbers is
     one array, with these as features."""
-    if isinstance(given, Tensor | numpy.ndarray | _File | Parts):
+    if isinstance(given, (Tensor, numpy.ndarray, _File, Parts)):
         return [given]
     if is_file_list(given):
         parts = [open_arrays(path, names) for path in given]

@@ -255,7 +255,7 @@ def write_results(result: Any, out: Path) -> Any:
         return _write_array(result, out)
     if isinstance(result, Mapping):
         return {name: write_results(value, _named(out, name)) for name, value in result.items()}
-    if isinstance(result, tuple | list):
+    if isinstance(result, (tuple, list)):
         names = getattr(result, "_fields", range(len(result)))
         inside = [write_results(value, _named(out, name)) for name, value in zip(names, result, strict=True)]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)

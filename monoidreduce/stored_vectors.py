@@ -236,7 +236,7 @@ def scaled(
         raise DTypeError(
             detail=f"values is {shown(values)}", fix=f"Give one of {names}; wider numbers need no mr.scaled"
         )
-    if not isinstance(scale, Tensor | float | int) or isinstance(scale, bool):
+    if not isinstance(scale, (Tensor, float, int)) or isinstance(scale, bool):
         raise ArgumentError(detail=f"scale was given {shown(scale)}", fix="Give a number or a tensor of them")
     if block is not None and (not isinstance(block, int) or isinstance(block, bool) or block < 1):
         raise ArgumentError(detail=f"block was given {shown(block)}", fix="Give how many share a scale, 1 or more")

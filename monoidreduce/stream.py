@@ -415,12 +415,12 @@ class Stream:
 
     def _named(self, values: Any, opened: bool = False) -> dict[str, Any]:
         """A chunk by name, with tensors in place of arrays; ``opened``: of sources, which are taken as they are."""
-        if isinstance(values, Tensor | Scaled) or is_array(values):
+        if isinstance(values, (Tensor, Scaled)) or is_array(values):
             values = (values,)
         needed = [n for n, p in self._columns.items() if not p.optional]
         if isinstance(values, Mapping):
             wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
-        elif isinstance(values, tuple | list) and len(values) in (len(needed), len(self._columns)):
+        elif isinstance(values, (tuple, list)) and len(values) in (len(needed), len(self._columns)):
             names = needed if len(values) == len(needed) else list(self._columns)
             return self._tensors(dict(zip(names, values, strict=True)), opened)
         else:
@@ -478,7 +478,7 @@ class Stream:
 
 def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Chunks of columns that are stored, and of tensors beside them."""
-    wrong = next((s for s in sources if not isinstance(s, Tensor | Scaled) or len(s) != len(sources[0])), None)
+    wrong = next((s for s in sources if not isinstance(s, (Tensor, Scaled)) or len(s) != len(sources[0])), None)
     wrong = next((s for s in sources if isinstance(s, Scaled) and s.dim() != 2), wrong)
     if wrong is not None:
         raise ArgumentError(

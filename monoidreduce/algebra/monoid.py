@@ -130,7 +130,8 @@ class Monoid(metaclass=MonoidType):
     def __init__(self, /, **values: Any) -> None:
         if values.keys() != self._fields.keys():
             raise _wrong_fields(type(self), values)
-        self.__dict__.update({name: values[name] for name in self._fields})
+        for name in self._fields:
+            object.__setattr__(self, name, values[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise _unchanging(self, name)

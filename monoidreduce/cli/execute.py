@@ -75,8 +75,8 @@ def to_json(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if isinstance(value, int | str | None) else str(value)
+    return value if isinstance(value, (int, str, type(None))) else str(value)

@@ -225,7 +225,7 @@ def _is_monoid(thing: Any) -> bool:
 
 def _is_layer(thing: Any) -> bool:
     is_function = isinstance(thing, type) and issubclass(thing, Function) and thing is not Function
-    return is_function or isinstance(thing, Op | nn.Module)
+    return is_function or isinstance(thing, (Op, nn.Module))
 
 
 DEFAULT_FEATURES = 16  # the size of a feature axis, unless --features gives it
@@ -321,7 +321,7 @@ def _call_users_inputs(function: Callable[..., Any]) -> InputMaker:
         torch.manual_seed(seed)
         check_argument_count(function, (rows, cols), "--inputs")
         args = function(rows, cols)
-        if not isinstance(args, tuple | list):
+        if not isinstance(args, (tuple, list)):
             raise CommandError(f"{function.__name__} returned a {type(args).__name__}. Return a tuple of arguments")
         return tuple(_place(x, dtype, device) for x in args)
 

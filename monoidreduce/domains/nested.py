@@ -94,7 +94,7 @@ def _nest(result: Any, axis: int, ends: Sequence[tuple[int, Any]]) -> Any:
         return result
     if isinstance(result, Mapping):
         return {key: _nest(value, axis, ends) for key, value in result.items()}
-    if isinstance(result, tuple | list):
+    if isinstance(result, (tuple, list)):
         inside = [_nest(value, axis, ends) for value in result]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
     return result

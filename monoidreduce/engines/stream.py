@@ -84,7 +84,7 @@ def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
     """Checksums of the arguments that are not streamed, by name, as stored in a saved state."""
     found = {}
     for name, value in rows.items():
-        if isinstance(value, bool | int | float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
+        if isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
             number = value.item() if hasattr(value, "item") else value
             value = torch.tensor(float(number), dtype=torch.float64)  # 1, 1.0 and a tensor of it are the same argument
         if isinstance(value, Tensor):

@@ -126,7 +126,7 @@ class HeadLogits:
         return self.reshape(*shape)
 
     def reshape(self, *shape: Any) -> HeadLogits:
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.SymInt) else shape
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.SymInt)) else shape
         classes = self.shape[-1]
         if self.classes_second or not sizes or (sizes[-1] != classes and sizes[-1] != -1):
             raise self._refusal(f"a view as {list(sizes)}, where there are {classes} classes,")
@@ -184,7 +184,7 @@ class HeadLogits:
 
     def __add__(self, other: Any) -> HeadLogits:
         plain = self.softcap is None and not isinstance(self.divisor, Tensor) and self.divisor == 1
-        if isinstance(other, int | float) and not isinstance(other, bool):
+        if isinstance(other, (int, float)) and not isinstance(other, bool):
             return self if other == 0 or plain else self._refuse("a sum")  # a constant changes no softmax
         classes = self.weight.shape[0]
         if not plain or not isinstance(other, Tensor) or other.shape[-1:] != (classes,) or other.numel() != classes:
@@ -215,7 +215,7 @@ class HeadLogits:
     __imul__, __itruediv__, __iadd__ = mul_, div_, add_
 
     def _number(self, value: Any, what: str) -> Any:
-        whole = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
+        whole = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float))
         if not whole or isinstance(value, bool) or (not isinstance(value, Tensor) and not value > 0):
             raise self._refusal(f"{what} with something else than a positive number")
         return value.reshape(()) if isinstance(value, Tensor) else float(value)
@@ -246,7 +246,11 @@ class HeadLogits:
         name = getattr(function, "__name__", str(function))
         if name in _METHODS and args and isinstance(args[0], HeadLogits):
             return getattr(args[0], _METHODS[name])(*args[1:], **(kwargs or {}))
-        given = [*args, *(a for part in args if isinstance(part, tuple | list) for a in part), *(kwargs or {}).values()]
+        given = [
+            *args,
+            *(a for part in args if isinstance(part, (tuple, list)) for a in part),
+            *(kwargs or {}).values(),
+        ]
         raise next(a for a in given if isinstance(a, HeadLogits))._refusal(f"torch.{name}")
 
     # Results

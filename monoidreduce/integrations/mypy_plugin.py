@@ -66,7 +66,7 @@ def _visit(statement: Statement) -> None:
         blocks = [statement.defs]
     elif isinstance(statement, IfStmt):
         blocks = [*statement.body, statement.else_body]
-    elif isinstance(statement, TryStmt | WithStmt | ForStmt):
+    elif isinstance(statement, (TryStmt, WithStmt, ForStmt)):
         blocks = [statement.body]
     for block in blocks:
         for inner in block.body if block is not None else ():
@@ -74,7 +74,7 @@ def _visit(statement: Statement) -> None:
 
 
 def _is_op(decorator: Expression) -> bool:
-    return isinstance(decorator, NameExpr | MemberExpr) and decorator.name == "op"
+    return isinstance(decorator, (NameExpr, MemberExpr)) and decorator.name == "op"
 
 
 def _drop_letters(declared: Type) -> None:

@@ -269,7 +269,7 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> Any:
 def _language_model(model: Any) -> PreTrainedModel:
     """The model of transformers in what was given."""
     found = model
-    while isinstance(found, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    while isinstance(found, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         found = found.module
     if type(found).__module__.startswith("peft.") and hasattr(found, "get_base_model"):
         found = found.get_base_model()

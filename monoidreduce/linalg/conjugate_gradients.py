@@ -302,7 +302,7 @@ def check_options(b: Tensor, tol: Any, maxiter: Any, preconditioner: Any, progre
     """The options of a solve, checked."""
     if tol is None:
         tol = TOLERANCE[b.dtype]
-    if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 < tol < 1:
         raise ArgumentError(detail=f"tol was given {shown(tol)}", fix="Give a number between 0 and 1")
     if isinstance(maxiter, bool) or not isinstance(maxiter, int) or maxiter < 1:
         raise ArgumentError(detail=f"maxiter was given {shown(maxiter)}", fix="Give a whole number, 1 or more")
@@ -427,7 +427,7 @@ def nystroem(matrix: Callable[..., Any], like: Array, *, rank: int, ridge: float
     matrices.check_vectors("like", like.detach().reshape(len(like), -1) if like.dim() > 2 else like.detach())
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= len(like):
         raise ArgumentError(detail=f"rank was given {shown(rank)}", fix=f"Give a whole number from 1 to {len(like)}")
-    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not ridge > 0:
+    if isinstance(ridge, bool) or not isinstance(ridge, (int, float)) or not ridge > 0:
         raise ArgumentError(detail=f"ridge was given {shown(ridge)}", fix="Give a number above 0")
     column = like.detach().reshape(len(like), -1)[:, :1]
     product = matrices.as_product(matrix, 0.0, column)

@@ -169,7 +169,7 @@ def check_vectors(name: str, b: Any) -> None:
 
 def check_ridge(ridge: Any, b: Tensor) -> Tensor | float:
     """What is added to the diagonal: a number, or a number per row [N] in the form that multiplies [N, k]."""
-    if isinstance(ridge, bool) or not isinstance(ridge, int | float | Tensor):
+    if isinstance(ridge, bool) or not isinstance(ridge, (int, float, Tensor)):
         raise ArgumentError(detail=f"ridge was given {shown(ridge)}", fix="Give a number, or a tensor [] or [N]")
     if not isinstance(ridge, Tensor):
         if not ridge >= 0:

@@ -469,7 +469,7 @@ def document_ids(lengths: Tensor) -> Tensor:
 
 def default_scale(q: Any) -> float:
     """1/√f. Without features every score is 0, and so is the scale's part in it."""
-    features = q.shape[-1] if isinstance(q, Tensor | Scaled) and q.dim() else 1
+    features = q.shape[-1] if isinstance(q, (Tensor, Scaled)) and q.dim() else 1
     return 1 / math.sqrt(max(features, 1))
 
 
@@ -552,7 +552,7 @@ def _matrix(name: str, value: Any, boolean: bool, cols: Any) -> Tensor:
 
 def _alignment(causal: Any, is_causal: Any) -> tuple[bool, bool]:
     """Whether rows see only what lies before them, and whether the last row stands beside the last column."""
-    if not isinstance(causal, bool | int | str) or causal not in (False, True, "upper_left", "lower_right"):
+    if not isinstance(causal, (bool, int, str)) or causal not in (False, True, "upper_left", "lower_right"):
         raise ArgumentError(
             detail=f"causal was given {checks.describe_value(causal)}",
             fix='Use True, False, "upper_left" (as True) or "lower_right"',
@@ -578,7 +578,7 @@ def _limits(window: Any) -> tuple[int | None, int | None]:
 
 
 def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(documents, tuple | list) and len(documents) == 2:
+    if isinstance(documents, (tuple, list)) and len(documents) == 2:
         rows, cols = documents
     else:
         rows = cols = documents

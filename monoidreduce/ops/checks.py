@@ -433,7 +433,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 
 def flatten_rows(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
-    shared = all(isinstance(c, Tensor | Scaled) and c.dim() == 2 for c in columns)
+    shared = all(isinstance(c, (Tensor, Scaled)) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

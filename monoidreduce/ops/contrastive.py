@@ -194,7 +194,7 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
                 fix="Give labels, or the other view as y",
             )
         return {}
-    rows, cols = labels if isinstance(labels, tuple | list) and len(labels) == 2 else (labels, labels)
+    rows, cols = labels if isinstance(labels, (tuple, list)) and len(labels) == 2 else (labels, labels)
     for side, given, name in ((x, rows, "x"), (y, cols, "y")):
         checks.tensor("labels", given, "[..., N]", 1)
         checks.integers("labels", given)

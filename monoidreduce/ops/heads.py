@@ -75,7 +75,7 @@ def check_low_rank(x: Any, weight: Any, low_rank: Any) -> tuple[Any, Any]:
     """Check the pair that makes a low-rank term of the logits; returns its rows and columns, None without it."""
     if low_rank is None:
         return None, None
-    if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
         raise ArgumentError(
             detail=f"low_rank was given {shown(low_rank)}",
             fix="Give a pair of tensors, rows [..., r] and columns [V, r]",

@@ -229,8 +229,8 @@ def _is_plain(value: Any, depth: int) -> bool:
     """True if a value is of JSON's types, finite, and nested at most ``depth`` levels."""
     if isinstance(value, float):
         return value - value == 0
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, (bool, int, str)):
         return True
-    if depth and isinstance(value, list | dict):
+    if depth and isinstance(value, (list, dict)):
         return all(_is_plain(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
     return False

@@ -357,9 +357,9 @@ def _node_line(e: Expr, number: dict[Expr, int]) -> str:
 
 
 def _attribute_text(value: Any) -> str:
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_attribute_text, value))})"
-    plain = value is None or isinstance(value, bool | int | float | str)
+    plain = value is None or isinstance(value, (bool, int, float, str))
     return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"
 
 

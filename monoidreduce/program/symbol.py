@@ -210,7 +210,7 @@ def expr_of(value: Any) -> Expr:
         value = value.item()
     if hasattr(value, "item") and not isinstance(value, torch.Tensor) and not getattr(value, "ndim", 0):
         value = value.item()  # a numpy scalar
-    if isinstance(value, bool | int | float):
+    if isinstance(value, (bool, int, float)):
         return const(value)
     if isinstance(value, torch.Tensor):
         if current_trace.get() is None:

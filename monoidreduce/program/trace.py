@@ -132,7 +132,7 @@ def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
 
 def _unpack(value: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Collect the symbols of a returned value and give back the function that rebuilds its shape."""
-    if isinstance(value, Symbol | int | float | bool):
+    if isinstance(value, (Symbol, int, float, bool)):
         at = len(leaves)
         leaves.append(value if isinstance(value, Symbol) else Symbol(const(value)))
         return lambda results: results[at]
@@ -145,7 +145,7 @@ def _unpack(value: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         named = [_unpack(v, leaves) for v in value]
         return lambda results: type(value)(*(f(results) for f in named))
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         inner = [_unpack(v, leaves) for v in value]
         return lambda results: type(value)(f(results) for f in inner)
     raise TraceError(
@@ -306,7 +306,7 @@ class _Search:
             return [called.func, *(a for a in (*called.args, *called.keywords.values()) if callable(a))]
         if isinstance(called, torch.nn.Module):
             called = called.forward
-        elif not isinstance(called, types.FunctionType | types.MethodType):
+        elif not isinstance(called, (types.FunctionType, types.MethodType)):
             called = getattr(called, "__call__", None)  # noqa: B004 - the method itself is looked through
         if isinstance(called, types.MethodType):
             owner, called = called.__self__, called.__func__
@@ -375,7 +375,7 @@ def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
     """Whether what a name stands for is looked through: a function, or an object that may be called at this place."""
     if not callable(value) or isinstance(value, type) or _is_fixed_package(value):
         return False
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return True
     if not isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004 - one of Python's own
         return False
@@ -402,7 +402,7 @@ def _following(steps: list[Any]) -> tuple[Any, bool, int] | None:
     first, *rest = steps[:2]
     if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return first.argval, False, 1
-    constant = first.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and isinstance(first.argval, str | int)
+    constant = first.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and isinstance(first.argval, (str, int))
     if constant and rest and (rest[0].opname == "BINARY_SUBSCR" or rest[0].argrepr == "[]"):
         return first.argval, True, 2
     return None

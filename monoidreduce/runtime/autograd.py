@@ -150,12 +150,14 @@ class ReplayedProgram:
             "if folds() is not store:",
             f"    return otherwise({given})",
             f"if graded() and ({asks}):",
+            # a checkpoint compares what is saved with what the first calls saved: views of the tensors given here
+            *([] if views is None else ["    if hooks(True) is not None:", f"        return otherwise({given})"]),
             f"    return {formed.format(f'apply(call, {given})')}",
             f"return {formed.format(f'forward(replay, {tuple_text(names)})[0]')}",
         ]
         scope = dict(folds=triton.prepared_folds, store=store, otherwise=otherwise, form=form)
         scope |= dict(graded=torch.is_grad_enabled, apply=_replay_program, call=(replay, self))
-        scope |= dict(forward=self.forward, replay=replay)
+        scope |= dict(forward=self.forward, replay=replay, hooks=torch._C._autograd._top_saved_tensors_default_hooks)
         return define("fixed", names, lines, scope)
 
     def forward(

@@ -57,11 +57,11 @@ def check_kind(p: Parameter, value: Any) -> None:
                     detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
                     fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
                 )
-        elif p.python is int and isinstance(value, float | int) and not (value == value // 1 and abs(value) < 2**63):
+        elif p.python is int and isinstance(value, (float, int)) and not (value == value // 1 and abs(value) < 2**63):
             raise ArgumentError(
                 detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
             )
-        elif not isinstance(value, int | float | torch.SymInt) and not hasattr(value, "item"):
+        elif not isinstance(value, (int, float, torch.SymInt)) and not hasattr(value, "item"):
             raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a number")
 
 

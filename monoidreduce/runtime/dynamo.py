@@ -101,7 +101,7 @@ def closed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _is_open(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat)
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def last_form() -> Any:

@@ -328,7 +328,7 @@ class LayerRecorder(TorchFunctionMode):
             return self.names[id(value)]
         if isinstance(value, dict):
             return f"{{{', '.join(f'{self.writer.hold(k)}: {self._text(v)}' for k, v in value.items())}}}"
-        if isinstance(value, tuple | list):
+        if isinstance(value, (tuple, list)):
             parts = tuple_text(map(self._text, value))
             named = isinstance(value, tuple) and hasattr(value, "_fields")
             if named:
@@ -341,7 +341,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a nest of containers."""
     if isinstance(value, Tensor):
         return [value]
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [t for v in inside for t in _tensors_in(v)]
 
 

@@ -111,7 +111,7 @@ class CallRecorder(TorchFunctionMode):
             if self._name(found) is None:  # else it was changed in place
                 made = [self._new_name(found, f"r{len(self.steps)}")]
                 text = f"{made[0]} = {text}"
-        elif isinstance(found, tuple | list) and all(isinstance(v, Tensor) for v in found):
+        elif isinstance(found, (tuple, list)) and all(isinstance(v, Tensor) for v in found):
             made = [self._new_name(v, f"r{len(self.steps)}_{k}") for k, v in enumerate(found)]
             text = f"{''.join(f'{name}, ' for name in made)} = {text}" if made else text
         elif found is not None:
@@ -147,7 +147,7 @@ class CallRecorder(TorchFunctionMode):
             self.failed = self.failed or name is None
             self.reads.add(name or "None")
             return name or "None"
-        if isinstance(value, tuple | list) and next(_tensors(value), None) is not None:
+        if isinstance(value, (tuple, list)) and next(_tensors(value), None) is not None:
             parts = tuple_text(map(self._text, value))
             return parts if isinstance(value, tuple) else f"list({parts})"
         return self.writer.hold(value)
@@ -163,7 +163,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in an argument."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         for one in value:
             yield from _tensors(one)
 

@@ -4,17 +4,11 @@ import pytest
 import torch
 
 from monoidreduce.engines.triton.schedules import kernel_plan
-from tests.support import internals
 from tests.support.joint_gradient_cases import CASES, check, gradients
 
 HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 MANY = (2, 16, 16, 2048, 2048, 128, {"is_causal": True})
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    internals.switch_joint_gradients_on(monkeypatch)
 
 
 def joint(launched):

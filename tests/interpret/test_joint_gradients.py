@@ -14,7 +14,6 @@ from tests.support.joint_gradient_cases import CASES, check, gradients
 @pytest.fixture
 def launched(monkeypatch):
     """The staged launches of calls of any size, which run on the simulator."""
-    internals.switch_joint_gradients_on(monkeypatch)
     found = gluon_simulator.simulate(monkeypatch)
     internals.pretend_device(monkeypatch, descriptors=True)
     internals.set_pair_thresholds(monkeypatch, many=0, very_many=0)

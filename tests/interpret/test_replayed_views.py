@@ -4,6 +4,7 @@ asked for, and the recorded launches take the layer's own tensors."""
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import ops
@@ -237,3 +238,12 @@ def test_what_is_computed_of_the_last_tensors():
     scaled = LastComputed(lambda t, n: t * n)
     t, n = torch.ones(2), 0.1
     assert scaled(t, n) is scaled(t, n) and scaled(t, 0.2)[0] == t[0] * 0.2
+
+
+def test_checkpoints_recompute_with_a_replay_what_a_first_call_saved():
+    made, given = split_heads()
+    wanted = torch.autograd.grad(by_torch(*given).sin().sum(), made, retain_graph=True)
+    for _ in range(4):
+        out = checkpoint(attend, *given, use_reentrant=False)
+        found = torch.autograd.grad(out.sin().sum(), made, retain_graph=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,6 @@ import pkgutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -78,13 +77,6 @@ def forget_cache_warnings(patch: Patch) -> None:
 
 
 # The device
-
-
-def switch_joint_gradients_on(patch: Patch) -> None:
-    """Attention with 128 features has one kernel for all its gradients."""
-    target = "monoidreduce.engines.triton.schedules.resident.joint_gradients.SCHEDULES"
-    schedules = pkgutil.resolve_name(target)
-    _set(patch, target, tuple(replace(s, whole=s.features == 128, masked=s.features == 128) for s in schedules))
 
 
 def pretend_device(

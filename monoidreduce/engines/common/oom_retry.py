@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: of a device, of the host, or of what one kernel may hold."""
     if isinstance(error, MonoidReduceError):
         return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or type(error).__name__ == "OutOfResources":
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or type(error).__name__ == "OutOfResources":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 

@@ -462,7 +462,7 @@ def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
 
 def number(e: Expr, values: tuple[Value, ...]) -> Value:
     """Arithmetic on numbers only: exact, in float64, and it stays a number."""
-    if any(isinstance(v, torch.SymInt | torch.SymFloat) for v in values):  # a length that the compiler leaves open
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values):  # a length that the compiler leaves open
         if e.op in _OPEN:
             return _OPEN[e.op](*values)
         values = tuple(int(v) if isinstance(v, torch.SymInt) else float(v) for v in values)

@@ -261,7 +261,7 @@ class PairShards:
 def report_failure(error: MonoidReduceError) -> None:
     """Tell the other ranks that this one failed, so that none waits for it."""
     layout = current_layout()
-    if layout is not None and not isinstance(error, ShardError | RankError) and not error.details.get("told"):
+    if layout is not None and not isinstance(error, (ShardError, RankError)) and not error.details.get("told"):
         error.details["told"] = True
         with contextlib.suppress(ShardError):
             _agree(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
@@ -407,7 +407,7 @@ def _describe_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str,
     for name, value in values.items():
         if isinstance(value, Tensor):
             lines.append(f"{name} of {str(value.dtype)[6:]} and {value.dim()} dimensions")
-        elif isinstance(value, int | float | bool):
+        elif isinstance(value, (int, float, bool)):
             lines.append(f"{name} = {value!r}")
     lines += [f'{count} features "{letter}"' for letter, count in sorted(sizes.letters.items())]
     return "\n".join(lines)

@@ -187,7 +187,7 @@ def _check_counts(workers: Any, cpus: Any, gpus: Any) -> None:
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise ArgumentError(detail=f"{name} was given {value!r}", fix="Give a whole number from 1")
-    if isinstance(gpus, bool) or not isinstance(gpus, int | float) or gpus < 0:
+    if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0:
         raise ArgumentError(detail=f"gpus was given {gpus!r}", fix="Give the GPUs of one worker, from 0")
 
 
@@ -195,7 +195,7 @@ def _make_job(
     fold: Any, rows: Any, cols: Any, out: Any, cpus: int, gpus: float, block: Any, chunk: Any, options: dict[str, Any]
 ) -> tuple[Job, Any, int]:
     """The job, its result for no rows at all, and its passes. Everything is checked: an empty block is folded here."""
-    if not isinstance(out, str | Path):
+    if not isinstance(out, (str, Path)):
         raise ArgumentError(detail=f"out was given {shown(out)}", fix="Give the path of a folder for the results")
     names = folds.find_names(fold)
     if not names.rows or not names.cols:

@@ -137,7 +137,7 @@ def are_files(given: Any) -> bool:
     """Whether a side names files alone, so that it can be looked at without a cluster."""
     if isinstance(given, Mapping):
         return all(map(are_files, given.values()))
-    return given is None or isinstance(given, str | Path | list | tuple | int | float)
+    return given is None or isinstance(given, (str, Path, list, tuple, int, float))
 
 
 def make_table(side: str, given: Any, names: Sequence[str], optional: Sequence[str] = ()) -> Table:
@@ -167,11 +167,11 @@ def make_table(side: str, given: Any, names: Sequence[str], optional: Sequence[s
 
 def _make_column(side: str, given: Any, name: str, alone: bool) -> Column:
     parts: list[FilePart | ObjectPart]
-    if isinstance(given, str | Path):
+    if isinstance(given, (str, Path)):
         parts = [_file_part(p, name, alone) for p in find_files(given, side)]
-    elif isinstance(given, list | tuple) and given and all(isinstance(p, str | Path) for p in given):
+    elif isinstance(given, (list, tuple)) and given and all(isinstance(p, (str, Path)) for p in given):
         parts = [_file_part(p, name, alone) for each in given for p in find_files(each, side)]
-    elif isinstance(given, Tensor | numpy.ndarray):
+    elif isinstance(given, (Tensor, numpy.ndarray)):
         parts = [_object_part(ray.put(_as_numpy(given)), None)]
     elif hasattr(given, "to_numpy_refs"):
         parts = _dataset_parts(side, given, name, alone)

@@ -149,7 +149,7 @@ def _attributes(e: Expr, single: bool) -> dict[str, str]:
             raise Unsupported("nan_to_num to an infinity has no C++ form")
         return found
     written = {
-        k: literal(v, "float") for k, v in found.items() if isinstance(v, float | int) and k not in ("n", "bits")
+        k: literal(v, "float") for k, v in found.items() if isinstance(v, (float, int)) and k not in ("n", "bits")
     }
     return {k: str(v) for k, v in found.items()} | written
 

@@ -178,6 +178,7 @@ def arctanh(x):
 def quick_arctanh(x):
     a = tl.abs(x)
     y = 0.5 * quick_log1p(2.0 * a * quick_rcp(1.0 - a))
+    y = tl.where(a > 1.0, float("nan"), y)  # the reciprocal of a huge number may count as 0
     return tl.where(x < 0.0, -y, y)
 
 

@@ -290,7 +290,6 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
     """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
     layouts = [other._layout(o) for o in other.fold.outputs]
     widths = {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
-    used = joint_gradients.used_schedules(own.spec)
     return (
         kernel_plan.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
@@ -300,6 +299,6 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
         and not any(layout is not None and layout.summed for layout in layouts)
         and all(r.attrs[0] == "sum" for one in (own, other) for r in one.fold.reductions)
         and len(own.batch) <= _RANK
-        and widths in [{s.features} for s in used]
+        and widths in [{s.features} for s in joint_gradients.SCHEDULES]
         and _keeps_busy(own, own.count)
     )

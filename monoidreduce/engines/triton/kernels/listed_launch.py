@@ -323,7 +323,7 @@ class ListedLaunch(FoldLaunch):
             if isinstance(a, Leaf) and a.at >= count:
                 arguments += [found] if a.at == count else []
             else:
-                arguments.append(a._replace(at=places[a.at]) if isinstance(a, Leaf | DescriptorOf) else a)
+                arguments.append(a._replace(at=places[a.at]) if isinstance(a, (Leaf, DescriptorOf)) else a)
         return made._replace(arguments=tuple(arguments))
 
     def cleared(self, k: int) -> Recipe | None:

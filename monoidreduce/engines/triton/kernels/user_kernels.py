@@ -133,7 +133,7 @@ class Layer:
 
     def _started(self, product: Any, rows: int) -> Tensors:
         count = _arity(self.binary_reduce) // 2
-        good = isinstance(product, tuple | list) and len(product) == count
+        good = isinstance(product, (tuple, list)) and len(product) == count
         if not good or not all(isinstance(p, Tensor) and _fits(p) and len(p) == rows for p in product):
             detail = f"{self.name}: init returned no tuple of {count} tensors of {rows} rows"
             fix = f"Return the identity: [rows] or [rows, features], at most {WIDEST}, for each part of the product"

@@ -294,7 +294,7 @@ class ProgramReplay:
         """What a kernel is given: places for tensors, names for numbers that may change."""
         found: list[Any] = [self.places[name] for name in one.outputs]
         for given in one.recipe.arguments:
-            leaf = one.feeds[given.at] if isinstance(given, Leaf | DescriptorOf) else None
+            leaf = one.feeds[given.at] if isinstance(given, (Leaf, DescriptorOf)) else None
             if isinstance(given, DescriptorOf):
                 found.append(Descriptor(given.template, self.places[str(leaf)]))
             elif isinstance(given, FoundAtLaunch):

@@ -434,7 +434,7 @@ class _Writer(FunctionWriter):
             first += len(again.after)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
-            if isinstance(value, Place | Descriptor | Computed | Number):
+            if isinstance(value, (Place, Descriptor, Computed, Number)):
                 given += self._fixed(same)
                 given.append(self._argument(value, encoded.get(at)))
                 same = []

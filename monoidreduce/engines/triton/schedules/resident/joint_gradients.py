@@ -54,16 +54,12 @@ class JointSchedule:
     features: int
     ring: int  # blocks of rows in flight
     copies_halves: bool  # halves of the kept vectors are stored once more: a block of 64 features has one swizzle
-    whole: bool  # used where all pairs are seen
-    masked: bool  # used where a condition on indices (causal) hides pairs
 
 
-# Off: kernels of this form that were written by hand are faster than two kernels with 128 features, but this one has
-# run on the simulator alone. Switch a line on where tests/gpu/test_joint_gradients_cuda.py passes and the times of
-# docs/internals/attention-kernels.md are confirmed.
+# H200, whole and causal: 0.88 to 0.98 of the time of two kernels (docs/internals/attention-kernels.md).
 SCHEDULES = (
-    JointSchedule(64, ring=4, copies_halves=True, whole=False, masked=False),
-    JointSchedule(128, ring=2, copies_halves=False, whole=False, masked=False),
+    JointSchedule(64, ring=4, copies_halves=True),
+    JointSchedule(128, ring=2, copies_halves=False),
 )
 
 _FUNCTIONS = """
@@ -197,16 +193,11 @@ def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
     return gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 2, functions)
 
 
-def used_schedules(spec: Spec) -> list[JointSchedule]:
-    """The schedules that are on for a spec's kind, of any features."""
-    return [one for one in SCHEDULES if (one.masked if spec.bounds else one.whole)]
-
-
 def find_schedule(spec: Spec) -> JointSchedule | None:
-    """The schedule of a spec, where it is used: all of its vectors have as many features."""
+    """The schedule of a spec: all of its vectors have as many features."""
     vectors = [e for e in topological(spec.fold.reductions) if e.op == "leaf" and e.feature is not None]
     widths = {(spec.width(e.feature), count_features(e, spec)) for e in vectors}
-    return next((one for one in used_schedules(spec) if widths == {(one.features, one.features)}), None)
+    return next((one for one in SCHEDULES if widths == {(one.features, one.features)}), None)
 
 
 class _Text:
