@@ -7,6 +7,7 @@ it goes straight there, and a wrong one finds none.
 
 from __future__ import annotations
 
+import contextvars
 import difflib
 import functools
 import inspect
@@ -25,7 +26,7 @@ from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, distributed_fold, dtensors
 from .engines.stream import ChunkedProgram
-from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, shown
+from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, TableError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
@@ -47,6 +48,10 @@ from .stream import Stream
 
 MYPY = False  # mypy takes it for True
 Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
+Calls = list[tuple["Op", tuple, Mapping[str, Any]]]
+listening: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
+    "listening", default=None
+)  # to calls without a key
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
 
@@ -105,7 +110,10 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._call_variant(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
-        return self._anew(args, kwargs, key) if plan is None else plan(values)
+        try:
+            return self._anew(args, kwargs, key) if plan is None else plan(values)
+        except TableError as error:
+            raise error.at(self._describe(args, kwargs)) from None
 
     def _compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(args, kwargs)
@@ -125,6 +133,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
             return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
+        if listening.get() is not None:
+            return self._listed_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
@@ -137,6 +147,16 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is not None:
             self._plans.keep(key, plan)
         return plan(bound)
+
+    def _listed_call(self, args: tuple, kwargs: dict) -> Any:
+        """A call of a layer that is explained: listed, and answered with zeros."""
+        calls = listening.get()
+        assert calls is not None
+        calls.append((self, args, kwargs))
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        device = next((v.device for v in bound.values() if isinstance(v, Tensor)), sizes.device)
+        forms = [output_form(e, sizes, out) for e in traced.outputs]
+        return traced.pack([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in forms])
 
     def total(self, *args: Any, **kwargs: Any) -> Result:
         """The sums over rows of the body's numbers per row: ``self(*args).sum()``, in the form of what it returns.
@@ -169,6 +189,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is not None or not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
+        if listening.get() is not None:
+            return _summed(self(*args, **kwargs))
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
         device = call_context.autocast_device(given)
         if device is not None:
@@ -252,7 +274,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if (found := self._variant(args, kwargs)) is not None:
             op, call = found
             return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
-        return cost_of(self._subject(args, kwargs, backward), device, ranks)
+        return cost_of(self.subject(args, kwargs, backward), device, ranks)
 
     def explain(
         self, *args: Any, backward: bool = True, measure: bool = False, passes: bool = False, **kwargs: Any
@@ -276,7 +298,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if (found := self._variant(args, kwargs)) is not None:
             op, call = found
             return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
-        subject = self._subject(args, kwargs, backward)
+        subject = self.subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
             while len(self._measured) >= _MEASURED:
@@ -284,7 +306,8 @@ class Op(dynamo.Compiled, Generic[Result]):
             self._measured[key] = measured(self, args, kwargs, backward)
         return explain(subject, self._measured.get(key), passes)
 
-    def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
+    def subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
+        """A call, as it is explained."""
         traced, bound, sizes, _ = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
         found = call_cost.count_pairs(traced.outputs, inputs, sizes)
@@ -292,7 +315,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             average = max(1, round(found.average))
             outputs, inputs, sizes = call_cost.as_dense(traced.outputs, inputs, sizes, self.parameters, average)
             traced = replace(traced, outputs=outputs)
-        return Subject(self.function.__name__, traced, inputs, sizes, backward, found)
+        return Subject(self.function.__name__.lstrip("_"), traced, inputs, sizes, backward, found)
 
     # Over ranks, and over columns that come in chunks
 

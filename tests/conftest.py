@@ -76,10 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     mark_the_others_slow(items)
 
 
+gc.disable()  # until all tests are collected: nearly all that collecting makes stays, and is looked at again and again
+
+
 def pytest_collection_finish():
     """Ten thousand tests live to the end of a run: the garbage collector need not look at them again each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -26,10 +26,10 @@ from ..program.expression import topological
 from ..runtime.registry import use
 from . import workload
 from .command import COUNT, LAYER_OPTIONS, SIZE, TARGET, Answer, command, dtype_name
-from .layers import SEED
+from .layers import EXPLAINED, SEED, find_ready_made
 from .measure import MemoryProfile, Outcome, Runner, relative_error, run_once, second_gradients, to_float64
 from .report import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
-from .workload import Target, Workload, check_argument_count, load, report_user_errors
+from .workload import Workload, check_argument_count, load, report_user_errors
 
 RAGGED_SIZES = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))
 LARGE_SIZE = (2048, 8192)  # memory is measured here, and at half the rows and columns
@@ -63,21 +63,24 @@ class Verdict:
     ),
     click.Option(["--cases"], type=COUNT, default=200, show_default=True, help="cases for each law"),
     *LAYER_OPTIONS,
+    layers=", ".join(EXPLAINED),
 )  # fmt: skip
 def check(target: str, sizes: tuple[Size, ...], large: Size, cases: int, device: torch.device, **given: Any) -> Answer:
     """Check a monoid's laws, or a layer's mathematics and memory.
 
     A monoid: associativity, commutativity, identity and the gradient condition, on hundreds of cases; a broken law
-    comes with the smallest counterexample. An op: its values, gradients and second gradients against the dense form in
-    float64, whether it repeats to the last bit, whether its memory grows with the pairs, and its error in each type
-    beside plain torch's. Exit code 1 if anything fails.
+    comes with the smallest counterexample. An op, or a ready-made layer ({layers}): its values, gradients and second
+    gradients against the dense form in float64, whether it repeats to the last bit, whether its memory grows with the
+    pairs, and its error in each type beside plain torch's. Exit code 1 if anything fails.
     """
-    found = load(target)
-    with report_user_errors(found.file):  # a combine or a layer that raises
-        if found.is_monoid:
+    named = ":" in target or target.endswith(".py")
+    found = load(target) if named else None
+    with report_user_errors(target.partition(":")[0]):  # a combine or a layer that raises
+        if found is not None and found.is_monoid:
             verdicts = check_monoid(found.thing, cases)
         else:
-            verdicts = _check_layer(found, sizes or RAGGED_SIZES, large, cases, device, given)
+            find = functools.partial(workload.from_target, found) if found else functools.partial(_find, target)
+            verdicts = _check_layer(functools.partial(find, **given), sizes or RAGGED_SIZES, large, cases, device)
     failed = sum(v.answer == FAILED for v in verdicts)
     tried = sum(v.answer != NOT_TRIED for v in verdicts)
 
@@ -91,11 +94,18 @@ def check(target: str, sizes: tuple[Size, ...], large: Size, cases: int, device:
     return Answer(data, show, int(failed > 0))
 
 
+def _find(name: str, **given: Any) -> Workload:
+    """A ready-made layer; what it draws is not compared with other draws."""
+    ready_made = find_ready_made(name)
+    found = workload.find(name, **given)
+    return found if ready_made is None or ready_made.judge is None else replace(found, dense=None)
+
+
 def _check_layer(
-    target: Target, sizes: tuple[Size, ...], large: Size, cases: int, device: torch.device, given: dict[str, Any]
+    find: Callable[[], Workload], sizes: tuple[Size, ...], large: Size, cases: int, device: torch.device
 ) -> list[Verdict]:
     try:
-        layer = workload.from_target(target, **given)
+        layer = find()
     except MonoidReduceError as error:  # the body cannot be traced as one program for all pairs
         return [Verdict("trace", FAILED, str(error))]
     try:
@@ -104,7 +114,7 @@ def _check_layer(
         return [Verdict(f"laws of {error.details['monoid']}", FAILED, str(error))]
     tested = LayerUnderTest(layer, tuple(sizes), large, device)
     verdicts = []
-    with show_progress(len(monoids) + len(CHECKS)) as begin:
+    with show_progress(len(monoids) + len(CHECKS), lines=True) as begin:
         for monoid in monoids:
             name = f"laws of {monoid.__name__}"
             begin(name)
@@ -238,6 +248,8 @@ _NO_GRADIENT = (NOT_TRIED, "nothing in it has a gradient")
 
 def _report_no_dense(t: LayerUnderTest) -> Found:
     name = t.layer.name
+    if t.layer.key:
+        return NOT_TRIED, "it draws at random, so there is no dense form to compare with"
     return NOT_TRIED, f"no dense form to compare with: put {name}_dense(*arguments), in plain torch, into the file"
 
 

@@ -208,7 +208,7 @@ TIME_LAYERS: tuple[Layer, ...] = (
     ),
     _KERNEL_SUM,
     Layer(
-        "nearest", "10 nearest neighbours in space", "the 10 smallest |x − yⱼ|",
+        "knn", "10 nearest neighbours in space", "the 10 smallest |x − yⱼ|",
         "torch.cdist(x, y).topk(10, largest=False)",
         partial(ops.knn, k=10), lambda x, y: torch.cdist(x, y).topk(10, largest=False), _point_inputs,
         Size(8192, 8192, 3), Size(96, 128, 3), backward=False,
@@ -216,3 +216,10 @@ TIME_LAYERS: tuple[Layer, ...] = (
 )  # fmt: skip
 
 LAYERS = {layer.key: layer for layer in (*PAPER_LAYERS, *_OTHER_LAYERS)}
+EXPLAINED = {layer.key: layer for layer in (*LAYERS.values(), *TIME_LAYERS)}
+
+
+def find_ready_made(name: str) -> Layer | None:
+    """The layer with this key, or that calls the function of ``ops`` with this name."""
+    of_function = (k for k in EXPLAINED.values() if getattr(ops, name, ops) is getattr(k.ours, "func", k.ours))
+    return EXPLAINED.get(name) or next(of_function, None)

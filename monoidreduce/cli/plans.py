@@ -10,16 +10,19 @@ import click
 import torch
 
 from .. import autotune
+from ..ops.explained import explain_layer
 from ..plan import cache as plan_cache
 from . import report, workload
 from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
-from .workload import load, report_user_errors
+from .layers import EXPLAINED
+from .workload import report_user_errors
 
 
 @command(
     "explain", *target_at_a_size("bf16"), FORWARD,
     click.Option(["--measure"], is_flag=True, help="run it too, and measure beside what is predicted"),
     *OP_OPTIONS,
+    layers=", ".join(EXPLAINED),
 )  # fmt: skip
 def explain(
     target: str,
@@ -33,16 +36,20 @@ def explain(
 ) -> Answer:
     """Say what would run at a size, and why.
 
-    Passes, schedules and tiles, with the time and memory that are predicted for each. Nothing runs, and on a CPU
-    nothing is allocated, so the size may be any; with --measure the call is run a few times, and measured beside.
+    Passes, schedules and tiles, with the time and memory that are predicted for each, of an op, of a ready-made layer
+    ({layers}), or of the ops that a function in a file calls. No pair is computed, and on a CPU nothing is allocated,
+    so the size may be any; with --measure the call is run a few times, and measured beside.
     """
-    layer = workload.from_target(load(target), **given)
-    if layer.op is None:
-        raise CommandError(f"{target} is no op, so there is no plan to explain. Write it with @mr.op")
+    layer = workload.find(target, **given)
     allocate = measure or device.type != "cpu"
     args = layer.inputs(rows, cols, dtype, device if allocate else torch.device("meta"))
     with report_user_errors(layer.file):
-        text = layer.op.explain(*args, backward=not forward, measure=measure)
+        if layer.op is not None:
+            text = layer.op.explain(*args, backward=not forward, measure=measure)
+        else:
+            text = explain_layer(layer.call, args, {}, not forward, measure, layer.name)
+    if not text.as_dict().get("calls", True):
+        raise CommandError(f"{target} calls no op, so there is no plan to explain. Write it with @mr.op")
     data = {"target": target, "dtype": dtype_name(dtype), **text.as_dict(), "text": str(text)}
     return Answer(data, lambda console: console.print(text, markup=False, soft_wrap=True))
 

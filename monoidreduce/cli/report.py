@@ -11,7 +11,9 @@ import contextlib
 import importlib.resources
 import importlib.util
 import io
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -30,8 +32,8 @@ from .measure import CATEGORIES, Environment, MemoryProfile, Moment
 
 # What the terminal shows: tables, lines with a status, a progress bar, and how numbers are written.
 #
-# This is the only file that imports rich. rich drops colours with NO_COLOR or in a pipe, hides the progress bar in a
-# pipe, and makes tables as narrow as the window. Progress goes to stderr, so that stdout holds results alone.
+# This is the only file that imports rich. rich drops colours with NO_COLOR or in a pipe, and makes tables as narrow as
+# the window. Progress goes to stderr, so that stdout holds results alone.
 
 OK, FAILED, NOT_TRIED, MISSING = "ok", "FAILED", "not tried", "missing"
 _COLOURS = {OK: "green", FAILED: "bold red", NOT_TRIED: "dim", MISSING: "yellow"}
@@ -50,9 +52,14 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def show_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr. Yields a function to call with a step's name as the step begins."""
+def show_progress(steps: int, lines: bool = False) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; with ``lines``, a line a step where that is no terminal. Yields a function to call with
+    a step's name as the step begins."""
     console = make_console(stderr=True)
+    if lines and not console.is_terminal:
+        numbers = itertools.count(1)
+        yield lambda name: print(f"{next(numbers)}/{steps} {name}", file=sys.stderr, flush=True)
+        return
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
     bar = Progress(
         *columns, TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal

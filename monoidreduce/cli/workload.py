@@ -39,7 +39,7 @@ from ..program.expression import Expr, topological
 from ..runtime.bind import inputs_of
 from ..runtime.call import formed
 from .command import CommandError
-from .layers import LAYERS, LOGIT, SEED, Layer, Size
+from .layers import EXPLAINED, LOGIT, SEED, Layer, Size, find_ready_made
 
 # Load what ``FILE.py:NAME`` or ``package.module:NAME`` names, and report errors of the user's code in one message.
 #
@@ -80,11 +80,6 @@ def load(spec: str) -> Target:
     """The layer or monoid that ``spec`` names."""
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name or "/" in name or "\\" in name:
-        if spec in ops.__all__:
-            raise CommandError(
-                f"{spec} is a ready-made layer, and this command is about layers in files. Write a function NAME that "
-                f"calls ops.{spec}, and NAME_inputs(rows, cols) that makes its arguments, and give FILE.py:NAME"
-            )
         known = _list_names(_load_module(spec)) if spec.endswith(".py") else []
         raise CommandError(f"{spec} names no layer. {_HINT}" + (f". The file has: {', '.join(known)}" if known else ""))
     module = _load_module(where)
@@ -264,13 +259,19 @@ class Workload:
 
 def find(spec: str, features: Mapping[str, int] | None = None, **given: Any) -> Workload:
     """The ready-made layer with this key, or the layer that FILE.py:NAME names."""
-    if spec in LAYERS:
+    ready_made = find_ready_made(spec)
+    if ready_made is not None:
         extra = [name for name, value in given.items() if value]
         if extra or set(features or {}) - {""}:
             raise CommandError(f"{spec} is a ready-made layer: only --features SIZE changes its arguments")
-        return _from_ready_made(LAYERS[spec], (features or {}).get(""))
+        return _from_ready_made(ready_made, (features or {}).get(""))
+    if spec in ops.__all__:
+        raise CommandError(
+            f"{spec} is a ready-made layer whose arguments are not known here. Write a function NAME that calls "
+            f"ops.{spec}, and NAME_inputs(rows, cols) that makes its arguments, and give FILE.py:NAME"
+        )
     if ":" not in spec and not spec.endswith(".py"):
-        raise CommandError(f"there is no layer {spec}. Give FILE.py:NAME, or one of {', '.join(LAYERS)}")
+        raise CommandError(f"there is no layer {spec}. Give FILE.py:NAME, or one of {', '.join(EXPLAINED)}")
     return from_target(load(spec), features=features, **given)
 
 
@@ -308,7 +309,8 @@ def from_target(
 
 def _from_ready_made(layer: Layer, features: int | None) -> Workload:
     def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Any, ...]:
-        args = layer.inputs(Size(rows, cols, features or layer.full.features))
+        with device if device.type == "meta" else contextlib.nullcontext():  # there nothing is drawn
+            args = layer.inputs(Size(rows, cols, features or layer.full.features))
         return tuple(_place(x, dtype, device, isinstance(x, Tensor) and x.requires_grad) for x in args)
 
     return Workload(layer.name, "", layer.ours, layer.naive, make, dense_code=layer.dense, key=layer.key)

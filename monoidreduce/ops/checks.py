@@ -21,11 +21,13 @@ from .. import arrays
 from ..domains import Domain, nested
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
-from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, shown
+from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
+from ..explain import Explanation
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
+from .explained import explain_layer
 from .streaming import LayerStreams
 
 if TYPE_CHECKING:
@@ -142,6 +144,12 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
         raise ArgumentError(
             detail=f"{name} was given {_shown(value)}", fix=f"Give an integer that fits in 64 bits{above}"
         )
+
+
+def at_most(k: Any, classes: int) -> None:
+    """Raise TopKError where more classes are asked for than there are, and all of them are here."""
+    if isinstance(k, int) and k > classes and is_undivided() and agreement.streamed_call() is None:
+        raise TopKError(k=k, size=classes, axis="classes")
 
 
 def positive(name: str, value: Any) -> None:
@@ -480,6 +488,13 @@ class PublicLayer(Protocol[Given, Result]):
         """A fold over columns that come in chunks: give everything but the columns, then feed it."""
         ...
 
+    def explain(self, *args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+        """What the layer's ops would run for this call and why, as :meth:`monoidreduce.Op.explain` says it of one op.
+
+        Nothing is computed, and meta tensors will do; with ``measure`` the layer is run a few times.
+        """
+        ...
+
 
 @overload
 def public_layer(layer: Callable[Given, Result]) -> PublicLayer[Given, Result]: ...
@@ -542,7 +557,11 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
             agreement.report_failure(error)
             raise
 
+    def explain(*args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+        return explain_layer(checked, args, kwargs, backward, measure, checked.__name__)
+
     checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
+    checked.explain = explain  # type: ignore[attr-defined]
     return checked
 
 

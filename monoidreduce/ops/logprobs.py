@@ -181,6 +181,7 @@ def linear_logprobs(
     head = _check_head(x, weight, bias, softcap, temperature)
     checks.whole("ignore_index", ignore_index)
     checks.whole("top_k", top_k, least=0)
+    checks.at_most(top_k, weight.shape[0])
     wanted = {"entropy": bool(return_entropy), "argmax": bool(return_argmax), "k": int(top_k), "lse": bool(return_lse)}
     alone = ids is None and not any(wanted.values())
     if target is None and alone:

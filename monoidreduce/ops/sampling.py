@@ -189,8 +189,9 @@ def linear_sample(
     cost nothing.
 
     Raises :class:`ArgumentError` for a seed that is no integer, a temperature that is not above 0, a ``top_k`` below 1,
-    a ``top_p`` or ``min_p`` outside of 0 to 1, a ``top_p`` below 0.05 without ``top_k``, :class:`ShapeError`,
-    :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
+    a ``top_p`` or ``min_p`` outside of 0 to 1, a ``top_p`` below 0.05 without ``top_k``, :class:`TopKError` where there
+    are fewer than ``top_k`` classes, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments
+    that do not fit each other.
 
     >>> import torch
     >>> from monoidreduce.ops import linear_sample
@@ -205,6 +206,7 @@ def linear_sample(
     rows, classes = checks.flatten_rows(x), weight.shape[0]
     if top_k is not None:
         checks.whole("top_k", top_k, least=1)
+        checks.at_most(top_k, classes)
     for name, share in (("top_p", top_p), ("min_p", min_p)):
         if share is not None:
             checks.between(name, share, 0.0, 1.0)
@@ -281,6 +283,7 @@ def linear_topk(
     """
     head = heads.check(x, weight, bias, softcap, temperature)
     checks.whole("k", k, least=1)
+    checks.at_most(k, weight.shape[0])
     rows = checks.flatten_rows(x)
     found = _topk(rows, weight, int(k), bool(largest), bool(log_probs), **head)
     return TopK(*(checks.unflatten_rows(value, x, rows) for value in found))

@@ -338,12 +338,23 @@ def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
 
 def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     a, b = expr_of(x), expr_of(y)
+    if rounding_mode is not None:
+        _check_divisor(a, b)
     if rounding_mode == "floor":
         return Symbol(constructors.apply("floor_divide", a, b))
     if rounding_mode is not None and "float" not in (a.dtype, b.dtype):
         return _truncated(a, b)
     quotient = constructors.apply("div", a, b)
     return Symbol(quotient if rounding_mode is None else constructors.apply("trunc", quotient))
+
+
+def _check_divisor(a: Expr, b: Expr) -> None:
+    """Raise TraceError for a whole number divided by the constant 0; a float has an infinity or NaN for it."""
+    if "float" not in (a.dtype, b.dtype) and constructors.is_constant(b, 0):
+        raise TraceError(
+            detail="a whole number is divided by 0",
+            fix="Divide by another number, or a float: x / 0 is an infinity",
+        )
 
 
 def _truncated(a: Any, b: Any) -> Symbol:
@@ -471,6 +482,8 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
         if isinstance(value, Symbol):
             attributes[key] = float(value) if value.expr.dtype == "float" else int(value)
     check_truth_values(primitive.name, [e.dtype == "bool" for e in exprs])
+    if primitive.name in ("floor_divide", "remainder", "fmod"):
+        _check_divisor(*exprs)
     if alpha != 1:
         exprs[1] = constructors.apply("mul", exprs[1], alpha)
     return Symbol(constructors.apply(primitive.name, *exprs, **attributes))

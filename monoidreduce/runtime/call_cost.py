@@ -267,7 +267,7 @@ def count_listed(listed: Expr, tensors: Sequence[Tensor], sizes: Sizes) -> Liste
     (form,) = listed.attrs
     if any(t.device.type == "meta" for t in tensors):
         room = tensors[-1 if form[0] == "edges" else 0].shape[-1]
-        each = {"edges": room / max(1, sizes.rows), "blocks": room * form[2], "pages": room * form[1]}[form[0]]
+        each = room / max(1, sizes.rows) if form[0] == "edges" else room * form[2 if form[0] == "blocks" else 1]
         return ListedPairs(form[0], each, int(each), sizes.cols)
     lists = find_lists(form, tensors, sizes.rows, sizes.cols, "cols", False)
     lengths = lists.length * lists.unit

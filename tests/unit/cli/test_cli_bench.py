@@ -265,9 +265,21 @@ def test_tuning_is_remembered(own_cache):
     assert code == 0 and out.strip()
 
 
-def test_explain_is_for_ops():
+def test_explain_of_what_calls_no_op():
     code, out, err = call("explain", f"{FILE}:Whole")
-    assert (code, out) == (2, "") and "is no op, so there is no plan to explain" in err
+    assert (code, out) == (2, "") and "calls no op, so there is no plan to explain" in err
+
+
+@pytest.mark.parametrize(("name", "op"), [("knn", "knn"), ("attention", "attention"), ("linear_entropy", "entropy")])
+def test_explain_of_ready_made_layers(name, op):
+    code, out, err = call("explain", name, "--rows", "1e8", "--cols", "1e7", "--json")
+    (found,) = json.loads(out)["calls"]
+    assert (code, err) == (0, "") and (found["op"], found["rows"], found["cols"]) == (op, 10**8, 10**7)
+
+
+def test_explain_of_a_ready_made_layer_whose_arguments_are_not_known():
+    code, out, err = call("explain", "linear_jsd")
+    assert (code, out) == (2, "") and "Write a function NAME that calls ops.linear_jsd" in err
 
 
 def test_the_cache_is_shown_shared_and_cleared(own_cache):

@@ -135,6 +135,12 @@ def test_a_good_layer_passes_everything():
     assert {c["answer"] for c in data["checks"]} == {"ok"}
 
 
+def test_a_ready_made_layer_is_checked_and_steps_are_told():
+    code, out, err = call("check", "sample", "--size", "5x7", "--large", "64x64")
+    assert code == 0 and "it draws at random" in " ".join(out.split())
+    assert err.splitlines()[0] == "1/8 values" and len(err.splitlines()) == 8
+
+
 def test_a_good_monoid_passes_every_law():
     code, data = check("Total", "--cases", "28")
     assert code == 0 and {"associativity", "commutativity", "left identity", "local gradient"} <= {

@@ -45,6 +45,24 @@ def test_numpy(name):
     assert advice in said and "lambda x, y: " in line
 
 
+ZERO = {
+    "//": lambda x, y: x @ y + mr.row_index // 0,
+    "%": lambda x, y: x @ y + mr.col_index % 0,
+    "fmod": lambda x, y: x @ y + torch.fmod(mr.col_index, 0),
+    "trunc": lambda x, y: x @ y + torch.div(mr.col_index, 0, rounding_mode="trunc"),
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_whole_numbers_divided_by_zero(name):
+    said, line = message(body_of(ZERO[name]), mr.TraceError).split("\n")
+    assert "a whole number is divided by 0" in said and "lambda x, y: " in line
+
+
+def test_floats_divided_by_zero():
+    assert mr.op(body_of(lambda x, y: x @ y // 0))(X, Y).tolist() == [torch.inf] * 3
+
+
 def test_numbers_of_numpy_are_numbers():
     @mr.op
     def layer(x: Row["d"], y: Col["d"]):

@@ -276,6 +276,7 @@ def remainder(a, b):
         q = a / b
         r = tl.fma(-tl.where(q < 0.0, tl.ceil(q), tl.floor(q)), b, a)
         r = tl.where(tl.abs(r) >= tl.abs(b), r - tl.where((r < 0.0) == (b < 0.0), b, -b), r)  # q was rounded
+        r = tl.where((tl.abs(b) == float("inf")) & (tl.abs(a) < float("inf")), a, r)
         return tl.where((r != 0.0) & ((r < 0.0) != (b < 0.0)), r + b, r)
     else:
         r = a % b
@@ -284,7 +285,12 @@ def remainder(a, b):
 
 def floor_divide(a, b):
     if a.dtype.is_floating():
-        return tl.floor(a / b)
+        # of what the remainder leaves: a quotient may be rounded up to a whole number that it does not reach
+        q = (a - remainder(a, b)) / b
+        q = tl.where(q - tl.floor(q) > 0.5, tl.floor(q) + 1.0, tl.floor(q))
+        under = tl.where((a != 0.0) & ((a < 0.0) != (b < 0.0)), a * 0.0 - 1.0, a * 0.0)
+        q = tl.where((tl.abs(b) == float("inf")) & (tl.abs(a) < float("inf")), under, q)
+        return tl.where(b == 0.0, a / b, q)
     else:
         q = a // b
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
