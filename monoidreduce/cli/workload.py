@@ -186,7 +186,9 @@ def _load_module(where: str) -> ModuleType:
             raise CommandError(f"{where} cannot be read as Python: {error.msg}") from None
         line = (error.text or "").strip()
         raise CommandError(f"{error.filename}, line {error.lineno}: {error.msg}: {line}") from None
-    except (OSError, ValueError) as error:  # no permission to read it, or a wrong encoding
+    except ValueError as error:  # a wrong encoding, or a null byte before Python 3.12
+        raise CommandError(f"{where} cannot be read as Python: {describe_error(error)}") from None
+    except OSError as error:  # no permission
         raise CommandError(f"{where} cannot be read: {describe_error(error)}") from None
     except MonoidReduceError as error:
         raise CommandError(f"{where}, line {_find_line(error, where)}: {error}") from None

@@ -132,7 +132,10 @@ def _gather_vectors(e: Expr, v: Tensor, by_rows: bool, part: slice, safe: Tensor
     if e.feature is None:
         return v.gather(1, flat).view(batch, side, matches)
     rows = torch.arange(batch, device=v.device).unsqueeze(1)
-    return v[rows, flat].view(batch, side, matches, v.shape[-1])
+    dtype = v.dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:  # torch 2.6 does not index 8-bit floats on a CPU
+        v = v.view(torch.uint8)
+    return v[rows, flat].view(dtype).view(batch, side, matches, v.shape[-1])
 
 
 def _scatter_add(out: Tensor, places: Tensor, weight: Tensor) -> None:
