@@ -90,8 +90,8 @@ def attention_forward(
     ``attention_mask`` is what :func:`mask` returned: None (causal if the layer is, in its sliding window), one truth
     value per key [B, N] (causal besides, in the sliding window; the last query is aligned with the last key), a coded
     mask of integers, or a matrix [B, 1, M, N] that contains everything. Without one, ``cu_seq_lens_q`` and
-    ``cu_seq_lens_k`` say where documents begin, as FlashAttention takes them. ``indices`` [B, M, k] are the keys that an
-    indexer chose for each query (DeepSeek-V3.2, GLM-5), beside a mask that is a matrix.
+    ``cu_seq_lens_k`` say where documents begin, as FlashAttention takes them. ``indices`` [B, M, k] are the keys that
+    an indexer chose for each query (DeepSeek-V3.2, GLM-5), beside a mask that is a matrix.
 
     Raises :class:`ArgumentError` for ``output_attentions``, for ``block_indices`` (blocks of keys that an indexer
     chose) and for the paged cache of continuous batching.
