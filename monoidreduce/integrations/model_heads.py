@@ -433,14 +433,17 @@ class DescribedHead:
         self.head, self.owner, self.thread = head, owner, thread
         self.called = False
 
-    def __call__(self, hidden: Tensor) -> Any:
-        if self.thread is not None and self.thread != threading.get_ident():
+    def forward(self, hidden: Tensor) -> Any:
+        # Dynamo knows no threads. It gets here from an uncompiled call too, where it broke the model's graph.
+        if self.thread is not None and not torch.compiler.is_compiling() and self.thread != threading.get_ident():
             return self.head(hidden)  # another thread runs the same model: it did not ask for this
         self.called = True
         head = read_head(self.head, self.owner)
         hidden = hidden.to(head.weight.device)
         weight, bias, low_rank = gather_head(head, self.head, hidden, self.owner)
         return HeadLogits(self.owner, hidden, weight, bias, low_rank)
+
+    __call__ = forward  # two names: whoever looks through a model's layers reads `type(layer).forward`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.head, name)  # its weight's type, say, to which some models cast the hidden states
@@ -452,18 +455,25 @@ def is_described(owner: nn.Module, name: str) -> bool:
 
 
 def call_with_described_head(owner: nn.Module, name: str, model_name: str, call: Callable[[], Any]) -> Any:
-    """Call something during which ``owner.NAME``, a head, describes its logits; the module itself stays in its place.
+    """Call something during which ``owner.NAME``, a head, describes its logits.
 
-    An attribute of the instance is found before ``nn.Module`` looks among its submodules, so that nothing has to be
-    taken out of the model: parameters, state dict and hooks are as ever, and Dynamo traces it.
+    An attribute of the instance is found before ``nn.Module`` looks among its submodules; Dynamo traces that. Where a
+    call is not traced from here, frames inside it may be: what Dynamo compiled for the head itself is guarded by the
+    submodule alone, so that the stand-in, which has all attributes of the head, takes that place too.
     """
-    thread = None if torch.compiler.is_compiling() else threading.get_ident()
-    stand_in = DescribedHead(owner._modules[name], model_name, thread)  # type: ignore[arg-type]
+    traced = torch.compiler.is_compiling()
+    head: Any = owner._modules[name]
+    head = head.head if isinstance(head, DescribedHead) else head  # in another thread's call
+    stand_in: Any = DescribedHead(head, model_name, None if traced else threading.get_ident())
     object.__setattr__(owner, name, stand_in)
+    if not traced:
+        owner._modules[name] = stand_in
     try:
         found = call()
     finally:
         owner.__dict__.pop(name, None)
+        if not traced:
+            owner._modules[name] = head
     if not stand_in.called:
         raise ArgumentError(
             detail=f"{model_name} does not call its head {name!r} to make its logits",

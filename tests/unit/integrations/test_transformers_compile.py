@@ -86,6 +86,20 @@ def test_a_training_step_without_a_cache_in_one_graph():
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_training_after_evaluation_of_a_model_that_breaks_the_graph():
+    """The parts of its forward are then compiled by themselves, and those of an evaluation have the head itself."""
+    model, plain = pair("llama")
+    model.model.forward = torch.compiler.disable(model.model.forward)  # as PEFT's hooks with checkpointing break it
+    expected, head = plain(tokens(), labels=tokens()), model.lm_head
+    compiled = torch.compile(fuse_loss(model, check=False), backend="eager")
+    for training in (True, False, True):
+        model.train(training)
+        found = compiled(tokens(), labels=tokens())
+        assert (found.logits is None) == training
+        torch.testing.assert_close(found.loss, expected.loss)
+        assert model.lm_head is model._modules["lm_head"] is head
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_generation_with_a_static_cache_in_one_graph(name):
     ours, theirs = pair(name)
