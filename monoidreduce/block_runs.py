@@ -293,7 +293,7 @@ class BlockRun:
                 prepared = self.prepare(*self._arguments(blocks[-1]))
             each = iter(finished) if kept is None else (kept.load_block(b) for b in range(len(blocks)))
             on_disk = kept.folder if kept is not None and out is not None and self.rows.total is not None else None
-            joined = join_blocks(each, prepared.axes, self._length(), on_disk)
+            joined = next(each) if len(blocks) == 1 else join_blocks(each, prepared.axes, self._length(), on_disk)
             result = prepared.pack(joined, self.rows.stand_ins(), progress.total or 0)
             result = result if out is None else write_results(result, out)
             if self.saved is not None:
@@ -340,9 +340,8 @@ class BlockRun:
         return rows, self.columns.example(), place
 
     def _prepare_one(self) -> Prepared:
-        """What is known of the op from one row, wherever that stands."""
-        rows, example, _ = self._arguments((0, min(1, self._length())))
-        return self.prepare(rows, example, None)
+        """What is known of the op from the shapes of all rows."""
+        return self.prepare(self.rows.stand_ins(), self.columns.example(), None)
 
     def _length(self) -> int:
         return 0 if self.rows.total is None else self.rows.total
