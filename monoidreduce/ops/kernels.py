@@ -259,7 +259,9 @@ def _frames_to_caller() -> int:
 def _check_lengths(rows: int, cols: int, g: Tensor, log_a: Tensor, log_b: Tensor) -> None:
     for name, t, points, count in (("g", g, "y", cols), ("log_a", log_a, "x", rows), ("log_b", log_b, "y", cols)):
         if t.shape[-1] != count:
-            raise ShapeError(detail=f"{name} has {t.shape[-1]} numbers for {count} points {points}", fix="Give one each")
+            raise ShapeError(
+                detail=f"{name} has {t.shape[-1]} numbers for {count} points {points}", fix="Give one each"
+            )
 
 
 def _stream_sinkhorn_step(
