@@ -367,8 +367,9 @@ class BlockRun:
                 detail="this op reads its columns more than once, but the source is read only once",
                 fix="Give columns that can be read again: a file, a list, mr.chunks(...)",
             )
-        if progress.total is None and any(walk.needs_count(p) for p in walk.program.passes):
-            progress.total = self._count_columns(prepared, maker)
+        if progress.total is None:  # what pays to be compiled is decided by it too
+            counts = any(walk.needs_count(p) for p in walk.program.passes)
+            progress.total = self._count_columns(prepared, maker) if counts else self.columns.total
         try:
             for k in range(progress.stage, len(walk.program.passes)):
                 self._fold_columns(prepared, maker, k, progress, plan, meter, max(1, block[1] - block[0]))

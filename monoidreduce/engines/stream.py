@@ -263,7 +263,10 @@ class ChunkedProgram:
         start, count, _ = chunk
         rows = self._row_axis
         block = Subproblem(rows.own, ((start, start + count),), (rows.total, total or 0))
-        return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), block, self.engine)
+        pairs = max(1, self.sizes.rows * count)  # of this chunk: what pays is decided by all of them
+        repeats = max(1, rows.total * (total or 0) // pairs)
+        sizes = replace(self.sizes, cols=count, repeats=repeats)
+        return subproblem.run_subproblem(fold, leaves, sizes, block, self.engine)
 
     def finish(self, found: Mapping[int, list[Tensor]], total: int) -> tuple[list[Any], Sizes]:
         """The outputs and the sizes, from the results of the passes (by their position)."""

@@ -7,6 +7,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import block_runs, ops
 from monoidreduce import stream as stream_module
+from monoidreduce.engines.common import subproblem
 from tests.support.layer_streams import LAYERS, TARGET, WITH_ROWS_IN_MEMORY, M, X, Y, columns_of, flatten, give, rows_of
 
 
@@ -66,6 +67,30 @@ def test_a_streamed_layer_has_gradients_takes_updates_and_merges():
     one.update(Y[:30])
     two.update(y=Y[30:].numpy())
     assert torch.equal(two.merge(one).result().indices, ops.knn(X, Y, 3).indices)
+
+
+def test_a_gradient_of_several_passes_reads_chunks_too():
+    x, weight = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    streamed = ops.linear_topk.stream(x, k=4, log_probs=True).over(mr.chunks(weight, size=23))
+    whole = ops.linear_topk(x, weight, 4, log_probs=True)
+    given = torch.randn_like(whole.values)
+    for a, b in zip(*(torch.autograd.grad(r.values, x, given) for r in (streamed, whole)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_what_pays_is_decided_by_the_whole_run(tmp_path, monkeypatch):
+    """Every chunk says how many there are like it: a small one is not left to slower code."""
+    numpy.save(tmp_path / "x.npy", X.numpy())
+    seen = []
+    run = subproblem.run_subproblem
+    note = lambda fold, leaves, sizes, *rest: (seen.append(sizes), run(fold, leaves, sizes, *rest))[1]
+    monkeypatch.setattr(subproblem, "run_subproblem", note)
+    monkeypatch.setattr(stream_module, "columns_per_chunk", lambda arrays, most: 23)
+    monkeypatch.setattr(stream_module, "fits_in_memory", lambda files: False)
+    monkeypatch.setattr(block_runs.BlockRun, "_rows_per_block", lambda run, limit: 17)
+    ops.knn.stream(tmp_path / "x.npy", k=3).over(Y, out=tmp_path / "near.npy")
+    assert len(seen) > 8
+    assert all(M * len(Y) / 2 < s.rows * s.cols * s.repeats <= M * len(Y) for s in seen)
 
 
 def test_dropout_is_drawn_once_for_all_chunks():
