@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from . import combine
 from .combine import State
-from .evaluate import Sizes
+from .evaluate import Sizes, pair_result_form
 from .shard import Ranges
 
 Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
@@ -86,12 +86,8 @@ def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[i
     for k, r in enumerate(fold.reductions):
         if kind_of(r).per_pair:
             like = leaves[fold.leaves.index(r.args[1])]
-            once = like.shape == (
-                *sizes.batch,
-                sizes.rows,
-                sizes.cols,
-            )  # else gradients are summed, in the compute type
-            found[k] = torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+            shape, dtype = pair_result_form(like, sizes)
+            found[k] = torch.zeros(shape, dtype=dtype, device=like.device)
     return found
 
 

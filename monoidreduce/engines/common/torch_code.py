@@ -26,7 +26,7 @@ from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from ...program.reverse_mode import pull
 from ...reductions import KINDS
-from .evaluate import Sizes, cast, einsum, from_layout, look_up, part, to_layout
+from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout
 
 # Python functions that are written as text: the one place that compiles and runs such text.
 #
@@ -173,7 +173,6 @@ def differentiate_side(
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
 
-_KINDS = {"bool": torch.bool, "int": torch.int64}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
 # Primitives whose second argument may be a Python number, and what to call when the first is one.
 _MIRRORED: dict[str, Callable[..., Any]] = {
@@ -454,7 +453,7 @@ def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
 
 def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
     """A number as a tensor, filled where it is needed: no copy, no wait."""
-    return torch.full((), value, dtype=_KINDS.get(kind, sizes.compute), device=sizes.device)
+    return torch.full((), value, dtype=NUMBER_KINDS.get(kind, sizes.compute), device=sizes.device)
 
 
 # Numbers
@@ -479,13 +478,8 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 @functools.lru_cache(maxsize=4096)
 def _computed(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Value:
-    primitive = PRIMITIVES[e.op]
     with _disable_current_modes():  # these are numbers, not a part of what is being traced
-        kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
-        args = [torch.tensor(v, dtype=kind, device="cpu") for v, kind in zip(values, kinds, strict=True)]
-        if e.op == "cast":
-            return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
-        return primitive.torch(*args, **dict(zip(primitive.attributes, e.attrs, strict=True))).item()
+        return evaluate_numbers(e, values)
 
 
 # What is no primitive

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,21 +19,17 @@ from ....program.expression import Expr, topological
 from ....program.several import are_several, letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import few_rows, k_loop, listed, tile_ranges
+from . import few_rows, k_loop, kernel_text, listed, tile_ranges
 from . import reductions as kinds
 from .accumulators import is_stored
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec, padded
 from .kernel_text import (
-    CONSTANTS,
     BlockWidths,
     Kernel,
     Traits,
-    copy_device_functions,
     count_held,
-    decorate_functions,
     list_arguments,
-    write_header,
     write_prologue,
     write_stores,
     write_tile_body,
@@ -143,17 +138,7 @@ def join_text(
 def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:
     """The text of a kernel with this body."""
     used = _used_leaves(spec)
-    names, unspecialized = list_arguments(spec, used, shifts)
-    lines = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {_name(spec)}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in body),
-    ]
-    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
-    return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
+    return kernel_text.write_function(spec, _name(spec), used, list_arguments(spec, used, shifts), body, helpers)
 
 
 def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, bool], guesses: bool) -> Kernel:

@@ -269,6 +269,16 @@ class ExpressionWriter:
         folded = f"folded_lane[:, None] * {self.stride(e, 's')}"
         return folded if side == "folded" else self.kept_offset(e, "[:, None]")
 
+    def load_rows(self, e: Expr, first: str, lane: str, exists: str | None, zero: str) -> str:
+        """A tile's rows of a leaf's vectors; ``first``: what is added to its pointer, ``exists``: the mask of its
+        features ``lane``, ``zero``: what is read outside of masks."""
+        folded = self.spec.folds(e)
+        masks = [f"{'folded' if folded else 'kept'}_in[:, None]"] if not folded or self.masked else []
+        masks += [f"{exists}[None, :]"] if exists else []
+        mask = f", mask={' & '.join(masks)}, other={zero}" if masks else ""
+        rows = self.axis_offset(e, "folded" if folded else "kept")
+        return f"tl.load({self.pointer(e)}{first} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
@@ -641,12 +651,8 @@ class ExpressionWriter:
             size = whole if at is None else at[1]
             text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
             return self.bind(key, text, folded, name)
-        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
-        masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
-        base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
-        text = f"tl.load({base} + {self.axis_offset(e, side)} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))
         text = text if kind == wanted else packed_vectors.widen_block(self.spec, text, kind, wanted)
         return self.bind(key, text, folded, name)
 

@@ -11,6 +11,8 @@ import functools
 import inspect
 import itertools
 import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +148,31 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     joint = ["joint_start", "joint_batches", "joint_beside"] if spec.joint else []
     names += ["joint_ptr", "joint_first", *joint, "joint_box"] if joint else []
     return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else []), *joint]
+
+
+def write_function(
+    spec: Spec,
+    name: str,
+    used: list[Expr],
+    signature: tuple[list[str], list[str]],
+    body: Sequence[str],
+    helpers: Sequence[str] = (),
+) -> str:
+    """The text of a kernel: a header, the device functions that it calls, functions of its own, and its body.
+
+    ``used``: the leaves that it reads; ``signature``: its arguments, and those not to specialize on; ``helpers``: the
+    lines of its own functions."""
+    names, unspecialized = signature
+    lines = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in body),
+    ]
+    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
+    return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
 
 
 def name_strides(spec: Spec, out: int) -> list[str]:

@@ -29,7 +29,6 @@ from . import fold_kernel
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block
 _SMALL = 2**31  # integers are passed in 32 bits below this
-_KINDS = {"bool": torch.bool, "int": torch.int64}
 _TEXT = '''"""Arithmetic on one side."""
 
 import triton
@@ -145,7 +144,7 @@ class ElementwiseLaunch:
             for e, form in zip(side.outputs, forms, strict=True)
         ]
         laid = {k: found for k, found in enumerate(strides) if found is not None}
-        batch, views, steps = evaluate.merge_batch_and_strides(
+        batch, views, steps = evaluate.merge_batch_dims(
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
@@ -180,7 +179,8 @@ class ElementwiseLaunch:
     @staticmethod
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
         tail = () if e.feature is None else (sizes.of(str(e.feature)),)
-        return (*batch, length, *tail), torch.int32 if e.op in ("word", "mark") else _KINDS.get(e.dtype, sizes.compute)
+        kind = torch.int32 if e.op in ("word", "mark") else evaluate.NUMBER_KINDS.get(e.dtype, sizes.compute)
+        return (*batch, length, *tail), kind
 
     @staticmethod
     def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:

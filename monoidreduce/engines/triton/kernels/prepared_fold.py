@@ -68,7 +68,7 @@ class PreparedFold:
             if self.sums is not None:
                 fold, sizes, leaves = inner, self.sums.sizes, self.sums(leaves) or leaves
         self.inner, self.sizes = fold, sizes
-        values, self.batch, layouts = merge_batches_and_results(fold, leaves, sizes)
+        values, self.batch, layouts, _ = merge_batches(fold, leaves, sizes)
         self.picks, parts = list_kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
@@ -212,22 +212,13 @@ class _Lazy:
         return self._made
 
 
-def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
-    """The leaves of a fold, tensors with as few batch dimensions as their strides allow, and these dimensions."""
-    return merge_batches_and_results(fold, leaves, sizes)[:2]
-
-
-def merge_batches_and_results(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes
-) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout]]:
-    """The same; and how those results are laid out that are not contiguous, or may be summed over the batch."""
-    return merge_batches_and_strides(fold, leaves, sizes, ())[:3]
-
-
-def merge_batches_and_strides(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes, others: Sequence[Sequence[int]]
+def merge_batches(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, others: Sequence[Sequence[int]] = ()
 ) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout], list[tuple[int, ...]]]:
-    """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
+    """The leaves of a fold, tensors with as few batch dimensions as their strides allow; these dimensions; and how
+    those results are laid out that are not contiguous, or may be summed over the batch.
+
+    ``others``: the strides of the batch dimensions of other tensors; they come last, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
         batch = evaluate.summed_batch(fold, r, leaves, sizes)
@@ -242,7 +233,7 @@ def merge_batches_and_strides(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = evaluate.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
+    merged, views, steps = evaluate.merge_batch_dims(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)

@@ -20,7 +20,7 @@ import importlib.util
 import linecache
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,14 +81,9 @@ _IDLE = _Idle()
 _resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", default=False)
 
 
-@contextlib.contextmanager
-def skip_launches() -> Iterator[None]:
+def skip_launches() -> contextlib.AbstractContextManager[bool]:
     """First launches inside the block do nothing: for dry runs, which look at allocations alone."""
-    token = _resting.set(True)
-    try:
-        yield
-    finally:
-        _resting.reset(token)
+    return settings.hold(_resting, True)
 
 
 def skips_launches() -> bool:
@@ -108,15 +103,9 @@ class Resources:
 _watching: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextVar("watching", default=None)
 
 
-@contextlib.contextmanager
-def watch_resources() -> Iterator[list[Resources]]:
+def watch_resources() -> contextlib.AbstractContextManager[list[Resources]]:
     """The resources of kernels first launched inside the block."""
-    found: list[Resources] = []
-    token = _watching.set(found)
-    try:
-        yield found
-    finally:
-        _watching.reset(token)
+    return settings.hold(_watching, [])
 
 
 def report_resources(compiled: Any) -> None:
@@ -276,15 +265,10 @@ def _widen_interpreted_products() -> None:
     builder.create_dot = lambda x, y, *rest, **options: multiply(widen(x), widen(y), *rest, **options)
 
 
-@contextlib.contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only() -> contextlib.AbstractContextManager[bool]:
     """First launches inside the block compile and load a kernel and do not run it: for recordings, which are replayed
     right away. What such kernels would write is not there, so nothing inside may look at it."""
-    token = _compiles_only.set(True)
-    try:
-        yield
-    finally:
-        _compiles_only.reset(token)
+    return settings.hold(_compiles_only, True)
 
 
 def is_collecting() -> bool:
@@ -299,12 +283,8 @@ def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     if not _can_compile_ahead(device):
         return False
     waiting: _Waiting = {}
-    token = _waiting.set(waiting)
-    try:
-        with contextlib.suppress(Exception):  # the call that follows raises it
-            launches()
-    finally:
-        _waiting.reset(token)
+    with settings.hold(_waiting, waiting), contextlib.suppress(Exception):  # the call that follows raises it
+        launches()
     if len(waiting) > 1:
         with concurrent.futures.ThreadPoolExecutor(min(len(waiting), os.cpu_count() or 1), "compiling") as threads:
             for function, own in waiting.items():
@@ -443,6 +423,14 @@ def specialized(v: int) -> tuple[bool, ...]:
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU of this machine; (0, 0) of any other device, since plans are also made
+    for GPUs elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def runs_on(device: torch.device) -> bool:
