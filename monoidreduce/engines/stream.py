@@ -286,7 +286,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
     """Merge the states of two chunks; ``one`` is None before the first."""
     if one is None:
         return other
-    return [combine.merged(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
+    return [combine.merge_states(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
 
 
 # A whole source ----------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class _SourceBackward:
             mine
             if states is None
             else [
-                combine.merged(r, [states[k], mine[k]]) if k in rows else mine[k]
+                combine.merge_states(r, [states[k], mine[k]]) if k in rows else mine[k]
                 for k, r in enumerate(p.fold.reductions)
             ]
         )

@@ -271,7 +271,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
         held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
-        spare.launched(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
+        spare.launch_into(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
 

@@ -282,7 +282,9 @@ class Shard:
         results = kind.dense_results(results)
         stacked = [gather_ranks(t, axis.group) for t in results]
         lengths = [count_indices(p) for p in axis.ranges]
-        return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
+        return combine.close_state(
+            e, combine.merge_states(e, [combine.open_state(e, stacked, lengths, [0] * len(lengths))])
+        )
 
     def _to_global(self, place: Tensor, axis: Axis) -> Tensor:
         where = axis.index(place.device)

@@ -203,7 +203,7 @@ class Grid:
         if not before:
             return states
         pairs = zip(which, before, states, strict=True)
-        return [combine.merged(self.fold.reductions[k], [old, new]) for k, old, new in pairs]
+        return [combine.merge_states(self.fold.reductions[k], [old, new]) for k, old, new in pairs]
 
 
 def _unflatten(flat: list[Tensor], like: list[State]) -> list[State]:
@@ -382,7 +382,7 @@ def sharded_other_gradients(
         group = shard.axis(one.reductions[0].attrs[1]).group
         if group is not None:
             gathered = [gather_ranks(t, group) for t in job.states()]
-            pulled = torch.func.vjp(job.merge(0), *gathered)[1](tuple(job.filled(given)))
+            pulled = torch.func.vjp(job.merge(0), *gathered)[1](tuple(job.fill_cotangents(given)))
             given = [own_slice(t, group) for t in pulled]
         add_gradients(grads, job, job.gradients(given))
     return [g if g is None else _sum_over_ranks(g, e, shard) for g, e in zip(grads, fold.leaves, strict=True)]

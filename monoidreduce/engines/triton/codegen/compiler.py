@@ -35,7 +35,7 @@ from .kernel_text import (
     write_tile_body,
     write_tile_range,
 )
-from .reductions import known
+from .reductions import substitute_truths
 
 # Numbers of a pair, beside sums of vectors, with which no registers are left for what a sine and a cosine share. H200,
 # the logsumexp of cos(softsign(x · y + b)) with gradients: 1.52 ms, 1.95 where it is shared (468 bytes spilled)
@@ -224,7 +224,7 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
         return []
     v.loop(False)
     for r in soft:
-        r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
+        r.guess(tuple(substitute_truths(f, truths) for f in r.reduction.args[:1]))
     runs = _in_two_runs(v.spec)
     some = "whole + again > 0" if runs else "whole_last > whole_first"
     first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"

@@ -31,7 +31,7 @@ from . import (
 )
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, box_name
-from .reductions import known
+from .reductions import substitute_truths
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
 CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")
@@ -245,7 +245,7 @@ def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[E
 
     def step() -> None:
         for r in reductions:
-            fields = tuple(known(f, truths) for f in r.reduction.args)
+            fields = tuple(substitute_truths(f, truths) for f in r.reduction.args)
             v.inside.append(f"# {describe_reduction(r.reduction)}")
             if v.spec.pieces:  # first: other numbers would take registers meanwhile
                 v.products(*fields)

@@ -154,7 +154,7 @@ class LabelColumnWriter(ExpressionWriter):
             kept, folded = self.host.pair_strides(e)
             at = f"{self.host.base(e)} + kept_at.to(tl.int64)[:, None] * {kept} + {self.place} * {folded}"
         text = f"tl.load({at}, mask={self.inside_text}, other=0)"
-        return self._loaded(text, e, self.spec.type_of[e])
+        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
 
 
 TOOLS = Tools(
@@ -209,6 +209,6 @@ def _check(reduction: Expr) -> None:
         raise Unsupported(reason)
 
 
-def known(e: Expr, truths: dict[Expr, bool]) -> Expr:
+def substitute_truths(e: Expr, truths: dict[Expr, bool]) -> Expr:
     """An expression with some conditions known."""
     return constructors.substitute((e,), {c: const(t) for c, t in truths.items()})[0] if truths else e

@@ -71,7 +71,7 @@ class _Lines(ExpressionWriter):
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
         text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
-        return self._loaded(text, e, self.spec.type_of[e])
+        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)
@@ -79,11 +79,11 @@ class _Lines(ExpressionWriter):
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
         return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
 
-    def summed(self, k: int, e: Expr) -> str:
+    def write_sum(self, k: int, e: Expr) -> str:
         text = f"tl.broadcast_to({self.number(e)}, [KEPT, 1])"
         return f"tl.store(out{k}, tl.sum(tl.where(kept_in[:, None], {text}, 0)))"
 
-    def stored(self, k: int, e: Expr) -> str:
+    def write_store(self, k: int, e: Expr) -> str:
         text = self.number(e)
         place = "(out_at + kept_lane)[:, None]"
         if e.feature is None:
@@ -101,7 +101,7 @@ class _Lines(ExpressionWriter):
 def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> kernel_text.Kernel:
     lines = _Lines(spec)
     lines.cast = cast
-    stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
+    stores = [(lines.write_sum if total else lines.write_store)(k, e) for k, e in enumerate(outputs)]
     names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
     opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
@@ -203,7 +203,7 @@ class ElementwiseLaunch:
             self.again = again if small else None
         return outputs
 
-    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+    def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments after the outputs."""
         arguments = self.template.copy()
         for at, leaf, _ in self.fill:

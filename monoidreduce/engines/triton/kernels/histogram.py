@@ -298,7 +298,7 @@ class DiagonalLaunch(FoldLaunch):
         if not self.grid:
             outputs[-1] = outputs[-1].new_zeros(*self.sizes.batch, self.table_size)
             return outputs
-        if not self.launched(outputs, leaves, merged):
+        if not self.launch_into(outputs, leaves, merged):
             return self(leaves, merged)
         sums = sum_tiles(outputs.pop(), *self.lengths)
         found = add_diagonals(sums, self.places(leaves), self.table_size)

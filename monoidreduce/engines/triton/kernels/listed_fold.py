@@ -94,7 +94,10 @@ class PreparedListedFold:
             if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
                 return None
             recipe = one.recipe_over(own, found(one)) if one.grid else None
-            joined, after = one.united(), [] if long is None else long.recipes(one.outputs, own, len(leaves), found)
+            joined, after = (
+                one.list_combining_launches(),
+                [] if long is None else long.recipes(one.outputs, own, len(leaves), found),
+            )
             if recipe is None or joined is None or after is None:
                 return None
             before = [(one.cleared(k), k) for k in numbers]

@@ -128,12 +128,14 @@ class PreparedFold:
             return None
         found, first = [], 0
         for one in self.launches:
-            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.united()
-            shifted = one.shifted(leaves)
+            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.list_combining_launches()
+            shifted = one.list_shift_recipes(leaves)
             if recipe is None or joined is None or shifted is None:
                 return None
             found.append(
-                Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.begun())
+                Made(
+                    recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.make_sum_recipe()
+                )
             )
             first += count
         return found
@@ -194,7 +196,7 @@ class PartlyShownFold:
         start = rest.data_ptr()
         for n, k in enumerate(self.rest):
             places[k] = start + n * self.step
-        one.launched(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
+        one.launch_into(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
         return shown, [rest]
 
 
@@ -380,7 +382,7 @@ class Made(NamedTuple):
     before: Sequence[Beside] = ()
     after: Sequence[Beside] = ()
 
-    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
+    def list_launches(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
         written = {k for one in self.joined for k in one.written}
@@ -455,7 +457,7 @@ def record(
         if not launches:
             return None
         for one in launches:
-            found += one.launched(step.feeds, names)
+            found += one.list_launches(step.feeds, names)
         values.update(zip(names, results, strict=True))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)
     return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known

@@ -50,11 +50,11 @@ def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     """The module of a text. Triton is imported by the text itself: nothing else here needs it.
 
     ``functions``: by name, what the text calls and does not hold."""
-    return _IDLE if _resting.get() else _loaded(text, functions)
+    return _IDLE if _resting.get() else _load_text(text, functions)
 
 
 @functools.lru_cache(maxsize=1024)
-def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
+def _load_text(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     path = str(write_text(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
@@ -155,7 +155,7 @@ class Relauncher:
         with use_device(self.device):
             self.watched(*arguments, *self.constants)
 
-    def opened(
+    def open_descriptors(
         self, arguments: Sequence[Any]
     ) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.EncodedByAddress]]:
         """What starts it where its descriptors were taken apart, and these by their places; ``start`` and none where
@@ -317,7 +317,7 @@ Again = Callable[..., Any]
 class LaunchRecorder(Protocol):
     """What launches on panels are reported to."""
 
-    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+    def add_launch(self, again: Again | None, arguments: Sequence[Any]) -> None:
         """A kernel was launched with these arguments; None: it cannot be launched again."""
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
@@ -331,7 +331,7 @@ def report(again: Again | None, arguments: Sequence[Any]) -> None:
     """Report a launch to the recorder, if there is one."""
     recorder = recording.get()
     if recorder is not None:
-        recorder.launched(again, arguments)
+        recorder.add_launch(again, arguments)
 
 
 class LaunchCache:
@@ -382,7 +382,7 @@ class Kernels:
         found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
         for v in arguments:
             if isinstance(v, int):
-                found += specialized(v)
+                found += specialize_integer(v)
                 given.append(v)
             else:
                 address = v.data_ptr()
@@ -411,7 +411,7 @@ class Kernels:
             return make_relauncher(compiled, grid, tuple(constants.values()), device)
 
 
-def specialized(v: int) -> tuple[bool, ...]:
+def specialize_integer(v: int) -> tuple[bool, ...]:
     """What a compiled kernel may rely on of an integer."""
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
 

@@ -80,11 +80,11 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
         and kernel_plan.runs_warp_specialized(out.device)
-        and _copied(out, panel, vectors)
+        and _can_copy(out, panel, vectors)
     )
 
 
-def _copied(*tensors: Tensor) -> bool:
+def _can_copy(*tensors: Tensor) -> bool:
     return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 

@@ -77,7 +77,7 @@ _KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of l
 _ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # walks that ran once: they may not again, and push out no others
 
 
-def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
     """What ``walk`` returns, by a replay where there is one."""
     key = _key(program, inputs, sizes, room)
     kind = None if key is None else _KINDS.find(key) or _second(key, program)
@@ -146,7 +146,7 @@ class KernelStep:
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:
-        return repeated(run, *given)
+        return replay_walk(run, *given)
 
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
         self.loop, self.sizes = loop, sizes
@@ -172,7 +172,7 @@ class KernelStep:
             except Unsupported:
                 continue
             found = launch(leaves)
-            jit_module.report(launch.again, (*found, *launch.filled(leaves)))
+            jit_module.report(launch.again, (*found, *launch.fill_arguments(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:

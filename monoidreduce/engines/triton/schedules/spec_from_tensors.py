@@ -54,7 +54,11 @@ def describe_fold(
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
+    vectors = {
+        e: values[e]
+        for e in fold.leaves
+        if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables
+    }
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
@@ -80,7 +84,7 @@ def describe_fold(
             kind = torch.float32 if e.dtype == "float" and kind is not torch.uint8 else torch.int32
         elif e in fold.packed:
             pass  # widened where it is loaded
-        elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
+        elif e in _find_multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
@@ -216,12 +220,12 @@ def _vectors(fold: Fold) -> tuple[Expr, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _used(fold: Fold) -> frozenset[Expr]:
+def _find_used_leaves(fold: Fold) -> frozenset[Expr]:
     return frozenset(e for e in topological([*fold.reductions, *fold.scales]) if e.op == "leaf")
 
 
 @functools.lru_cache(maxsize=1024)
-def _multiplied(fold: Fold) -> frozenset[Expr]:
+def _find_multiplied(fold: Fold) -> frozenset[Expr]:
     """The vector leaves that only ever enter matrix products."""
     walked: set[Expr] = set()
     multiplied: set[Expr] = set()

@@ -30,7 +30,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known, make
+from ...codegen.reductions import make, substitute_truths
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     Partitions,
@@ -205,7 +205,7 @@ class _PairValues(ExpressionWriter):
         x = leaf_name(e)
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
 
-    def apart(self, at: str) -> str:
+    def index_gap(self, at: str) -> str:
         place = "step * FOLDED" if self.spec.listed and self.spec.listed.logical else "start"
         return f"index_distance(tl.sum({at}, 1), {place}, score)"
 
@@ -215,7 +215,7 @@ class _PairValues(ExpressionWriter):
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
         return "wide_lane", None
 
-    def divided(self, block: str, name: str) -> str:
+    def divide_vectors(self, block: str, name: str) -> str:
         factor = literal(self.toss.factor if self.toss else 1.0)
         layout = f"SUMS{suffix(self.totals.index(block))}"
         return f"{block} * tl.convert_layout({factor} / {name}, tl.SliceLayout(1, {layout}))[:, None]"
@@ -248,7 +248,7 @@ class _Text:
         self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
         limited = self.ends and listed.find_upper_limits(spec) is not None
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
-        logit = known(soft.reduction.args[0], self.truths)
+        logit = substitute_truths(soft.reduction.args[0], self.truths)
         forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
         self.softcap = match_softcap(soft, logit) if forms else None
         self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
@@ -516,7 +516,7 @@ class _Text:
         v.loop(masked)
         v.alone = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
-        logit, value, *more = (known(a, truths) for a in soft.reduction.args)
+        logit, value, *more = (substitute_truths(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
         v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
@@ -525,11 +525,11 @@ class _Text:
         weight = move_factors_to_weight(c).weight
         if v.toss:
             row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
-            part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
+            part = v.mask_columns(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
         else:
-            part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+            part = f"{n}_weight" if weight is ONE else v.mask_columns(f"{n}_weight * {v.number(weight)}", "0.0")
         for mean, number in zip(self.means, more, strict=True):
-            weighted = v.seen(f"{n}_weight * {v.full(number)}", "0.0")
+            weighted = v.mask_columns(f"{n}_weight * {v.full(number)}", "0.0")
             if soft.guessing:
                 v.inside.append(f"{mean} += lanes({weighted})")
             else:

@@ -19,7 +19,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known
+from ...codegen.reductions import substitute_truths
 from .. import gluon_parts
 from ..gluon_parts import (
     GROUP_ROWS,
@@ -124,7 +124,7 @@ class ScoredPairs(ExpressionWriter):
     def _shift(self, number: Expr, total: Expr) -> str:
         return self.here(f"shift{self.shifts.index((number, total))}")
 
-    def apart(self, at: str) -> str:
+    def index_gap(self, at: str) -> str:
         return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
 
     def product(self, x: Expr, y: Expr) -> str:
@@ -300,7 +300,7 @@ class _Text:
             *self._start_score(1),
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
-        weights = [known(p.weight, truths) for p in self.work.products]
+        weights = [substitute_truths(p.weight, truths) for p in self.work.products]
         for e in topological(weights):
             if e.op == "lookup":  # loaded while scores are made
                 v.full(e)
@@ -323,7 +323,7 @@ class _Text:
     def _weigh(self, k: int, weight: Expr) -> None:
         """Write the weights of a sum, as they are multiplied."""
         v, first = self.v, len(self.v.inside)
-        text = f"({v.seen(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
+        text = f"({v.mask_columns(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
         layout = self._layout_names("WEIGHTS")[k]
         v.inside.append(f"weight{k} = pack_pairs(tl.convert_layout({text}, {layout}))")
         self.generated += v.inside[first:]

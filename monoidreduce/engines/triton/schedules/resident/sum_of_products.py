@@ -24,7 +24,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known
+from ...codegen.reductions import substitute_truths
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     GROUP_ROWS,
@@ -137,10 +137,10 @@ class _PairValues(ExpressionWriter):
     def _leaf(self, e: Expr) -> str:
         return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
 
-    def drop(self, e: Expr) -> str:
+    def drop_weight(self, e: Expr) -> str:
         """A weight with dropout of two columns at once, without the dropout's factor."""
         if e.op == "where":  # what a condition hides
-            return f"tl.where({self.number(e.args[0])}, {self.drop(e.args[1])}, 0.0)"
+            return f"tl.where({self.number(e.args[0])}, {self.drop_weight(e.args[1])}, 0.0)"
         found = match_dropped_weight(e, self.spec)
         assert found is not None and found.pair is not None and found.number is not None
         toss, number = found.toss, self.number(found.number)
@@ -179,7 +179,9 @@ class _KernelText:
         users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
         self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
         self.order = TileOrder(spec)
-        self.rows = VectorRows.of(spec.slices(e.feature) for e in dict.fromkeys((*self._kept(), *self._summed())))
+        self.rows = VectorRows.of(
+            spec.slices(e.feature) for e in dict.fromkeys((*self._list_kept(), *self._list_summed()))
+        )
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
         ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
@@ -187,10 +189,10 @@ class _KernelText:
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
         self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
 
-    def _kept(self) -> list[Expr]:
+    def _list_kept(self) -> list[Expr]:
         return [e for each in self.kept for e in each]
 
-    def _summed(self) -> list[Expr]:
+    def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]
 
     def _resident_tiles(self) -> dict[str, int]:
@@ -221,7 +223,7 @@ class _KernelText:
         self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
         self.depths = dict.fromkeys(copied, self.depth)
         if self.depth == 1:
-            self.depths |= dict.fromkeys(self._summed(), 2)
+            self.depths |= dict.fromkeys(self._list_summed(), 2)
             self.depth = 2 if sum(self.depths[e] * block[e] for e in copied) <= room else 0
 
     def _read(self, group: GroupWork) -> list[Expr]:
@@ -504,8 +506,8 @@ class _ConsumerText:
         """The arithmetic of a tile, from its scores to its weights, ``next{k}``; what is sent comes first."""
         work, v, narrow, depth = self.work, self.v, self.spec.narrow, self.text.depth
         v.loop(masked)
-        write = v.full if self.text.toss is None else v.drop
-        seen = lambda e: v.seen_name(write(known(e, truths)), "0.0")
+        write = v.full if self.text.toss is None else v.drop_weight
+        seen = lambda e: v.bind_masked(write(substitute_truths(e, truths)), "0.0")
         for x in self.text.ringed_numbers:
             v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
             v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
