@@ -84,8 +84,8 @@ class FunctionWriter:
 
 # Elementwise arithmetic of rows alone or columns alone, between passes, grouped into one kernel.
 #
-# Examples are a row's ⟨g, P⟩, or a loss from its sums. ``torch_code.py`` runs such arithmetic node by node, one torch
-# call each; on a GPU a call costs more on the host than the arithmetic on the device. So neighbours are grouped as a
+# Examples are a row's ⟨g, P⟩, or a loss from its sums. A script runs such arithmetic node by node, one torch call each;
+# on a GPU a call costs more on the host than its arithmetic on the device. So neighbours are grouped as a
 # :class:`Side`, which is one kernel (``engines/triton/kernels/elementwise.py``) and whose gradient is again a side.
 
 _MIN_CALLS = 2  # torch calls from which on one kernel is faster

@@ -237,7 +237,7 @@ def _replace_fields(spec: Spec, fields: tuple[tuple[str, Any], ...]) -> Spec:
 
 
 def specialize(spec: Spec, **fields: Any) -> Spec:
-    """A spec with other fields; the same object for equal ones, so that what it knows of itself is found out once."""
+    """A spec with other fields; equal specs are one object, so that its cached properties are computed once."""
     return _replace_fields(spec, tuple(fields.items()))
 
 

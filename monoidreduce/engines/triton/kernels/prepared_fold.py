@@ -154,7 +154,7 @@ def _gains_by_bands(sizes: Sizes) -> bool:
 
 
 class PartlyShownFold:
-    """A fold of whose results only some are shown: those saved for the backward pass share one allocation."""
+    """A fold that returns some results and saves the others for the backward pass, in one allocation."""
 
     def __init__(self, ready: Any, shown: tuple[int, ...]):  # a PreparedFold, or a ListedFold in its form
         self.ready, self.shown = ready, shown
@@ -370,9 +370,9 @@ class Beside(NamedTuple):
 
 
 class Made(NamedTuple):
-    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others.
-    ``before`` and ``after``: what else writes to the same results."""
+    """How a replay repeats a launch, and which of a step's results it writes. ``joined``: the launches that combine
+    partial results of splits. ``shifted``: launches before it, each of which computes one more leaf. ``before``,
+    ``after``: other launches that write to the same results."""
 
     recipe: Recipe
     results: Sequence[int]

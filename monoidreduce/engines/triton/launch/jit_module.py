@@ -47,9 +47,9 @@ def write_text(text: str) -> Path:
 
 
 def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """The module of a text. Triton is imported by the text itself: nothing else here needs it.
+    """Compile a kernel's text to a Python module. The text itself imports Triton; this file does not.
 
-    ``functions``: by name, what the text calls and does not hold."""
+    ``functions``: by name, functions that the text calls and does not define."""
     return _IDLE if _resting.get() else _load_text(text, functions)
 
 
@@ -65,7 +65,7 @@ def _load_text(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
 
 
 class _Idle:
-    """Stands for a module of kernels, a kernel, and its launch: nothing happens."""
+    """A stand-in for a module of kernels, a kernel and its launch, in a dry run: every use does nothing."""
 
     def __getattr__(self, name: str) -> _Idle:
         return self
@@ -158,8 +158,8 @@ class Relauncher:
     def open_descriptors(
         self, arguments: Sequence[Any]
     ) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.EncodedByAddress]]:
-        """What starts it where its descriptors were taken apart, and these by their places; ``start`` and none where
-        they are given as they are. Of the arguments descriptors alone are looked at."""
+        """The launch function below Triton's handling of descriptors and, by argument, a cache of encoded descriptors;
+        ``start`` and no caches where that handling cannot be bypassed. Only descriptors in ``arguments`` are read."""
         return encoded_descriptors.bypass_encoding(self.start, (*self.before, None, *self.after), arguments) or (
             self.start,
             {},
@@ -167,8 +167,8 @@ class Relauncher:
 
 
 def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
-    """The compiled function that one of Triton's launchers calls, and what it gives it between stream and arguments;
-    None where a launch does more than that. Found by a copy that calls something else."""
+    """The C function that one of Triton's launchers calls, and the arguments that it inserts between the stream and the
+    kernel's own; None if a launch does more. Found by a copy of the launcher whose C function records its call."""
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 0):
         return None  # memory is allocated for each launch
     seen: list[tuple] = []
@@ -186,7 +186,8 @@ def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., No
 
 @functools.cache
 def find_stream(device: torch.device) -> Callable[[], int | None]:
-    """Says the current stream of a device; None where another device is the current one, or launches are watched."""
+    """A function that returns the current stream of a device, or None if another device is current or a profiler has
+    hooked launches."""
     triton = importlib.import_module("triton")
     runtime, current, now = (
         triton.knobs.runtime,
@@ -204,13 +205,13 @@ def find_stream(device: torch.device) -> Callable[[], int | None]:
 
 
 def _is_hooked(hook: Any) -> bool:
-    """Whether somebody (a profiler) is to be told of launches: Triton has a chain of listeners, or one, or None."""
+    """Whether a profiler has set one of Triton's launch hooks: a chain of them, one function, or None."""
     return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache
 def triton_version() -> tuple[int, ...]:
-    """Triton's."""
+    """The installed version of Triton: major and minor."""
     return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
 
 
@@ -300,8 +301,8 @@ def _compile(function: Any, launches: list[_Given], device: torch.device) -> Non
 
 
 def _can_compile_ahead(device: torch.device) -> bool:
-    """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
-    watches torch's calls, and no graph is captured."""
+    """Whether a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a torch
+    dispatch mode and outside of CUDA graph capture."""
     if device.type != "cuda" or triton_version() < (3, 4) or skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
@@ -412,7 +413,7 @@ class Kernels:
 
 
 def specialize_integer(v: int) -> tuple[bool, ...]:
-    """What a compiled kernel may rely on of an integer."""
+    """What Triton specializes a kernel on, of an integer: 1, a multiple of 16, and whether it fits in 32 bits."""
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
 
 

@@ -139,7 +139,7 @@ class RecordedLaunches(NamedTuple):
 
     @property
     def looked(self) -> set[str]:
-        """The names of what is looked at at every launch, or by torch before."""
+        """The names of values that the host reads at every launch, or torch before it."""
         given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
         found = {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
         return found | {name for call in self.calls for name in call.feeds if isinstance(name, str)}
@@ -280,7 +280,7 @@ class ProgramReplay:
         self.text = replay.text
 
     def _add_view(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
-        """Make another tensor of one, as a step."""
+        """A step that computes a tensor from another, such as a view."""
         place = Place(f"{name}_{how}", 0, None, (), ())
         steps.append(Operation(look, (self.places[name],), {}, (place,), False))
         return place

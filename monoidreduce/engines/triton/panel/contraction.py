@@ -73,7 +73,7 @@ def _form(t: Tensor) -> tuple:
 
 
 def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
-    """Hopper, 16 bits, all of it where tensor descriptors can be."""
+    """True on Hopper, for tensors of one 16-bit type that tensor descriptors can copy."""
     kinds = {t.dtype for t in (out, weights, vectors)}
     panel = weights if weights.stride(1) == 1 else weights.mT
     return (

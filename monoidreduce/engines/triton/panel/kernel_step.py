@@ -38,11 +38,11 @@ from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
 from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 
-# Walks over panels, replayed (``launch/replay.py``).
+# Replays of whole loops over panels (``launch/replay.py``).
 #
-# A walk is found by its program, its sizes, the kinds of its tensors, its numbers and the settings. The first of a kind
-# runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory
-# is free: they are chosen each time, and the recording is used only where they are the same.
+# The key is the program, the sizes, dtypes and strides of tensors, the numbers, and the settings. The first run of a
+# key is not recorded, the second is, and from the third on the recording is replayed. Without a budget, panel sizes
+# depend on free memory: they are chosen anew each time, and a recording is used only if they are the same.
 
 _FEW = 4  # recordings of one kind, with different panels
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -74,7 +74,7 @@ class _Kind:
 
 
 _KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of lengths
-_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # walks that ran once: they may not again, and push out no others
+_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # keys seen once: most are not seen again, and evict no recording
 
 
 def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
@@ -114,7 +114,7 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
 
 
 def _second(key: tuple, program: Lowered) -> _Kind | None:
-    """The kind of a walk that ran before, to be recorded; None where it did not."""
+    """The kind of a walk from its second run on, which is recorded; None on the first."""
     if _ONCE.pop(key, None) is None:
         _ONCE.keep(key, True)
         return None

@@ -322,8 +322,8 @@ def has_registers_for_wide_tiles() -> bool:
 
 
 def compiler_options(consumers: int) -> dict[str, int]:
-    """Options of the compiler for a kernel with so many consumer warp groups beside a producer; none for one without.
+    """Compiler options of a kernel with so many consumer warp groups and a producer; none without a producer.
 
-    A multiprocessor has 65536 registers. When the kernel starts they are shared out evenly, also to the three warps
-    that the producer's warp group leaves idle; ``warp_specialize`` moves them afterwards. They are counted by 8."""
+    A multiprocessor has 65536 registers. At the start every warp group has as many, also the producer's, of which three
+    warps are idle; ``warp_specialize`` then reassigns them. The count is a multiple of 8."""
     return {"maxnreg": 65536 // (128 * (consumers + 1)) // 8 * 8} if consumers else {}
