@@ -353,4 +353,4 @@ def test_launchers_are_kept_by_their_keys():
         != jit_module.specialize_integer(16)
         == jit_module.specialize_integer(32)
     )
-    assert jit_module.specialize_integer(-(2**31)) != jit_module.specialized(-(2**32))
+    assert jit_module.specialize_integer(-(2**31)) != jit_module.specialize_integer(-(2**32))
