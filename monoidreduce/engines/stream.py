@@ -535,7 +535,7 @@ class OtherChunks:
         for (fold, given), states in zip(self.parts, self.states, strict=True):
             job = _job(fold, leaves, sizes, (False,) * len(leaves))
             stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
-            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.filled(given)))
+            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.fill_cotangents(given)))
             self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
         self.states.clear()
 
