@@ -58,8 +58,8 @@ def consumer(
     {results}
 """
 
-# Whole tiles, the scores of half a tile at a time: while the weights of one half are made, the scores of the other half,
-# and the sums of the tile before, are on their way. A group waits for no MMA of its own that it has just started.
+# Whole tiles, the scores of half a tile at a time: while the weights of one half are made, the scores of the other
+# half, and the sums of the tile before, are on their way. A group waits for no MMA that it has just started.
 HALVES = """if whole_steps > 1:
     HALF: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED // 2, 32])
     half_zeros = tl.zeros([KEPT, FOLDED // 2], tl.float32, HALF)
