@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....plan import settings
-from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
+from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, MOST_FEW, Family, Tile
 from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
 from ..launch import jit_module
@@ -153,7 +153,7 @@ def choose_few_plan(
     family = family or FAMILY
     widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
     block = min(MOST_FEW, max(16, 1 << (lengths[0] - 1).bit_length()))
-    folded, warps, stages = FEW[widest]
+    folded, warps, stages = (FEW_STORED if widens else FEW)[widest]
     plan = KernelPlan(block, folded, warps, stages)
     room, least = family.shared * family.spare, 1 + family.ahead
     while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
