@@ -153,7 +153,6 @@ def _packed(device: str, causal: bool = False) -> Work:
         calls["Flex"] = _flex_documents(lengths.to(device), ends[-1])
     if (flash := _flash()) is not None:
         calls["FA4 varlen"] = _varlen(flash, offsets, int(lengths.max()), causal)
-    calls["two kernels"] = mr.budget("64GB")(ours)  # of the backward: within a budget there is no joint one
     return Work(name, args, calls, bars=(0.75, 0.75))
 
 

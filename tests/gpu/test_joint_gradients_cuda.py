@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from monoidreduce.engines.triton.schedules import kernel_plan
-from monoidreduce.runtime import domain_call
-from tests.support.joint_gradient_cases import CASES, PACKED, check, gradients, packed_gradients
+from tests.support.joint_gradient_cases import CASES, check, gradients
 
 HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
-MANY_PACKED = ([5000, 200, 1, 3000, 0, 700, 4000], 16, 128, {"is_causal": True}, torch.bfloat16)
 MANY = (2, 16, 16, 2048, 2048, 128, {"is_causal": True})
 
 
@@ -29,22 +27,6 @@ def test_repeats_bit_for_bit_where_tiles_wait_for_each_other(launched):
     for _ in range(30):
         again = gradients("auto", torch.bfloat16, *MANY, "cuda")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.parametrize("case", PACKED, ids=repr)
-def test_packed_sequences_against_float64(case, launched, of_few, monkeypatch):
-    monkeypatch.setattr(domain_call, "_LONG", 1)
-    found = packed_gradients(case)
-    assert joint(launched)
-    exact, plain = (packed_gradients(case, "sequences", kind=kind) for kind in (torch.float64, None))
-    for got, right, theirs in zip(found, exact, plain, strict=True):
-        assert (got.double() - right).norm() <= 2 * (theirs.double() - right).norm()
-
-
-def test_packed_sequences_repeat_bit_for_bit(launched):
-    first = packed_gradients(MANY_PACKED)
-    assert joint(launched)
-    assert all(all(map(torch.equal, first, packed_gradients(MANY_PACKED))) for _ in range(30))
 
 
 @pytest.mark.parametrize("causal", [False, True])

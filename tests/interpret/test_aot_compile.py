@@ -26,9 +26,6 @@ SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in lit
 SPILLS |= {"wide cross-entropy, stowed": 8}  # nor here
 SPILLS |= {"dropped attention 128": 444}  # its forward; with Triton 3.6 that spills 36
 SPILLS |= {"wide cross-entropy, 256 rows": 8}
-_PACKED = {"64, bfloat16": (4, 4), "128, bfloat16": (284, 228), "128, float16": (180, 228)}
-SPILLS |= {f"attention over packed sequences {name}": most for name, (most, _) in _PACKED.items()}
-SPILLS |= {f"causal attention over packed sequences {name}": most for name, (_, most) in _PACKED.items()}
 SPILLS |= {
     "attention over blocks 128": 416
 }  # as where the end of the columns is ragged: of the first tile, and a retry

@@ -33,7 +33,6 @@ from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
 from monoidreduce.plan import tiles as default_tiles
-from monoidreduce.runtime import domain_call
 from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
@@ -82,16 +81,6 @@ def sloped_attention(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
 def forward(op: Callable) -> Callable:
     """A call of which nobody asks gradients."""
     return torch.no_grad()(lambda *args: op(*args))
-
-
-def over_packed(op: Callable) -> Callable:
-    """A call over sequences that are long on average, as kernels for these take them."""
-
-    def call(*args):
-        with mock.patch.object(domain_call, "_is_long", lambda *given: True):
-            return op(*args, cols=mr.jagged(torch.tensor([0, 100, 256])))
-
-    return call
 
 
 @mr.op
@@ -338,11 +327,6 @@ CASES = [
     ),
     Case("indexer 64", indexer, _several(64)),
     # columns that are listed
-    *(
-        Case(f"{name} over packed sequences {d}, {str(t)[6:]}", over_packed(op), _qkv(d, 4), t, hopper=True)
-        for d, t in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16))
-        for name, op in (("attention", attention), ("causal attention", causal_attention))
-    ),
     Case("attention over blocks 128", lambda *qkv: attention(*qkv, cols=_blocks(128)), _qkv(128, 4), hopper=True),
     Case("attention over blocks 64", lambda *qkv: attention(*qkv, cols=_blocks(64)), _qkv(64, 4), lean=False),
     Case("attention over blocks of 16", lambda *qkv: attention(*qkv, cols=_blocks(16)), _qkv(128, 4), lean=False),

@@ -1,10 +1,7 @@
 """Cases of the kernel that makes the gradients of queries, keys and values; run on the simulator by ``tests/interpret``
 and on a GPU by ``tests/gpu``."""
 
-import itertools
-
 import torch
-import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
@@ -38,30 +35,3 @@ def check(found, case, device="cpu", least=2**-8):
         allowed = max(2 * (theirs.double() - right).norm().item(), least * right.norm().item())
         assert (got.double() - right).norm() <= allowed
         assert got.transpose(1, 2).is_contiguous()
-
-
-PACKED = [  # lengths of sequences, heads, features, options, dtype
-    ([300, 0, 1, 128, 600, 205], 2, 128, {}, torch.bfloat16),
-    ([300, 0, 1, 128, 600, 205], 2, 128, {"is_causal": True}, torch.bfloat16),
-    ([2000, 700, 900], 4, 64, {"is_causal": True}, torch.bfloat16),
-    ([64] * 20, 1, 128, {}, torch.bfloat16),
-    ([1000, 30, 500], 2, 128, {}, torch.float16),
-    ([1000, 30, 500], 2, 64, {"is_causal": True}, torch.float16),
-]
-
-
-def packed_gradients(case, engine="auto", device="cuda", kind=None):
-    """Those of attention over packed sequences; engine "sequences": of plain torch, one sequence after the other."""
-    lengths, heads, features, options, dtype = case
-    make = torch.Generator().manual_seed(0)
-    made = [torch.randn(1, heads, sum(lengths), features, generator=make).to(dtype) for _ in range(4)]
-    *leaves, y = (t.to(device, kind or dtype) for t in made)
-    leaves, ends = [t.requires_grad_() for t in leaves], [0, *itertools.accumulate(lengths)]
-    if engine == "sequences":
-        own = [[t[:, :, a:b] for t in leaves] for a, b in itertools.pairwise(ends)]
-        out = torch.cat([F.scaled_dot_product_attention(*given, **options) for given in own if given[0].shape[2]], 2)
-    else:
-        domain = mr.jagged(torch.tensor(ends, dtype=torch.int32, device=device))
-        with mr.use(engine=engine):
-            out = ops.attention(*leaves, cols=domain, **options)
-    return torch.autograd.grad(out, leaves, y)
