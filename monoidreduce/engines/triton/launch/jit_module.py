@@ -16,7 +16,6 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import linecache
 import os
 import types
@@ -434,22 +433,3 @@ class Kernels:
 def specialized(v: int) -> tuple[bool, ...]:
     """What a compiled kernel may rely on of an integer."""
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
-
-
-# Where kernels can run.
-
-
-@functools.cache
-def available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return (device.type == "cuda" or settings.interprets_kernels()) and available()
-
-
-def launches_on(device: torch.device) -> bool:
-    """Whether kernels run there, and not in an interpreter."""
-    return device.type == "cuda" and runs_on(device)
