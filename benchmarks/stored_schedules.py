@@ -6,6 +6,7 @@ or FP8 cache by each tile. Every candidate's error against float64 on the same s
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,14 +28,13 @@ _FP8 = 6.0 / 448
 
 @contextmanager
 def _schedules(changed: Mapping[str, Any]) -> Iterator[None]:
-    before, kernels.STORED_SCHEDULES = (
-        kernels.STORED_SCHEDULES,
-        tuple(replace(s, **changed) if s.widest == 128 else s for s in kernels.STORED_SCHEDULES),
-    )
+    before = kernels.STORED_SCHEDULES
+    tried = tuple(replace(s, **changed) if s.widest == 128 else s for s in before)
+    vars(kernels)["STORED_SCHEDULES"] = tried
     try:
         yield
     finally:
-        kernels.STORED_SCHEDULES = before
+        vars(kernels)["STORED_SCHEDULES"] = before
 
 
 def _attention(scale: float) -> mr.Op:
@@ -68,9 +68,10 @@ def _time(graph: torch.cuda.CUDAGraph, flush: torch.Tensor) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in marks)
 
 
-def compare(
-    candidates: Mapping[str, tuple[Callable[[], torch.Tensor], AbstractContextManager[Any]]], exact: Any
-) -> None:
+Candidate = tuple[Callable[[], Any], AbstractContextManager[Any]]
+
+
+def compare(candidates: Mapping[str, Candidate], exact: Callable[[Any], torch.Tensor]) -> None:
     """Print the median time of each candidate, its ratio to the first, and its error; ``exact``: what is compared."""
     graphs, flush = dict[str, tuple[torch.cuda.CUDAGraph, Any]](), torch.empty(2**26, device="cuda")
     for name, (fn, how) in candidates.items():
@@ -87,12 +88,12 @@ def compare(
     for name, (graph, out) in graphs.items():
         graph.replay()
         torch.cuda.synchronize()
-        error = (exact(out) - exact(None)).square().mean().sqrt().item()
+        off = (exact(out) - exact(None)).square().mean().sqrt().item()
         middle = statistics.median(times[name])
-        print(f"{name}: {middle:.4f} ms, {middle / base:.3f} of the first, rms error {error:.3e}", flush=True)
+        print(f"{name}: {middle:.4f} ms, {middle / base:.3f} of the first, rms error {off:.3e}", flush=True)
 
 
-def fp8(heads: int, tokens: int, causal: bool = False) -> None:
+def fp8(heads: int, tokens: int) -> None:
     """FP8 attention by each schedule, 128 features."""
     plain = [torch.randn(heads, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     values = [(t / _FP8).to(torch.float8_e4m3fn) for t in plain]
@@ -109,10 +110,12 @@ def fp8(heads: int, tokens: int, causal: bool = False) -> None:
         "halves, ring 4, registers 232": {"ring": 4, "halves": True, "registers": (232, 24)},
         "halves, ring 2": {"ring": 2, "halves": True},
     }
-    candidates: dict[str, Candidate] = {"bfloat16": (lambda: ops.attention(*plain), nullcontext())}
+    candidates: dict[str, Candidate] = {
+        "bfloat16": (lambda: ops.attention(plain[0], plain[1], plain[2]), nullcontext())
+    }
     for at, (name, changed) in enumerate(ways.items()):
         op = _attention(128**-0.5 * (1 + at * 1e-6))  # a program of its own, so that no plan is shared
-        candidates[name] = (lambda op=op: op(*stored), _schedules(changed))
+        candidates[name] = (functools.partial(op, *stored), _schedules(changed))
     print(f"FP8 attention, {heads} heads of {tokens}, {shipped}", flush=True)
     compare(candidates, lambda out: wanted if out is None else out[-1].double())
 
@@ -130,12 +133,12 @@ def decode(kind: str) -> None:
     wanted = torch.softmax(q[:1, :4].double() @ own[0].mT * 128**-0.5, -1) @ own[1]
     candidates: dict[str, Candidate] = {
         "bfloat16": (lambda: ops.attention_decode(q, k, v, lengths), nullcontext()),
-        "shipped": (lambda: ops.attention_decode(q, *stored, lengths), nullcontext()),
+        "shipped": (lambda: ops.attention_decode(q, stored[0], stored[1], lengths), nullcontext()),
     }
     for folded, warps, stages, parts in TILES:
         plan = {"cols": KernelPlan(16, folded, warps, stages, parts=parts)}
         name = f"{folded} columns, {warps} warps, {stages} stages, {parts} splits"
-        candidates[name] = (lambda: ops.attention_decode(q, *stored, lengths), use_plan(plan))
+        candidates[name] = (lambda: ops.attention_decode(q, stored[0], stored[1], lengths), use_plan(plan))
     print(f"decoding from {kind}", flush=True)
     compare(candidates, lambda out: wanted if out is None else out[:1, :4].double())
 

@@ -395,7 +395,7 @@ class _Text:
         begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
         results = self._results()
         if self._takes_halves():
-            before_whole, whole = [], self._whole_in_halves(arithmetic["whole"])
+            before_whole, whole = list[str](), self._whole_in_halves(arithmetic["whole"])
         else:
             before_whole, step = self._whole_step(arithmetic["whole"], arithmetic["capped"])
             whole = ["for step in range(1, whole_steps):", *indent(step)]
