@@ -34,7 +34,7 @@ def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
     """A program whose folds say which of them keep their products exact.
 
     ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
-    if sizes.device.type != "cuda":
+    if not triton.runs_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
     if not any(letters.values()) or not triton.epilogue.is_fast_on(sizes.device):
