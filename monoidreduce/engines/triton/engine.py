@@ -21,6 +21,7 @@ from ...program.lower import Fold
 from ..common import matmul
 from ..common.evaluate import Sizes
 from ..common.torch_code import Side
+from . import describe_leaves, prepared_folds
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported
 from .kernels import (
@@ -43,7 +44,6 @@ from .panel import epilogue
 from .panel.arena import MemoryPlan
 from .panel.kernel_step import KernelStep
 from .panel.meta_step import MetaStep
-from .prepared import describe_leaves, prepared_folds
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, Rendering, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
