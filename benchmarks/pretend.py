@@ -63,7 +63,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (contraction, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (kernel_step, dict(repeated=repeated)),
-        (call_cost, dict(may_be_dense=lambda *given: False)),
+        (call_cost, dict(fits_one_matrix=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
         (kernel_plan, dict(runs_warp_specialized=yes)),

@@ -62,7 +62,8 @@ class Scheduled:
     """The cost of a whole call by one schedule.
 
     ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
-    all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others.
+    all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others; ``results``: bytes of the
+    dense form's results and gradients.
     """
 
     schedule: str
@@ -74,6 +75,7 @@ class Scheduled:
     parts: tuple[Part, ...] = ()
     sent: float = 0.0
     ranks: int = 1
+    results: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Cost:
     schedules: tuple[Scheduled, ...]
     ceilings: DeviceRates
     budget: int | None
-    dense: int | None  # without a budget: bytes that one matrix of pairs may take; None: dense is never allowed
+    dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
     backward: bool
     own: str = ""  # the schedule under which each fold runs by its own choice
 
@@ -101,11 +103,9 @@ class Cost:
         return fold
 
     def allows(self, scheduled: Scheduled) -> bool:
-        """True if a schedule fits in the budget; without one, if a matrix of pairs fits in ``dense`` bytes."""
+        """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""
         if scheduled.schedule == "dense":
-            if self.dense is None:
-                return False
-            return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
+            return self.dense is not None and fits_dense(scheduled, self.budget, self.dense)
         return self.budget is None or scheduled.held <= self.budget
 
     def with_schedule(self, scheduled: Scheduled) -> Cost:
@@ -124,6 +124,11 @@ class Cost:
     def __str__(self) -> str:
         parts = [f"{s.schedule} {s.seconds * 1e3:.3g} ms, {s.peak / 1e6:.3g} MB" for s in self.schedules]
         return "; ".join(parts)
+
+
+def fits_dense(dense: Scheduled, limit: int | None, otherwise: int) -> bool:
+    """True if the dense form fits in the budget ``limit``; without one, if all but its results take ``otherwise``."""
+    return dense.peak - dense.results <= otherwise if limit is None else dense.peak <= limit
 
 
 def estimate(case: Case, choice: Choice) -> Estimate:
