@@ -6,7 +6,7 @@ and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
     work     (equations 2, 6)  the work of all pairs, and r - 1 combinations of partial results per row
     time     (equations 3, 7)  the work divided by the workers, and no less than the longest chain
     memory   (equations 4, 8)  that of one slice
-    traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
+    traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P
 
 Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
 by rates (both in ``op_counts.py``):
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from ..reductions import kind_of, outputs_of
 from . import budget
 from . import tiles as tiling
-from .communication import forward_cost
 from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
@@ -168,6 +167,31 @@ def _estimate_gathers(case: Case) -> Estimate:
 
 
 _GATHER_PASSES = 4  # gather, multiply, sum, add: each reads and writes the gathered vectors
+
+
+def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 5: all bytes read and combined for L rows in l slices and R columns in r slices,
+
+        (r / W) L A + l R B + (r / W - 1) L P
+
+    where a worker takes W column slices for each row slice, reads the row slice once and combines them locally.
+
+    >>> forward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    200.0
+    """
+    groups = r / W
+    return groups * L * A + l * R * B + (groups - 1) * L * P
+
+
+def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 9: the same for the gradients, which also read results and cotangents and are summed on both sides,
+
+        2 (r / W) L (A + P) + 2 l R B
+
+    >>> backward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    480.0
+    """
+    return 2 * (r / W) * L * (A + P) + 2 * l * R * B
 
 
 # Tiles in torch -----------------------------------------------------------------------------------------------
