@@ -242,6 +242,8 @@ class SoftmaxLines(Lines):
             block = m.feature is not None and not m.tiny
             by = f"{n}_rounded" if self.compensates and rounded else f"{n}_seen"
             texts = [self.v.divided(t, by) if block else f"{t} / {by}" for t in m.result()]
+            if self.scale is not ONE:
+                texts = [f"{t} * {self.v.number(self.scale)}" for t in texts]
             results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 

@@ -1,6 +1,7 @@
 """Vectors stored in 8 bits with scales, in kernels, beside the same layers on plain tensors."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.schedules import vector_conversions
+from monoidreduce.engines.triton.schedules.resident import attention, attention_schedules
 from tests.support import gluon_simulator, internals
 from tests.support import scaled_cases as cases
 from tests.support.scaled_cases import KINDS, store, widen
@@ -59,7 +61,9 @@ def test_products_of_both_sides_as_they_are_stored(kind, width, seed, monkeypatc
     assert not any("bfloat16" in text.split("def fold")[-1] for text in products)
 
 
+HALVES = pytest.param("four tiles, one ragged", True, marks=pytest.mark.sampled(1))
 ATTENTIONS = {
+    "four tiles, one ragged": lambda: (_made((2,), 129, 450), {}),
     "ragged": lambda: (_made((2,), 59, 111), {}),
     "several tiles": lambda: (_made((2,), 129, 257), {}),
     "causal, batches": lambda: (_made((1, 2), 300, 385), {"causal": True}),
@@ -80,11 +84,14 @@ def _made(batch, rows, cols, scales="number"):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_fp8_attention_has_the_error_of_rounded_weights(name, seed, monkeypatch):
+@pytest.mark.parametrize(("name", "halves"), [*((name, False) for name in ATTENTIONS), ("peaked", True), HALVES])
+def test_fp8_attention_has_the_error_of_rounded_weights(name, halves, seed, monkeypatch):
     """Weights have four digits in binary: means are off by 2⁻⁴ of what single values add to them at most."""
     torch.manual_seed(seed)
     given, options = ATTENTIONS[name]()
+    if halves:
+        schedules = tuple(replace(s, halves=True) for s in attention_schedules.STORED_SCHEDULES)
+        monkeypatch.setattr(attention, "STORED_SCHEDULES", schedules)
     seen = gluon_simulator.simulate(monkeypatch)
     with mr.use(engine="triton"), use_plan(BY_TURNS):
         found = ops.attention(*given, **options)
@@ -92,7 +99,7 @@ def test_fp8_attention_has_the_error_of_rounded_weights(name, seed, monkeypatch)
     if options.get("return_lse"):
         torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-4)
         found, exact = found[0], exact[0]
-    assert [c.kernel.turned is not None for c in seen] == [True]
+    assert [(c.kernel.turned is not None, "join_halves(" in c.kernel.text) for c in seen] == [(True, halves)]
     error = (found.double() - exact).square().mean() / exact.square().mean()
     assert error.sqrt() < 0.04
 
@@ -140,3 +147,30 @@ def test_pages_of_4_bits():
         warnings.simplefilter("error")
         found = ops.attention_paged(q, k, v, pages)
     torch.testing.assert_close(found, ops.attention_paged(q, *widen((k, v), torch.float32), pages))
+
+
+EDGES = mr.edges.from_neighbours((torch.arange(20)[:, None] * 3 + torch.arange(5)) % 37)
+
+
+@pytest.mark.parametrize("cols", [None, EDGES], ids=["all", "edges"])
+@pytest.mark.parametrize("engine", ["eager", "panel", "triton"])
+def test_a_scale_of_all_values_multiplies_the_mean_alone(engine, cols, seed):
+    """The scale is applied before the mean is written; the logsumexp beside it is of the logits."""
+    torch.manual_seed(seed)
+    for scales in ("number", "batch"):
+        q, k, v = cases.problem(both, torch.int8, scales, width=24, rows=20, cols=37, batch=() if cols else (2,))
+        q.requires_grad_()
+        with mr.use(engine="reference"):
+            exact = both(q, *widen((k, v), torch.float64), **({"cols": cols} if cols else {}))
+        with mr.use(engine=engine):
+            found = both(q, k, v, **({"cols": cols} if cols else {}))
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one, other)
+            grad, wanted = (torch.autograd.grad(t.square().sum(), q, retain_graph=True)[0] for t in (one, other))
+            torch.testing.assert_close(grad, wanted)
+
+
+@mr.op
+def both(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    s = q @ k
+    return mr.softmax_mean(s, v), mr.logsumexp(s)

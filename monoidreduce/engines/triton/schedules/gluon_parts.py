@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
-from ..codegen import kernel_text, listed
+from ..codegen import kernel_text, listed, tile_ranges
 from ..codegen.kernel_spec import Slices, Spec, box_name
 
 IMPORTS = """import triton.experimental.gluon.language as tl
@@ -292,9 +292,9 @@ class Ring:
         ]
 
 
-def start_score(name: str, residents: Sequence[str], blocks: Sequence[str]) -> list[str]:
+def start_score(name: str, residents: Sequence[str], blocks: Sequence[str], zeros: str = "zeros") -> list[str]:
     """Start the MMAs of a score: the resident tile times a step's blocks, summed over the slices of features."""
-    lines, total = [], "zeros, use_acc=False"
+    lines, total = [], f"{zeros}, use_acc=False"
     for resident, block in zip(residents, blocks, strict=True):
         lines.append(f"{name} = warpgroup_mma({resident}, {block}.permute((1, 0)), {total}, is_async=True)")
         total = name
@@ -345,7 +345,7 @@ class TileOrder:
     spec: Spec
     sloped: int = 0  # kept indices of an instance, where the nearest tile comes first
     kept: int = 0  # kept indices of an instance, where limits of a list are found from them
-    backwards: bool = False  # whole tiles from the last to the first
+    backwards: bool = False  # whole tiles from the last to the first; of packed sequences cut ones too
 
     @property
     def opening(self) -> list[str]:
@@ -382,7 +382,8 @@ class TileOrder:
             return listed.tile_of_step(self.spec, step)
         if not self.spec.bounds:
             return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
-        at = f"({step} - whole_steps)"
+        packed = self.backwards and tile_ranges.find_stretches(self.spec.fold) is not None
+        at = f"(steps - 1 - {step})" if packed else f"({step} - whole_steps)"
         at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 

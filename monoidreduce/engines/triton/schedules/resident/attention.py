@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -393,7 +394,11 @@ class _Text:
         load = self.rows.load(v.pointer(queries), queries, width, self.keys.slices, self.residents, zero)
         begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
         results = self._results()
-        before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
+        if self._takes_halves():
+            before_whole, whole = list[str](), self._whole_in_halves(arithmetic["whole"])
+        else:
+            before_whole, step = self._whole_step(arithmetic["whole"], arithmetic["capped"])
+            whole = ["for step in range(1, whole_steps):", *indent(step)]
         generated = [*v.before, *begin, *results, *(line for lines in arithmetic.values() for line in lines)]
         text = fill(
             attention_template.CONSUMER,
@@ -499,6 +504,60 @@ class _Text:
         if self.spec.fold.tables:
             enter, early = [], [*enter, *early]
         return before, self._step(whole, enter, queries, early)
+
+    def _takes_halves(self) -> bool:
+        """Whether whole tiles are computed in halves: by the schedule, where nothing but the product varies within a
+        tile."""
+        logit = self.soft.reduction.args[0]
+        outside = topological([logit], stop=lambda e: e.op == "dot")
+        plain = not any(e.rows or e.cols for e in outside if not e.is_pair)
+        return self.schedule.halves and self.stored and self.guesses and not self.spec.bounds and plain
+
+    def _whole_in_halves(self, whole: list[str]) -> list[str]:
+        """The loop over whole tiles where scores of half a tile are always on their way. ``whole``: the arithmetic of
+        a tile."""
+        n, half = self.n, "FOLDED // 2"
+        names = {line.split(" ")[0] for line in whole if re.match(r"\w+ \+?= ", line)} | {f"{n}_top"}
+        renamed = [re.sub(r"\w+", lambda m: f"half_{m[0]}" if m[0] in names else m[0], line) for line in whole]
+
+        def weigh(side: str) -> list[str]:
+            lines = [re.sub(r"\bscore\b", side, line) for line in renamed if not line.startswith("#")]
+            return [*lines, f"{side}_weights = join_bytes(half_{n}_part)"]
+
+        def start(side: str, step: str) -> list[str]:
+            at = half if side == "second" else "0"
+            blocks = [f"{block}.slice({at}, {half}, 0)" for block in self.keys.blocks(step)]
+            return gluon_parts.start_score(side, self.residents, blocks, "half_zeros")
+
+        wait = f"second, {self.totals}, weights = warpgroup_mma_wait(0, deps=[second, {self.totals}, weights])"
+        largest = f"half_{n}_largest = lane_largest(half_zeros)"
+        text = fill(
+            attention_template.HALVES,
+            n=n,
+            behind=len(self.v.totals) + len(self.keys.slices),
+            largest=[largest] if self.soft.compensates else [],
+            wait_keys=[self.keys.wait("1")],
+            start_first=start("first", "1"),
+            sums_before=[*self.unpack, *self._start_sums("0", self.operand)],
+            start_second=start("second", "1"),
+            weigh_first=weigh("first"),
+            wait_second=[f"half_{n}_total = order_before_wait(half_{n}_total)", wait],
+            release=[self.keys.release(), self.values.release("(step - 1)")],
+            wait_next=[self.keys.wait("(step + 1)")],
+            start_next_first=start("first", "(step + 1)"),
+            weigh_second=weigh("second"),
+            sums=[*self.unpack, *self._start_sums("step", self.operand)],
+            start_next_second=start("second", "(step + 1)"),
+            add_totals=[
+                f"{n}_total += lay_out(half_{n}_total, {n}_total)",
+                *(
+                    [f"{n}_largest = tl.maximum({n}_largest, lay_out(half_{n}_largest, {n}_largest))"]
+                    if self.soft.compensates
+                    else []
+                ),
+            ],
+        )
+        return text.split("\n")
 
     def _weigh(
         self,

@@ -31,6 +31,7 @@ class AttentionSchedule:
     holds_queries: bool = True  # in registers, in whole tiles
     item: int = 2  # bytes of a number of queries, keys and values
     more_values: int = 0  # blocks of values in flight beyond those of keys: they are released a step later
+    halves: bool = False  # whether scores of half a tile are always on their way (``attention_template.HALVES``)
 
     def __post_init__(self) -> None:
         if not 16 <= self.widest <= _WIDEST or self.widest % 16:

@@ -120,13 +120,16 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
 def divide_joint_work(spec: Spec) -> GroupWork | None:
     """The work of each of two consumer groups on kept indices of their own, beside a sum over these (``Spec.joint``);
     None where there is no such kernel."""
-    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+    if spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+        return None
+    if spec.narrow not in ("bfloat16", "float16"):
         return None
     products, under, numbers = list(_products(spec, 1)), topological(spec.fold.reductions), folded_numbers(spec)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
     slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     slow |= not any(e.op == "exp" for e in under)  # other layers than attention were not measured
-    ringed = len(numbers) <= _NUMBERS[2, 2] and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
+    ringed = len(numbers) <= _NUMBERS[2, 2]
+    ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
     if slow or not ringed or not all(_multiplies(e, spec, 1) for e in dots):
         return None
     found = _single_group(spec, dots, products)
