@@ -327,7 +327,8 @@ def dry_run(
         on_gpu = sizes if sizes.device.type == "cuda" else None
         with _CallCounter(sizes, scale, rates, tensors) as counter, _use_counter(counter), _standing_for(on_gpu):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
-            values, gradients = [v for v in found if v.requires_grad], ()
+            values = [v for v in found if v.requires_grad]
+            gradients: tuple[Tensor, ...] = ()
             if backward and values:
                 counter.backward = True
                 wanted = [t for t in tensors if t.requires_grad]
