@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
     bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
-    repeated = kernel_step.repeated if again else lambda walked, *given: walked(*given)
+    repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (

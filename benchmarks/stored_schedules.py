@@ -104,11 +104,8 @@ def fp8(heads: int, tokens: int) -> None:
     shipped = next(s for s in kernels.STORED_SCHEDULES if s.widest == 128)
     ways: dict[str, dict[str, Any]] = {
         "shipped": {},
-        "ring 4": {"ring": 4},
-        "halves, ring 3": {"ring": 3, "halves": True},
-        "halves, ring 4": {"ring": 4, "halves": True},
-        "halves, ring 4, registers 232": {"ring": 4, "halves": True, "registers": (232, 24)},
-        "halves, ring 2": {"ring": 2, "halves": True},
+        "ring 3": {"ring": 3},
+        "ring 2": {"ring": 2},
     }
     candidates: dict[str, Candidate] = {
         "bfloat16": (lambda: ops.attention(plain[0], plain[1], plain[2]), nullcontext())

@@ -286,7 +286,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
     """Merge the states of two chunks; ``one`` is None before the first."""
     if one is None:
         return other
-    return [combine.merged(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
+    return [combine.merge_states(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
 
 
 # A whole source ----------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class _SourceBackward:
             mine
             if states is None
             else [
-                combine.merged(r, [states[k], mine[k]]) if k in rows else mine[k]
+                combine.merge_states(r, [states[k], mine[k]]) if k in rows else mine[k]
                 for k, r in enumerate(p.fold.reductions)
             ]
         )
@@ -535,7 +535,7 @@ class OtherChunks:
         for (fold, given), states in zip(self.parts, self.states, strict=True):
             job = _job(fold, leaves, sizes, (False,) * len(leaves))
             stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
-            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.filled(given)))
+            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.fill_cotangents(given)))
             self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
         self.states.clear()
 

@@ -72,6 +72,16 @@ current: contextvars.ContextVar[Settings] = contextvars.ContextVar("settings", d
 
 
 @contextlib.contextmanager
+def hold(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[Any]:
+    """Give a context variable a value inside the block, which the block is given."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def change(**fields: Any) -> Iterator[None]:
     """Set some fields inside the block; afterwards they are as they were, whatever became of the others."""
     before = put(**fields)

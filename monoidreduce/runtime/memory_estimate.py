@@ -88,7 +88,7 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
-    merged, _ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    merged, *_ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
     own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else tiles.Tiles(*asked)
@@ -271,7 +271,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
         held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
-        spare.launched(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
+        spare.launch_into(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
 
@@ -295,7 +295,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
 def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
-    given, whole = triton.merge_batches(call.fold, call.leaves, sizes)
+    given, whole, *_ = triton.merge_batches(call.fold, call.leaves, sizes)
     if pick.takes(r, sizes):
         return pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
@@ -305,7 +305,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     small = scale.sizes(sizes)
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
-        values, batch = triton.merge_batches(call.fold, leaves, small)
+        values, batch, *_ = triton.merge_batches(call.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
         triton.gather_labels(r, values, batch, small, elements)
     side = "rows" if r.attrs[2] == ("col",) else "cols"  # the side that holds the indices

@@ -1,7 +1,6 @@
 """Vectors stored in 8 bits with scales, in kernels, beside the same layers on plain tensors."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.schedules import vector_conversions
-from monoidreduce.engines.triton.schedules.resident import attention, attention_schedules
 from tests.support import gluon_simulator, internals
 from tests.support import scaled_cases as cases
 from tests.support.scaled_cases import KINDS, store, widen
@@ -61,9 +59,7 @@ def test_products_of_both_sides_as_they_are_stored(kind, width, seed, monkeypatc
     assert not any("bfloat16" in text.split("def fold")[-1] for text in products)
 
 
-HALVES = pytest.param("four tiles, one ragged", True, marks=pytest.mark.sampled(1))
 ATTENTIONS = {
-    "four tiles, one ragged": lambda: (_made((2,), 129, 450), {}),
     "ragged": lambda: (_made((2,), 59, 111), {}),
     "several tiles": lambda: (_made((2,), 129, 257), {}),
     "causal, batches": lambda: (_made((1, 2), 300, 385), {"causal": True}),
@@ -84,14 +80,11 @@ def _made(batch, rows, cols, scales="number"):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "halves"), [*((name, False) for name in ATTENTIONS), ("peaked", True), HALVES])
-def test_fp8_attention_has_the_error_of_rounded_weights(name, halves, seed, monkeypatch):
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_fp8_attention_has_the_error_of_rounded_weights(name, seed, monkeypatch):
     """Weights have four digits in binary: means are off by 2⁻⁴ of what single values add to them at most."""
     torch.manual_seed(seed)
     given, options = ATTENTIONS[name]()
-    if halves:
-        schedules = tuple(replace(s, halves=True) for s in attention_schedules.STORED_SCHEDULES)
-        monkeypatch.setattr(attention, "STORED_SCHEDULES", schedules)
     seen = gluon_simulator.simulate(monkeypatch)
     with mr.use(engine="triton"), use_plan(BY_TURNS):
         found = ops.attention(*given, **options)
@@ -99,7 +92,7 @@ def test_fp8_attention_has_the_error_of_rounded_weights(name, halves, seed, monk
     if options.get("return_lse"):
         torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-4)
         found, exact = found[0], exact[0]
-    assert [(c.kernel.turned is not None, "join_halves(" in c.kernel.text) for c in seen] == [(True, halves)]
+    assert [c.kernel.turned is not None for c in seen] == [True]
     error = (found.double() - exact).square().mean() / exact.square().mean()
     assert error.sqrt() < 0.04
 

@@ -347,8 +347,6 @@ def assembled(text):
         "split_words": same,
         "join_bytes": join_bytes,
         "split_bytes": same,
-        "join_halves": lambda a, b, like: torch.cat([a.view(torch.int8), b.view(torch.int8)], 1).view(a.dtype),
-        "lay_out": same,
         "drop_pairs": drop_pairs,
         "thrown": thrown,
         "spared": spared,

@@ -48,7 +48,7 @@ def run(
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     rooms = [allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
-    shape, views, _ = evaluate.merge_batch_and_strides(
+    shape, views, _ = evaluate.merge_batch_dims(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]

@@ -25,7 +25,6 @@ from ...program.declarations import HIDDEN
 from ...program.expression import Expr, topological
 from ..common.evaluate import Sizes
 from ..common.shard import (
-    AllReduceSum,
     Axis,
     Group,
     Ranges,
@@ -34,6 +33,7 @@ from ..common.shard import (
     all_gather,
     all_gather_texts,
     all_reduce,
+    sum_replicas,
 )
 
 ORDERS = ("contiguous", "zigzag")
@@ -290,7 +290,7 @@ def streamed_call() -> StreamedCall | None:
 def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
     """All-reduce (sum) over the ranks that this axis is sharded over; differentiable."""
     group = getattr(current_layout() or Layout(), axis)
-    return total if group is None else AllReduceSum.apply(total, group)
+    return total if group is None else sum_replicas(total, group)
 
 
 def max_over_ranks(axis: str, value: Tensor) -> Tensor:

@@ -292,9 +292,9 @@ class Ring:
         ]
 
 
-def start_score(name: str, residents: Sequence[str], blocks: Sequence[str], zeros: str = "zeros") -> list[str]:
+def start_score(name: str, residents: Sequence[str], blocks: Sequence[str]) -> list[str]:
     """Start the MMAs of a score: the resident tile times a step's blocks, summed over the slices of features."""
-    lines, total = [], f"{zeros}, use_acc=False"
+    lines, total = [], "zeros, use_acc=False"
     for resident, block in zip(residents, blocks, strict=True):
         lines.append(f"{name} = warpgroup_mma({resident}, {block}.permute((1, 0)), {total}, is_async=True)")
         total = name

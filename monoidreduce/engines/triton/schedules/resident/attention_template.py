@@ -45,7 +45,8 @@ def consumer(
 
     # whole tiles: the scores of each beside the sums of the one before
     {before_whole}
-    {whole}
+    for step in range(1, whole_steps):
+        {whole}
     if RAGGED:
         # tiles that a condition or the end of the folded axis cuts
         for step in range(tl.maximum(whole_steps, 1), steps):
@@ -57,38 +58,6 @@ def consumer(
     # results
     {results}
 """
-
-# Whole tiles, the scores of half a tile at a time: while the weights of one half are made, the scores of the other
-# half, and the sums of the tile before, are on their way. A group waits for no MMA that it has just started.
-HALVES = """if whole_steps > 1:
-    HALF: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED // 2, 32])
-    half_zeros = tl.zeros([KEPT, FOLDED // 2], tl.float32, HALF)
-    half_{n}_top = tl.convert_layout({n}_top, tl.SliceLayout(1, HALF))
-    half_{n}_total = lanes(half_zeros)
-    {largest}
-    {wait_keys}
-    {start_first}
-    {sums_before}
-    {start_second}
-    first = warpgroup_mma_wait({behind}, deps=[first])
-    for step in range(1, whole_steps - 1):
-        {weigh_first}
-        {wait_second}
-        {release}
-        {wait_next}
-        {start_next_first}
-        {weigh_second}
-        weights = join_halves(first_weights, second_weights, weights)
-        {sums}
-        {start_next_second}
-        first = warpgroup_mma_wait({behind}, deps=[first])
-    step = whole_steps - 1
-    {weigh_first}
-    {wait_second}
-    {release}
-    {weigh_second}
-    weights = join_halves(first_weights, second_weights, weights)
-    {add_totals}"""
 
 # Where a guessed maximum stood in for the running one. A warp group retries alone, in a slot of its own of the ring
 # buffers: when all groups are done with them, the producer has ended.
@@ -148,18 +117,6 @@ def join_bytes(weights):
         pack=1,
     )
     return tl.reshape(words, [rows, cols // 4])
-""",
-    # The words of a tile's two halves, laid out as those of a whole tile; and numbers of rows of one as of the other
-    "join_halves": """
-@gluon.jit
-def join_halves(first, second, like):
-    words = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [first.shape[0], first.shape[1] * 2])
-    return tl.convert_layout(words, like.type.layout)
-""",
-    "lay_out": """
-@gluon.jit
-def lay_out(numbers, like):
-    return tl.convert_layout(numbers, like.type.layout)
 """,
     "split_bytes": """
 @gluon.jit
