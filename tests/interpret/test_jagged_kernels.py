@@ -8,7 +8,6 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import tile_ranges
-from monoidreduce.engines.triton.kernels import joint_launch
 from monoidreduce.runtime import domain_call
 from tests.support import gluon_simulator, internals
 
@@ -35,9 +34,6 @@ DOMAINS = {
     "square, empty ones, a tail of none": lambda: mr.jagged(torch.tensor([0, 70, 70, 200, 200, 330])),
     "rows and columns apart": lambda: mr.jagged(torch.tensor([0, 130, 130, 380]), torch.tensor([0, 190, 250, 300])),
     "one": lambda: mr.jagged(torch.tensor([0, 384])),
-    "a tile of columns without rows": lambda: mr.jagged(
-        torch.tensor([0, 100, 100, 380]), torch.tensor([0, 100, 330, 384])
-    ),
 }
 
 
@@ -55,7 +51,7 @@ def long(monkeypatch):
     monkeypatch.setattr(domain_call, "_is_long", lambda *given: True)
 
 
-@pytest.mark.parametrize("name, op", [*zip(DOMAINS, (local, causal, attention), strict=False), ("one", causal)])
+@pytest.mark.parametrize("name, op", [*zip(DOMAINS, (local, causal, attention), strict=True), ("one", causal)])
 def test_tile_ranges(monkeypatch, long, name, op):
     """Tiles that are left out have no pair, and whole ones have all; values are those of the dense form."""
     domain, make = DOMAINS[name](), torch.Generator().manual_seed(0)
@@ -107,58 +103,21 @@ def test_no_tiles_are_masked_without_need(long):
     assert table.tolist() == [[s, s, s + 4, s + 4, s + 4, s + 4] for s in starts]
 
 
-def compare(monkeypatch, name, op, kind=torch.bfloat16, shared=1):
-    """Outputs and gradients on the simulator beside float64; the launches."""
+@pytest.mark.parametrize("name, op", [(n, op) for n, op in zip([*DOMAINS], (causal, attention), strict=False)])
+def test_warp_specialised_kernels(monkeypatch, long, name, op):
+    """Forward, row and column gradients on the simulator."""
     seen = gluon_simulator.simulate(monkeypatch)
     internals.set_pair_thresholds(monkeypatch, many=0, very_many=0)
     domain, make = DOMAINS[name](), torch.Generator().manual_seed(0)
-    shapes = ((1, shared, 384, 128), (1, 1, 384, 128), (1, 1, 384, 128))
-    args = [torch.randn(s, generator=make).to(kind).requires_grad_() for s in shapes]
-    cotangent = torch.randn(shapes[0], generator=make)
+    q, k, v = (torch.randn(384, 128, generator=make).bfloat16().requires_grad_() for _ in range(3))
     with mr.use(engine="triton"):
-        y = op(*args, cols=domain)
-        found = [y, *torch.autograd.grad(y, args, cotangent.to(y.dtype))]
-    given = [t.detach().double().requires_grad_() for t in args]
+        y = op(q, k, v, cols=domain)
+        found = [y, *torch.autograd.grad(y, (q, k, v), torch.ones_like(y))]
+    given = [t.detach().double().requires_grad_() for t in (q, k, v)]
     y = dense(op, *given, domain)
-    for one, other in zip(found, [y, *torch.autograd.grad(y, given, cotangent.double())], strict=True):
-        assert (one.double() - other).norm() < 2**-7 * other.norm()  # the interpreter cuts bits off
-    return seen
-
-
-@pytest.mark.parametrize("name, op", [(n, op) for n, op in zip([*DOMAINS], (causal, attention), strict=False)])
-def test_warp_specialised_kernels(monkeypatch, long, name, op):
-    """Forward, row and column gradients: with little memory, each is a kernel."""
-    with mr.budget("64MB"):
-        seen = compare(monkeypatch, name, op)
+    for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
+        assert (one.double() - other).norm() < 6e-3 * other.norm()
     assert [call.kernel.staged for call in seen] == [True, True, True]
-
-
-JOINT = [
-    ("square, empty ones, a tail of none", causal, torch.bfloat16, 1),
-    ("square, empty ones, a tail of none", attention, torch.float16, 2),
-    ("rows and columns apart", attention, torch.bfloat16, 2),
-    ("one", local, torch.float16, 1),
-    ("a tile of columns without rows", attention, torch.bfloat16, 1),
-]
-
-
-@pytest.mark.parametrize("case", JOINT, ids=lambda case: f"{case[0]}-{case[1].__name__}")
-def test_all_gradients_in_one_kernel(monkeypatch, long, case):
-    """Column tiles of packed sequences add to the rows' gradients one after the other, and none waits for a tile that
-    has no pair with a block of rows."""
-    seen = compare(monkeypatch, *case)
-    assert ["joint_box" in call.kernel.text for call in seen] == [False, True]
-
-
-def test_column_tiles_follow_each_other():
-    """Ranges are widened by what is needed for it, and no more."""
-    edges = torch.tensor([[[0, 0, 1, 1, 1, 2], [1, 1, 1, 1, 1, 1], [1, 2, 3, 3, 3, 4], [3, 3, 3, 3, 3, 3]]])
-    found, first = joint_launch._visit_in_order(edges.int(), 6)
-    assert found[0, :, [0, -1]].tolist() == [[0, 2], [1, 2], [1, 4], [3, 4]]
-    assert first.tolist() == [0, 0, 2, 2, joint_launch._NOBODY, joint_launch._NOBODY]
-    unordered = torch.tensor([[[3, 3, 3, 3, 3, 5], [0, 1, 2, 2, 2, 2]]])  # no packed sequences are like this
-    found, first = joint_launch._visit_in_order(unordered.int(), 5)
-    assert found[0].tolist() == [[0, 3, 3, 3, 3, 5], [0, 1, 2, 2, 2, 5]] and not first.any()
 
 
 def test_the_cpu_knows_no_stretches():

@@ -22,12 +22,12 @@ from ....program.constructors import ONE, contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
-from ..codegen import kernel_text, tile_ranges
+from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..launch import descriptors
 from ..launch.jit_module import Kernels
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
@@ -41,7 +41,6 @@ _NOBODY = 2**30  # the first column tile of rows that no tile visits
 # batch elements these are P / C on P multiprocessors, each of which has C x tiles x steps / P steps in all: so many
 # times as many as it waits for.
 _STEPS = 16
-_PACKED = 16  # blocks of rows of a packed sequence, at least, on average (``runtime/domain_call.py``)
 _BESIDE = 16  # batch elements whose tiles are launched side by side
 _TEXT = """@triton.jit
 def set_counters(buffer, first, blocks, count, BLOCK: tl.constexpr):
@@ -154,7 +153,7 @@ class JointLaunch(FoldLaunch):
         rows = start + self.counters * 2 * FOLDED
         self.room = Allocator(((rows * half,), torch.int32), self.sizes.device)
         self.joint_box = descriptors.make_buffer_descriptor(rows, half, FOLDED, self.sizes.device)
-        self.first = self._find_first(values)
+        self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
         layout = self.other._layout(self.other.fold.outputs[0])
@@ -165,17 +164,12 @@ class JointLaunch(FoldLaunch):
         sizes, strides = [*(1,) * missing, *self.batch][1:], [*(0,) * missing, *steps]
         self.rounding = (start, self.blocks_of_rows, self.lengths[1], *sizes, *strides, step)
 
-    def _find_first(self, values: Leaves) -> Tensor | None:
-        """The first column tile that adds to each block of rows, by the order in which tiles are launched; None where
-        that depends on packed sequences, and is found at every call."""
+    def _find_first(self) -> Tensor:
+        """The first column tile that adds to each block of rows, by the order in which tiles are launched."""
         if not self.spec.bounds:
-            return self._any_first()
+            return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
         if self.asked:
-            tensors = [values[e] for e, _ in self.asked if isinstance(values[e], Tensor)]
-            own = any(v.stride(k) for v in tensors for k, n in enumerate(self.batch) if n > 1 and v.shape[k] > 1)
-            if tile_ranges.find_stretches(self.fold) is None or own:
-                raise Unsupported("which tiles are visited depends on more than indices and packed sequences")
-            return None
+            raise Unsupported("which tiles are visited depends on more than indices")
         self.data = False
         edges, _, flip = self._edges([])
         ends = edges[0].cpu()
@@ -189,39 +183,16 @@ class JointLaunch(FoldLaunch):
             raise Unsupported("column tiles that visit a block of rows do not follow each other")
         return first.to(self.sizes.device, torch.int32)
 
-    def _edges(self, asked: Sequence[Any]) -> list[Any]:
-        """The same where packed sequences decide; and the first column tiles."""
-        found = super()._edges(asked)
-        if not asked:
-            return found
-        edges, _, flip = found
-        edges, first = _visit_in_order(edges[:1], self.blocks_of_rows)  # the same for all batch elements
-        return [edges, 0, flip, first]
-
-    def _first_tiles(self, *asked: Any) -> tuple[Tensor]:
-        """The first column tiles of blocks of rows, for such leaves."""
-        return (self._compute_edges(asked)[3],) if self.first is None else (self.first,)
-
-    def _first_argument(self, at: int = 0) -> Any:
-        """The same as the argument of a launch that is replayed, whose leaves begin at ``at``."""
-        if self.first is not None:
-            return self.first
-        return FoundAtLaunch(tuple(at + leaf for _, leaf in self.asked), self._first_tiles, 1)
-
-    def _any_first(self) -> Tensor:
-        """First column tiles of some call."""
-        return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
-
-    def _set_counters(self, buffer: Tensor, first: Tensor) -> Any:
-        grid, given = (-(-self.counters // 1024),), (buffer, first, self.blocks_of_rows, self.counters)
+    def _set_counters(self, buffer: Tensor) -> Any:
+        grid, given = (-(-self.counters // 1024),), (buffer, self.first, self.blocks_of_rows, self.counters)
         return _kernels("set_counters", grid, given, dict(BLOCK=1024))
 
-    def _round(self, out: Tensor, buffer: Tensor, first: Tensor, leaves: Sequence[Any]) -> Any:
+    def _round(self, out: Tensor, buffer: Tensor, leaves: Sequence[Any]) -> Any:
         constants = dict(ROWS=FOLDED, HALF=self.sizes.of(str(self.vector.feature)) // 2, NOBODY=_NOBODY)
         constants |= dict(SCALED=self.row_scale is not None, DECAYED=self.decay is not ONE)
         numbers = [leaves[self.fold.leaves.index(e)] for e in self._row_numbers()]
-        numbers += [first] * (2 - len(numbers))  # never read
-        given = (out, buffer, first, *numbers, *self.rounding)
+        numbers += [self.first] * (2 - len(numbers))  # never read
+        given = (out, buffer, self.first, *numbers, *self.rounding)
         return _kernels("round_sums", (self.counters,), given, constants)
 
     def __call__(
@@ -229,61 +200,46 @@ class JointLaunch(FoldLaunch):
     ) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
         outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
-        (first,) = self._first_tiles(*[leaves[leaf] for _, leaf in self.asked])
-        self._set_counters(buffer, first)
+        self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
-        box, made = descriptors.replace_base(self.joint_box, buffer.view(torch.float32)), self.again is not None
-        both = [t.data_ptr() for t in (buffer, first)] if made else [buffer, first]
-        arguments += [*both, *self.joint_numbers, box]
+        arguments += self._joint(buffer)
         if self.again is None:
             self._first([*outputs, *arguments], merged)
         else:
+            arguments[-6] = buffer.data_ptr()
+            arguments[-5] = self.first.data_ptr()
             self.again(*outputs, *arguments)
-        self._round(out, buffer, first, leaves)
+        self._round(out, buffer, leaves)
         return [*outputs, out]
+
+    def _joint(self, buffer: Tensor) -> list[Any]:
+        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
+        return [buffer, self.first, *self.joint_numbers, box]
 
     def recipe(self) -> Recipe | None:
         found = super().recipe()
         if found is None:
             return None
         at = len(self.fold.leaves) + len(self.shifts)
-        joint = (Leaf(at, True), self._first_argument(), *self.joint_numbers, DescriptorOf(at, self.joint_box))
+        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_box))
         return found._replace(arguments=(*found.arguments, *joint))
 
     def make_sum_recipe(self) -> Recipe | None:
         buffer = self.room()
-        again = self._set_counters(buffer, self._any_first())
-        arguments = (self._first_argument(), self.blocks_of_rows, self.counters)
+        again = self._set_counters(buffer)
+        arguments = (self.first, self.blocks_of_rows, self.counters)
         return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
     def list_combining_launches(self) -> list[Joined] | None:
         out, device = self.other.rooms[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
-        again = self._round(out, self.room(), self._any_first(), [like] * len(self.fold.leaves))
+        again = self._round(out, self.room(), [like] * len(self.fold.leaves))
         at = len(self.fold.outputs)
-        first = self._first_argument(at + 1)
         numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
-        numbers += [first] * (2 - len(numbers))
-        arguments = (Leaf(at, True), first, *numbers, *self.rounding)
+        numbers += [self.first] * (2 - len(numbers))
+        arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
         made = Recipe(again, tuple(self.other.outputs), arguments, tuple(self.other.strides))
         return None if again is None else [Joined(made, (at,))]
-
-
-def _visit_in_order(edges: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Tile ranges ``[1, column tiles, 6]`` widened such that every column tile visits a block of rows, and those that
-    visit one block follow each other; and the first of them for each block. Nothing is copied to the host.
-
-    Packed sequences rise along both axes, so that only empty ranges are widened, to one block of which no pair is seen.
-    """
-    first = edges[..., 0].clamp(max=blocks - 1)
-    last = torch.maximum(edges[..., -1], first + 1).cummax(-1).values
-    first = first.flip(-1).cummin(-1).values.flip(-1)
-    inner = torch.minimum(torch.maximum(edges[..., 1:-1], first[..., None]), last[..., None])
-    at = torch.arange(blocks, device=edges.device, dtype=edges.dtype)
-    tile = torch.searchsorted(last[0], at, right=True, out_int32=True)
-    begins = first[0, tile.clamp(max=edges.shape[1] - 1).long()]
-    found = torch.where((tile < edges.shape[1]) & (begins <= at), tile, _NOBODY)
-    return torch.cat([first[..., None], inner, last[..., None]], -1).contiguous(), found.to(torch.int32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -303,10 +259,7 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
 def _keeps_busy(launch: FoldLaunch, count: int) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
     tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
-    blocks = -(-launch.lengths[1] // FOLDED)
-    if tile_ranges.find_stretches(launch.fold) is not None:
-        blocks = min(blocks, _PACKED)
-    steps = blocks * (math.prod(launch.batch) // max(count, 1))
+    steps = -(-launch.lengths[1] // FOLDED) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
 
 

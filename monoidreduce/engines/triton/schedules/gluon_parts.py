@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
-from ..codegen import kernel_text, listed, tile_ranges
+from ..codegen import kernel_text, listed
 from ..codegen.kernel_spec import Slices, Spec, box_name
 
 IMPORTS = """import triton.experimental.gluon.language as tl
@@ -345,7 +345,7 @@ class TileOrder:
     spec: Spec
     sloped: int = 0  # kept indices of an instance, where the nearest tile comes first
     kept: int = 0  # kept indices of an instance, where limits of a list are found from them
-    backwards: bool = False  # whole tiles from the last to the first; of packed sequences cut ones too
+    backwards: bool = False  # whole tiles from the last to the first
 
     @property
     def opening(self) -> list[str]:
@@ -382,8 +382,7 @@ class TileOrder:
             return listed.tile_of_step(self.spec, step)
         if not self.spec.bounds:
             return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
-        packed = self.backwards and tile_ranges.find_stretches(self.spec.fold) is not None
-        at = f"(steps - 1 - {step})" if packed else f"({step} - whole_steps)"
+        at = f"({step} - whole_steps)"
         at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 

@@ -128,8 +128,7 @@ def divide_joint_work(spec: Spec) -> GroupWork | None:
     dots = tuple(e for e in under if e.op in OF_VECTORS)
     slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     slow |= not any(e.op == "exp" for e in under)  # other layers than attention were not measured
-    ringed = len(numbers) <= _NUMBERS[2, 2]
-    ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
+    ringed = len(numbers) <= _NUMBERS[2, 2] and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
     if slow or not ringed or not all(_multiplies(e, spec, 1) for e in dots):
         return None
     found = _single_group(spec, dots, products)
