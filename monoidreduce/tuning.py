@@ -436,7 +436,7 @@ class TunableCall(Protocol):
 
     def __call__(self, *given: Any) -> list[Any]: ...
 
-    def may_be_dense(self) -> bool: ...
+    def may_be_dense(self, given: Sequence[Any], asks: bool) -> bool: ...
 
 
 @dataclass
@@ -490,7 +490,7 @@ def run_trials(session: Session, fold: Fold, leaves: Sequence[Any], sizes: Sizes
 
 def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | None:
     """Tune a small call as a whole: tiled, by the tuned plans of its folds, or dense. None if it may not run dense."""
-    if not call.may_be_dense():
+    if not call.may_be_dense(given, asks):
         return None
     own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in given]
     passes, dense = Choice("flash"), Choice("dense")

@@ -35,7 +35,8 @@ from . import call_context, saved_row_gradients
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
 from .call_context import apply_settings, need_gradient
-from .replay import ProgramSteps, can_record, make_steps
+from .registry import can_record
+from .replay import ProgramSteps, make_steps
 from .torch_operator import (
     VALUES,
     Frame,

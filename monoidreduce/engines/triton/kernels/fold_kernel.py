@@ -544,7 +544,8 @@ class FoldLaunch:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
         ``asked``: the leaves that masks depend on."""
-        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
+        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.asked))
+        parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
