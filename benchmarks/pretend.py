@@ -62,7 +62,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
-        (kernel_step, dict(repeated=repeated)),
+        (kernel_step, dict(replay_walk=repeated)),
         (call_cost, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
