@@ -96,14 +96,12 @@ class Stream:
         found = {**files, **{n: self._open_rows(n, v) for n, v in mapped.items()}}
         self._opened = dict(files)
         self._mapped = [p for n in mapped for p in found[n].paths]
-        if fits_in_memory(found.values()):
-            memory |= {n: a.read(0, len(a)) for n, a in files.items()}
-            files = {}
-        else:
-            files = found
-            self._border.of_numpy = self._border.of_numpy or bool(mapped)
-        memory = {n: self._border.take(v, n) for n, v in memory.items() if n not in files}
-        return memory, files
+        self._border.of_numpy, self._border.of_others = bool(mapped), bool(files)
+        memory = {n: self._border.take(v, n) for n, v in memory.items() if n not in mapped}
+        if not fits_in_memory(found.values()):
+            return memory, found
+        memory |= {n: a.read(0, len(a)) for n, a in found.items()}
+        return {n: memory[n] for n in rows}, {}
 
     def _open_rows(self, name: str, value: Any) -> AlongAxis:
         array = _open_array(name, value)
@@ -306,7 +304,7 @@ class Stream:
         if any(isinstance(s, Scaled) for s in sources):
             return _cut_stored(sources), False
         if len(sources) == 1 and not isinstance(sources[0], Mapping) and not is_source_of_arrays(sources[0]):
-            return sources[0], False
+            return _check_iterable(sources[0]), False
         if len(sources) == 1 and isinstance(sources[0], Mapping):
             given = dict(sources[0])
         else:
@@ -410,7 +408,7 @@ class Stream:
             names = needed if len(values) == len(needed) else list(self._columns)
             return self._tensors(dict(zip(names, values, strict=True)), opened)
         else:
-            wrong = {"what was given"}
+            wrong = {f"{shown(values)}"}
         if wrong:
             raise ArgumentError(
                 detail=f"a chunk holds {', '.join(self._columns)}, but {', '.join(sorted(wrong))} does not fit",
@@ -473,6 +471,18 @@ def _open_array(name: str, value: Any) -> Any:
     if len(found) != 1:
         raise _wrong_table(found, [name])
     return found[0]
+
+
+def _check_iterable(source: Any) -> Any:
+    """A source that is to give chunks, or ArgumentError."""
+    kind = type(source)
+    if isinstance(source, (bytes, numpy.generic)) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+        raise ArgumentError(
+            detail=f"over was given {shown(source)}",
+            fix="Give a path, a list of paths, an array, a tensor, or an iterable of chunks; of a table, "
+            "table.to_numpy()",
+        )
+    return source
 
 
 def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:

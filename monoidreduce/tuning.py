@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .engines import auto, triton
 from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
-from .engines.triton.launch import jit_module
 from .errors import EngineError
 from .plan import budget, candidates, cost, plan_records, settings
 from .plan.op_counts import Case, folded_axes
@@ -351,7 +350,7 @@ class Session:
 
     def _try(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> Trial:
         try:
-            with jit_module.watch_resources() as kernels:
+            with triton.watch_resources() as kernels:
                 problem = find_error(auto.run_choice, choice, self.safe, fold, leaves, sizes, truth)
             spilled = max([0, *(k.spills for k in kernels)])
             if not problem and spilled > MOST_SPILLED:

@@ -21,7 +21,6 @@ from .common import matmul
 from .common.evaluate import Sizes
 from .eager import tile_code, tile_walk
 from .panel.panel_program import as_program, split_into_loops, split_softmax_means
-from .triton.kernels import topk
 
 # The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
 #
@@ -113,7 +112,7 @@ def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.
 def prepare_topk(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """A function that does what :func:`run` does for leaves like these, if that is a top-k over vendor GEMMs."""
     deep = fold.domain is None and _has_kernels(sizes.device) and _choose(fold, leaves, sizes)[1].schedule == "panel"
-    return topk.prepare_best_products(fold, leaves, sizes) if deep else None
+    return triton.prepare_best_products(fold, leaves, sizes) if deep else None
 
 
 def prepare_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:

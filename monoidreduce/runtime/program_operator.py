@@ -38,13 +38,12 @@ from .call_context import apply_settings, need_gradient
 from .registry import can_record
 from .replay import ProgramSteps, make_steps
 from .torch_operator import (
-    TAGS,
     VALUES,
     Frame,
     fix_lengths,
     join_values,
-    library,
     narrow_shapes,
+    register_operator,
     split_values,
     unknown_name,
     write_lengths,
@@ -335,11 +334,8 @@ def _has_strides(t: Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
-for schema, run, fake in ((_FORWARD, _forward, _fake_forward), (_BACKWARD, _backward, _fake_backward)):
-    operator = schema.partition("(")[0]
-    library.define(schema, tags=TAGS)
-    library.impl(operator, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"monoidreduce::{operator}", fake, lib=library)
+register_operator(_FORWARD, _forward, _fake_forward)
+register_operator(_BACKWARD, _backward, _fake_backward)
 
 
 # Programs that something traces: by which operators they enter its graph.

@@ -27,8 +27,6 @@ from ..plan.settings import REFERENCE_LIMIT
 from ..program.lower import find_same_sequence
 from ..reductions import kind_of
 
-_triton = functools.partial(triton.run, fallback=eager.run)
-
 
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
@@ -38,7 +36,7 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
                 return run(fold, leaves, sizes)
             except triton.Unsupported:  # of both: told, and run by the eager engine, below
                 pass
-    return _triton(fold, leaves, sizes)
+    return triton.run(fold, leaves, sizes, fallback=eager.run)
 
 
 def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:

@@ -66,8 +66,12 @@ def main(engine: str) -> None:
         from benchmarks.pretend import h200
     import monoidreduce as mr
     from monoidreduce import ops
+    from monoidreduce.engines import triton
 
     shape, dtype = SHAPES.get(engine, (2, 64, 16)), torch.bfloat16 if engine in SHAPES else torch.float32
+
+    if engine in ("triton", "h200"):
+        assert triton.KernelPlan  # the engine is imported when it is first needed: before the calls that are followed
 
     def forward(grads: bool = False):
         return ops.attention(*(torch.randn(shape, dtype=dtype, requires_grad=grads) for _ in range(3)))

@@ -26,7 +26,7 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
-from ..launch.jit_module import available
+from ..launch.devices import available
 from ..launch.launch_recipes import FoundAtLaunch
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans

@@ -28,7 +28,7 @@ from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
-from ..launch.jit_module import available
+from ..launch.devices import available
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan

@@ -21,7 +21,7 @@ from ....errors import ArgumentError, DTypeError, EngineError, NoGradientError, 
 from ...common import matmul
 from ..codegen.kernel_spec import WIDEST, padded
 from ..codegen.kernel_text import CONSTANTS, Kernel
-from ..launch.jit_module import runs_on
+from ..launch.devices import runs_on
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
 

@@ -16,7 +16,6 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import linecache
 import os
 import types
@@ -417,28 +416,9 @@ def specialize_integer(v: int) -> tuple[bool, ...]:
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
 
 
-# Where kernels can run.
-
-
-@functools.cache
-def available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def find_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU of this machine; (0, 0) of any other device, since plans are also made
     for GPUs elsewhere."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return (device.type == "cuda" or settings.interprets_kernels()) and available()
-
-
-def launches_on(device: torch.device) -> bool:
-    """Whether kernels run there, and not in an interpreter."""
-    return device.type == "cuda" and runs_on(device)
