@@ -78,7 +78,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, nargs="*", default=[1000, 4000])
     options = parser.parse_args()
     torch.set_num_threads(1)
