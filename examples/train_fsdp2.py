@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 -m examples.train_fsdp2 --wrap none fsdp2 ddp           # three ways, the same losses
     torchrun --nproc-per-node 2 -m examples.train_fsdp2 --precision bfloat16 --save run --save_at 10
     torchrun --nproc-per-node 2 -m examples.train_fsdp2 --precision bfloat16 --resume run
+    python -m examples.train_fsdp2                                   # FSDP2 with one rank
 
 Nothing here is special to us but two lines, ``ops.attention`` and ``nn.LinearCrossEntropyLoss``. The head is called in
 the forward of a module that ``fully_shard`` wraps, so that its weight is whole and plain while it is used.
@@ -157,8 +158,10 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     given = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", 1)),))
     found = {}
     for way in given.wrap:
         if way == "none" and dist.get_rank():

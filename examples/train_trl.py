@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
             fuse(trainer)  # the one line
             trainer.train()
             logs[kind] = trainer.state.log_history
-            print(f"{kind}: loss {logs[kind][0]['loss']:.4f} -> {logs[kind][-2]['loss']:.4f}")
+            shown = "reward" if kind == "grpo" else "loss"  # GRPO's loss begins at 0
+            print(f"{kind}: {shown} {logs[kind][0][shown]:.4f} -> {logs[kind][-2][shown]:.4f}")
     return logs
 
 

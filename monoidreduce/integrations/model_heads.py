@@ -48,7 +48,7 @@ def read_head(head: nn.Module | None, owner: str) -> Head:
             "module is called, and a loss without logits does not call the head",
             fix=f"Shard with FSDP2 (fully_shard) or ZeRO-2, or {ADVICE}",
         )
-    if type(head).__module__.startswith("peft."):
+    if _class_before_sharding(head).__module__.startswith("peft."):
         return _read_wrapper(head, owner)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = "missing" if head is None else type(head).__name__
@@ -65,6 +65,11 @@ def read_head(head: nn.Module | None, owner: str) -> Head:
             fix="Leave the head unquantised (llm_int8_skip_modules, modules_to_not_convert) and not offloaded",
         )
     return Head(weight, head.bias)
+
+
+def _class_before_sharding(module: Any) -> type:
+    """A module's class: ``fully_shard`` puts one of its own, derived from it, in its place."""
+    return type(module).__bases__[-1] if hasattr(module, "unshard") else type(module)
 
 
 def _check_untouched(head: nn.Module, owner: str) -> None:
@@ -89,9 +94,10 @@ def _read_wrapper(head: Any, owner: str) -> Head:
     if isinstance(head, ModulesToSaveWrapper):
         used = not head.disable_adapters and head.active_adapters and head.active_adapters[0] in head.modules_to_save
         return read_head(head.modules_to_save[head.active_adapters[0]] if used else head.original_module, owner)
-    if type(head) is not LoraLinear:
+    kind = _class_before_sharding(head)
+    if kind is not LoraLinear:
         raise ArgumentError(
-            detail=f"the head of {owner} is {type(head).__module__}.{type(head).__name__}, of which only LoRA's linear "
+            detail=f"the head of {owner} is {kind.__module__}.{kind.__name__}, of which only LoRA's linear "
             "layer and modules_to_save can be used without logits",
             fix=f'Leave the head out of target_modules, use LoRA or modules_to_save=["lm_head"] for it, or {ADVICE}',
         )
@@ -113,9 +119,9 @@ def _read_wrapper(head: Any, owner: str) -> Head:
                 f"{type(head.lora_variant[name]).__name__}, whose logits are more than low-rank terms",
                 fix=f"Leave the head out of target_modules, leave that option (DoRA, say) out, or {ADVICE}",
             )
-        scaling, down = head.scaling[name], head.lora_A[name]
+        scaling = head.scaling[name]
         up: Any = head.lora_B[name]
-        make_rows = functools.partial(_rows, head, down, head.lora_dropout[name], scaling)
+        make_rows = functools.partial(_rows, head, owner, head.lora_A[name], head.lora_dropout[name], scaling)
         terms.append((make_rows, up.weight))
         if up.bias is not None:
             added = (up.bias * scaling).to(base.weight.dtype)
@@ -123,9 +129,12 @@ def _read_wrapper(head: Any, owner: str) -> Head:
     return Head(base.weight, bias, tuple(terms))
 
 
-def _rows(layer: Any, down: nn.Module, dropout: Callable[[Tensor], Tensor], scaling: float, hidden: Tensor) -> Tensor:
+def _rows(
+    layer: Any, owner: str, down: Any, dropout: Callable[[Tensor], Tensor], scaling: float, hidden: Tensor
+) -> Tensor:
     """``scaling * dropout(hidden) @ A.T``, in the type that PEFT would use."""
-    return down(dropout(layer._cast_input_dtype(hidden, down.weight.dtype))) * scaling
+    weight = gather_weight(down.weight, layer, hidden, owner)
+    return F.linear(dropout(layer._cast_input_dtype(hidden, weight.dtype)), weight) * scaling
 
 
 # Logits that are never built: what stands for them between a model's head and its loss.
@@ -430,13 +439,7 @@ class DescribedHead:
         self.called = True
         head = read_head(self.head, self.owner)
         hidden = hidden.to(head.weight.device)
-        low_rank = None
-        if head.low_rank:
-            rows = [make_rows(hidden).to(hidden.dtype) for make_rows, _ in head.low_rank]
-            columns = [c.to(hidden.dtype) for _, c in head.low_rank]
-            low_rank = (rows[0], columns[0]) if len(rows) == 1 else (torch.cat(rows, -1), torch.cat(columns, -1))
-        weight = gather_weight(head.weight, self.head, hidden, self.owner)
-        bias = None if head.bias is None else gather_weight(head.bias, self.head, hidden, self.owner)
+        weight, bias, low_rank = gather_head(head, self.head, hidden, self.owner)
         return HeadLogits(self.owner, hidden, weight, bias, low_rank)
 
     def __getattr__(self, name: str) -> Any:
@@ -473,6 +476,18 @@ def call_with_described_head(owner: nn.Module, name: str, model_name: str, call:
 # FSDP2 gathers a module's weights when the module is called, and averages their gradients over the ranks. A head that
 # describes its logits is not called; its weights are then gathered here, to the same effect. Heads that belong to a
 # larger wrapped module (the model itself) are gathered with that, and tensor-parallel ones keep their shards.
+
+
+def gather_head(head: Head, layer: nn.Module, hidden: Tensor, owner: str) -> tuple[Any, Any, tuple[Any, Any] | None]:
+    """A head's weight, bias and low-rank term for these hidden states, gathered as :func:`gather_weight` says."""
+    gather = lambda p: gather_weight(p, layer, hidden, owner)
+    weight, bias = gather(head.weight), None if head.bias is None else gather(head.bias)
+    if not head.low_rank:
+        return weight, bias, None
+    rows = [make_rows(hidden).to(hidden.dtype) for make_rows, _ in head.low_rank]
+    columns = [gather(c).to(hidden.dtype) for _, c in head.low_rank]
+    one = len(rows) == 1
+    return weight, bias, (rows[0], columns[0]) if one else (torch.cat(rows, -1), torch.cat(columns, -1))
 
 
 def gather_weight(weight: Any, head: nn.Module, hidden: Tensor, owner: str) -> Any:

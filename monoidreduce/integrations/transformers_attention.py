@@ -81,6 +81,8 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     cache: Any = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: ``query`` [B, H, M, f], ``key`` and ``value`` [B, Hkv, N, f] give [B, M, H, f].
@@ -88,9 +90,11 @@ def attention_forward(
     ``attention_mask`` is what :func:`mask` returned: None (causal if the layer is, in its sliding window), one truth
     value per key [B, N] (causal besides, in the sliding window; the last query is aligned with the last key), a coded
     mask of integers, or a matrix [B, 1, M, N] that contains everything. Without one, ``cu_seq_lens_q`` and
-    ``cu_seq_lens_k`` say where documents begin, as FlashAttention takes them.
+    ``cu_seq_lens_k`` say where documents begin, as FlashAttention takes them. ``indices`` [B, M, k] are the keys that
+    an indexer chose for each query (DeepSeek-V3.2, GLM-5), beside a mask that is a matrix.
 
-    Raises :class:`ArgumentError` for ``output_attentions`` and for the paged cache of continuous batching.
+    Raises :class:`ArgumentError` for ``output_attentions``, for ``block_indices`` (blocks of keys that an indexer
+    chose) and for the paged cache of continuous batching.
     """
     if output_attentions or _records_attentions():
         raise ArgumentError(
@@ -102,6 +106,14 @@ def attention_forward(
             detail="continuous batching passes a paged cache to the attention function, which is not supported",
             fix='Use model.generate, or attn_implementation="sdpa" for generate_batch',
         )
+    if block_indices is not None:
+        raise ArgumentError(
+            detail=f"{type(module).__name__} passes blocks of keys that its indexer chose (block_indices) to the "
+            "attention function, which are not supported",
+            fix='Use attn_implementation="eager" or "sdpa" for this model',
+        )
+    if indices is not None:  # models put them into the mask themselves for the implementations that they know by name
+        attention_mask = _keep_chosen(attention_mask, indices, key.shape[2])
     attend: Any = attention
     options: dict[str, Any] = {}
     layer = layer_of(key)
@@ -156,6 +168,15 @@ def attention_forward(
         **options,
     )
     return found.transpose(1, 2).contiguous(), None
+
+
+def _keep_chosen(attention_mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """A mask [B, 1, M, N] that also hides all keys but those that were chosen, ``indices`` [B, M, k]."""
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if attention_mask is None or attention_mask.dtype is torch.bool:
+        return chosen if attention_mask is None else attention_mask & chosen
+    return attention_mask.masked_fill(~chosen, -torch.inf)
 
 
 def _packed(rows: Tensor, cols: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:

@@ -201,6 +201,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state = self.__dict__[_STATE]
     owner = self.get_submodule(state.path)
     wanted = state.when == "always" or (state.when == "training" and self.training)
+    if kwargs.get("fused_lm_head"):
+        wanted = False  # a trainer of TRL asks for log-probabilities by a head of its own
     if not wanted or not _has_labels(state, args, kwargs) or is_described(owner, state.name):
         return _own_forward(self, state, args, kwargs)
     return _fused_forward(self, state, args, kwargs)

@@ -16,12 +16,11 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -36,7 +35,7 @@ except ImportError as error:
 
 from ..errors import ArgumentError
 from ..ops.logprobs import token_statistics
-from .model_heads import Head, read_head
+from .model_heads import Head, gather_head, read_head
 
 __all__ = ["fuse", "unfuse"]
 Trainer = TypeVar("Trainer")
@@ -217,10 +216,11 @@ def _statistics(
     target = labels.clamp(min=0).flatten() if whole else labels[mask]
     wanted = {name: name in settings.outputs for name in _OUTPUTS[1:]}
     scaled = options["temperature"]
-    given = {"bias": head.bias, "softcap": options["softcap"], "temperature": None if scaled == 1 else scaled}
+    given = {"softcap": options["softcap"], "temperature": None if scaled == 1 else scaled}
     with plain:
-        low = {name: y.to(rows.dtype) for name, y in _low_rank(head, rows).items()}
-        found = token_statistics(rows, head.weight, target, **wanted, **given, **low)
+        weight, bias, low_rank = gather_head(head, model.get_output_embeddings(), rows, type(model).__name__)
+        low = {} if low_rank is None else {"low_rows": low_rank[0], "low_cols": low_rank[1]}
+        found = token_statistics(rows, weight, target, bias=bias, **wanted, **given, **low)
     found |= {name: found[name].detach() for name in ("log_sum_sq_probs", "mean_logits") if name in found}
     return {name: _spread(y, mask, whole) for name, y in found.items()}, mask
 
@@ -243,21 +243,10 @@ def _read_head(model: PreTrainedModel, settings: _Settings) -> tuple[Head, dict[
     layer = model.get_output_embeddings()
     cast = settings.cast_to_float32 and isinstance(layer, nn.Linear)  # TRL gave it a forward that casts
     head = Head(layer.weight, layer.bias) if cast else read_head(layer, type(model).__name__)
-    if isinstance(head.weight, DTensor):
-        whole = None if head.bias is None else head.bias.full_tensor()  # type: ignore[attr-defined]
-        head = replace(head, weight=head.weight.full_tensor(), bias=whole)
     config = model.config.get_text_config()
     softcap, scale = getattr(config, "final_logit_softcapping", None), _logit_scale(config)
     # softcap · tanh(scale · s / softcap) is a cap of softcap / scale on s, times the scale
     return head, {"softcap": softcap and float(softcap) / scale, "temperature": settings.temperature / scale}
-
-
-def _low_rank(head: Head, rows: Tensor) -> dict[str, Tensor]:
-    """The terms of LoRA on a head, for rows that are scored: the merged weight is never built."""
-    if not head.low_rank:
-        return {}
-    found = [(make_rows(rows), columns) for make_rows, columns in head.low_rank]
-    return {"low_rows": torch.cat([r for r, _ in found], -1), "low_cols": torch.cat([c for _, c in found], -1)}
 
 
 def _logit_scale(config: Any) -> float:

@@ -48,6 +48,11 @@ def test_a_fused_model_of_transformers_under_fully_shard(peers, world):
         assert set(found.values()) == {"same"}, found
 
 
+def test_heads_of_peft_and_trl_that_are_wrapped_by_themselves(peers):
+    for found in peers.run("tests.support.fsdp_tasks:heads_wrapped_alone", 2):
+        assert set(found.values()) == {"same"}, found
+
+
 def test_two_ranks_take_the_steps_of_one(peers):
     here, there = peers.run("tests.support.fsdp_tasks:fused_steps", 2)
     expected, has_no_logits = here.pop("alone")

@@ -1,7 +1,9 @@
 """FSDP2 and DDP on every rank: the example's runs, and a model of transformers whose loss is fused."""
 
+import types
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,10 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 import monoidreduce as mr
 from examples.train_fsdp2 import train
 from monoidreduce.integrations.transformers import fuse_loss
+from monoidreduce.integrations.trl import fuse
 
 
 def runs(group: Any, folder: str, steps: int, precision: str) -> dict[str, list[float]]:
@@ -61,6 +65,49 @@ def fused_transformers(group: Any) -> dict[str, str]:
                 gap = (p.grad.full_tensor() - q.grad).abs().max()
                 good = good and bool(gap <= wide * max(q.grad.abs().max(), 0.05))
             found[f"head alone {head_alone}, {precision}"] = "same" if good else f"{gap} in {name}"
+    return found
+
+
+def _heads() -> dict[str, Any]:
+    """Makers of models with a head that is not a plain one, and what calls them: LoRA on the head, and TRL's."""
+
+    def adapt() -> Any:
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(_model(), lora).train()
+
+    def prepare(model: Any) -> Any:  # as TRL's trainers do
+        add_fused_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        return model
+
+    fused = lambda model: fuse(types.SimpleNamespace(model=prepare(model))).model
+    return {
+        "LoRA": (adapt, fuse_loss, {}),
+        "TRL": (lambda: _model().train(), fused, {"fused_lm_head": True}),
+        "TRL, LoRA": (adapt, fused, {"fused_lm_head": True}),
+    }
+
+
+def heads_wrapped_alone(group: Any) -> dict[str, str]:
+    """Heads of PEFT and TRL that ``fully_shard`` wraps by themselves: gradients are the means over the ranks."""
+    mesh, me = DeviceMesh.from_group(group, "cpu"), group.rank()
+    tokens = torch.randint(0, 61, (2 * group.size(), 9), generator=torch.Generator().manual_seed(3))
+    found = {}
+    for name, (make, fused, more) in _heads().items():
+        alone, model = make(), fused(make())
+        sum(alone(input_ids=part, labels=part).loss for part in tokens.chunk(group.size())).backward()
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        fully_shard(inner.lm_head, mesh=mesh)
+        fully_shard(inner, mesh=mesh)
+        mine = tokens.chunk(group.size())[me]
+        model(input_ids=mine, labels=mine, **more).loss.backward()
+        gaps = {"": torch.tensor(0.0)}
+        for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), key
+            if q.grad is not None:
+                gaps[key] = (p.grad.full_tensor() - q.grad / group.size()).abs().max() / q.grad.abs().max()
+        worst = max(gaps, key=gaps.__getitem__)
+        found[name] = "same" if len(gaps) > 2 and gaps[worst] < 1e-4 else f"{gaps[worst]} in {worst}"
     return found
 
 

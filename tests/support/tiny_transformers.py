@@ -36,6 +36,7 @@ DEEPSEEK = SMALL | dict(  # queries and keys of 12 features, values of 8
     n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=16,
     first_k_dense_replace=1,
 )  # fmt: skip
+INDEXER = DEEPSEEK | dict(q_lora_rank=16, index_topk=4, index_n_heads=2, index_head_dim=8, head_dim=4)
 
 # Decoders: every way to say what an attention layer sees, and every option that the layers pass.
 DECODERS = {
@@ -66,6 +67,10 @@ DECODERS = {
         "BigBirdPegasusConfig",
         BART | dict(attention_type="original_full"),
     ),
+}
+INDEXED = {  # an indexer chooses four keys a query, which the model gives to the attention function beside a mask
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", INDEXER),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", INDEXER),
 }
 SEQUENCE_TO_SEQUENCE = {
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),
@@ -108,7 +113,7 @@ BYPASSING = {
     "gpt_neox_japanese": ("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseConfig", SMALL),
     "deberta": ("DebertaModel", "DebertaConfig", SMALL),
 }
-ALL = DECODERS | SEQUENCE_TO_SEQUENCE | ENCODERS | IMAGES | BYPASSING
+ALL = DECODERS | INDEXED | SEQUENCE_TO_SEQUENCE | ENCODERS | IMAGES | BYPASSING
 
 
 def make(name, implementation="eager", **changes):

@@ -16,6 +16,7 @@ from tests.support.tiny_transformers import (  # noqa: E402
     DECODERS,
     ENCODERS,
     IMAGES,
+    INDEXED,
     SEQUENCE_TO_SEQUENCE,
     TOKENS,
     make,
@@ -159,6 +160,20 @@ class TestDecoder:
         for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             if b.grad is not None:
                 torch.testing.assert_close(a.grad, b.grad, atol=2e-5, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_keys_that_an_indexer_chose(name):
+    """Logits with and without padding, the loss's gradients, and greedy generation."""
+    ours, theirs = pair(name)
+    ids, seen = padded(tokens(), left=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, atol=2e-5, rtol=1e-4)
+        generate = [m.generate(ids, attention_mask=seen, max_new_tokens=3, do_sample=False) for m in (ours, theirs)]
+    assert torch.equal(*generate)
+    ids, seen = padded(tokens(), left=False)
+    labels = torch.where(seen.bool(), ids, -100)
+    same_gradients(ours, theirs, lambda model: model(ids, attention_mask=seen, labels=labels).loss)
 
 
 class TestEncoderAndDecoder:

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 import monoidreduce as mr  # noqa: E402
 from monoidreduce.integrations.transformers import NAME, fuse_loss, register  # noqa: E402
-from tests.support.tiny_transformers import BYPASSING, DECODERS, GPT2, IMAGES, make, tokens  # noqa: E402
+from tests.support.tiny_transformers import BYPASSING, DECODERS, GPT2, IMAGES, SMALL, make, tokens  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -89,6 +89,20 @@ def test_a_subclass_is_judged_by_the_layers_that_it_inherits():
 def test_attention_weights_are_not_returned(name):
     with pytest.raises(mr.ArgumentError, match=r'weights, which are never built.* attn_implementation="eager"'):
         make(name, NAME)(tokens(), output_attentions=True)
+
+
+def test_blocks_of_keys_that_an_indexer_chose_are_refused():
+    """The model leaves them to the attention function, and out of its mask, unless that is eager or SDPA by name."""
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
+
+    register()
+    config = transformers.MiniMaxM3VLTextConfig(
+        **SMALL, num_local_experts=2, num_experts_per_tok=1, layer_types=["minimax_m3_sparse", "full_attention"],
+        head_dim=8, index_n_heads=2, index_head_dim=8, index_block_size=2, index_topk_blocks=2,
+    )  # fmt: skip
+    model = minimax.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    with pytest.raises(mr.ArgumentError, match=r"MiniMaxM3VLAttention passes blocks of keys .*\b(eager)\b.*sdpa"):
+        model(tokens())
 
 
 class OwnAttention(transformers.models.llama.modeling_llama.LlamaAttention):

@@ -1,5 +1,6 @@
 """TRL's trainers with our vocabulary head: the same losses, gradients, weights and logged metrics as with TRL's own."""
 
+import copy
 import math
 import types
 import warnings
@@ -27,6 +28,7 @@ from trl import KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 import monoidreduce as mr
 from examples import train_trl
 from examples.train_trl import make_model, make_tokenizer, make_trainer, prefer_short_words, sentences
+from monoidreduce.integrations.transformers import fuse_loss
 from monoidreduce.integrations.trl import fuse, unfuse
 
 SMALL = dict(
@@ -221,6 +223,24 @@ def test_fusing_twice_and_undoing_it(tokens):
     assert model.forward is not own
     assert unfuse(trainer) is trainer and model.forward is own
     unfuse(trainer)
+
+
+@pytest.mark.parametrize("first", ["fuse_loss", "fuse"])
+def test_beside_fuse_loss(first, tokens):
+    """The trainer's scores are its head's, and a plain call with labels builds no logits."""
+    torch.manual_seed(0)
+    model = phi().train()
+    expected, wanted = score(prepared(copy.deepcopy(model)).model, tokens, tokens)
+    if first == "fuse_loss":
+        fuse(prepared(fuse_loss(model)))
+    else:
+        fuse(prepared(model))
+        fuse_loss(model)
+    found, grads = score(model, tokens, tokens)
+    assert_close((found, grads), (expected, wanted), atol=1e-5, rtol=1e-4)
+    plain = model(input_ids=tokens, labels=tokens)
+    assert plain.logits is None
+    assert_close(plain.loss, expected["loss"])
 
 
 def test_adapters_in_the_body_are_trained(tokens):
