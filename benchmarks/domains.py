@@ -132,7 +132,8 @@ def _nsa(index: Tensor, count: Tensor, shared: int, each: int) -> Call | None:
     return call
 
 
-def _packed(device: str) -> Work:
+def _packed(device: str, causal: bool = False) -> Work:
+    name = "jagged, causal" if causal else "jagged"
     sequences, low, high, heads, d = (64, 200, 8000, 16, 128) if device == "cuda" else (16, 50, 1200, 4, 64)
     make = torch.Generator().manual_seed(0)
     lengths = torch.randint(low, high + 1, (sequences,), generator=make)
@@ -140,20 +141,19 @@ def _packed(device: str) -> Work:
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     domain = mr.jagged(offsets)
     args = tuple(_draw(device, 1, heads, ends[-1], d) for _ in range(3))
-    calls: dict[str, Call] = {"ours": lambda q, k, v: mr.ops.attention(q, k, v, cols=domain)}
+    ours = functools.partial(mr.ops.attention, is_causal=causal, cols=domain)
+    calls: dict[str, Call] = {"ours": ours}
     if device == "cpu":
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
         calls["SDPA, one by one"] = lambda q, k, v: torch.cat(
-            [
-                F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
-                for a, b in itertools.pairwise(ends)
-            ],
-            2,
+            [attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in itertools.pairwise(ends)], 2
         )
-        return Work("jagged", args, calls, bars=(1.0, 1.0))
-    calls["Flex"] = _flex_documents(lengths.to(device), ends[-1])
+        return Work(name, args, calls, bars=(1.0, 1.0))
+    if not causal:
+        calls["Flex"] = _flex_documents(lengths.to(device), ends[-1])
     if (flash := _flash()) is not None:
-        calls["FA4 varlen"] = _varlen(flash, offsets, int(lengths.max()))
-    return Work("jagged", args, calls, bars=(0.75, 0.75))
+        calls["FA4 varlen"] = _varlen(flash, offsets, int(lengths.max()), causal)
+    return Work(name, args, calls, bars=(0.75, 0.75))
 
 
 def _flex_documents(lengths: Tensor, total: int) -> Call:
@@ -188,8 +188,9 @@ def _flash() -> Call | None:
         return None
 
 
-def _varlen(attend: Call, offsets: Tensor, longest: int) -> Call:
-    sizes = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+def _varlen(attend: Call, offsets: Tensor, longest: int, causal: bool) -> Call:
+    sizes: dict[str, Any] = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+    sizes["causal"] = causal
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = attend(*(t[0].transpose(0, 1) for t in (q, k, v)), **sizes)
@@ -294,7 +295,11 @@ def works(device: str) -> Iterator[tuple[str, Callable[[], Work]]]:
     for shared in (8, 2) if large else (2,):
         name = f"selected blocks, {32 if large else 4}/{shared} heads"
         yield name, functools.partial(_selected, device, name, shared)
-    for name, make in (("jagged", _packed), ("pages", _paged), ("edges", _graph), ("sampled softmax", _sampled)):
+    packed = functools.partial(_packed, causal=True)
+    for name, make in (
+        ("jagged", _packed), ("jagged, causal", packed), ("pages", _paged), ("edges", _graph),
+        ("sampled softmax", _sampled),
+    ):  # fmt: skip
         yield name, functools.partial(make, device)
 
 

@@ -122,7 +122,7 @@ def clouds() -> Iterator[Work]:
         yield Work(f"10 nearest N100000 D{d} float32{note}", knn, peers, args, how, forward_only=True)
 
 
-def _int8(x: torch.Tensor) -> list[torch.Tensor]:
+def int8_with_scales(x: torch.Tensor) -> list[torch.Tensor]:
     """Vectors in int8 and the scale of each."""
     scale = x.abs().amax(-1).float() / 127
     return [(x / scale.unsqueeze(-1)).round().to(torch.int8), scale]
@@ -150,7 +150,7 @@ def stored_operands() -> Iterator[Work]:
 
     def points() -> list[torch.Tensor]:
         x, y = (torch.randn(n, 128, device="cuda") for n in (4096, 1_000_000))
-        return [*_int8(x), *_int8(y), x, y]
+        return [*int8_with_scales(x), *int8_with_scales(y), x, y]
 
     ours = lambda x, s, y, t, *plain: ops.knn(mr.scaled(x, s), mr.scaled(y, t), 10).values
     peers = {"float32": lambda *args: ops.knn(args[4], args[5], 10).values}
@@ -159,7 +159,7 @@ def stored_operands() -> Iterator[Work]:
     def cache() -> list[torch.Tensor]:
         q = torch.randn(16, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(16, 8, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        return [q, *_int8(k), *_int8(v), k, v]
+        return [q, *int8_with_scales(k), *int8_with_scales(v), k, v]
 
     lengths = lambda q: torch.full((len(q),), 8192, device=q.device)
     ours = lambda q, k, s, v, t, *plain: ops.attention_decode(q, mr.scaled(k, s), mr.scaled(v, t), lengths(q))
@@ -169,7 +169,14 @@ def stored_operands() -> Iterator[Work]:
     def paged() -> list[torch.Tensor]:
         q, *_, k, v = cache()
         k, v = (t.transpose(1, 2).reshape(16 * 128, 64, 8, 128).contiguous() for t in (k, v))
-        return [q, *_int8(k), *_int8(v), k, v, torch.randperm(16 * 128, device="cuda").view(16, 128)]
+        return [
+            q,
+            *int8_with_scales(k),
+            *int8_with_scales(v),
+            k,
+            v,
+            torch.randperm(16 * 128, device="cuda").view(16, 128),
+        ]
 
     pages = lambda q, table: mr.pages(table, lengths(q), page=64)
     ours = lambda q, k, s, v, t, *rest: ops.attention_paged(q, mr.scaled(k, s), mr.scaled(v, t), pages(q, rest[-1]))
@@ -178,7 +185,7 @@ def stored_operands() -> Iterator[Work]:
 
     def head() -> list[torch.Tensor]:
         x, w = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) / 7 for n in (4096, 128256))
-        return [x, *_int8(w), w, torch.randint(0, 128256, (4096,), device="cuda")]
+        return [x, *int8_with_scales(w), w, torch.randint(0, 128256, (4096,), device="cuda")]
 
     ours = lambda x, w, s, plain, t: ops.linear_cross_entropy(x, mr.scaled(w, s), t)
     peers = {"bfloat16": lambda x, w, s, plain, t: ops.linear_cross_entropy(x, plain, t)}
@@ -187,7 +194,7 @@ def stored_operands() -> Iterator[Work]:
     def tokens() -> list[torch.Tensor]:
         q = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
         d = torch.randn(8192, 128, 128, device="cuda", dtype=torch.bfloat16)
-        return [*_int8(q), *_int8(d), q, d]
+        return [*int8_with_scales(q), *int8_with_scales(d), q, d]
 
     ours = lambda q, s, d, t, *plain: ops.maxsim(mr.scaled(q, s), mr.scaled(d, t))
     peers = {"bfloat16": lambda *args: ops.maxsim(*args[4:])}

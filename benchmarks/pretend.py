@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
     bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
-    repeated = kernel_step.repeated if again else lambda walked, *given: walked(*given)
+    repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -62,8 +62,8 @@ def h200(again: bool = False) -> Iterator[None]:
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
-        (kernel_step, dict(repeated=repeated)),
-        (call_cost, dict(may_be_dense=lambda *given: False)),
+        (kernel_step, dict(replay_walk=repeated)),
+        (call_cost, dict(fits_one_matrix=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
         (kernel_plan, dict(runs_warp_specialized=yes)),

@@ -77,6 +77,9 @@ try:
         from .stream import Stream
 finally:
     if _collects:
+        if not _gc.get_freeze_count():  # what was made so far is here to stay: the next collection leaves it out
+            _gc.freeze()
+            _gc.unfreeze()
         _gc.enable()
 
 if not _TYPE_CHECKING and _deferred:

@@ -9,6 +9,7 @@ May import the errors alone.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ def to_tensor(array: Any, name: str = "an array") -> Tensor:
 
 def _from_numpy(array: numpy.ndarray, name: str) -> Tensor:
     check_mapped(array)
-    if isinstance(array, numpy.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # imported when the first such array is made
+    if masked is not None and isinstance(array, masked.MaskedArray):
         raise ArgumentError(
             detail=f"{name} is a masked array, {shown(array.data)}, and the mask would be lost",
             fix="Fill it first, as in array.filled(0), or leave the masked entries out",

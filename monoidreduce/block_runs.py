@@ -293,7 +293,7 @@ class BlockRun:
                 prepared = self.prepare(*self._arguments(blocks[-1]))
             each = iter(finished) if kept is None else (kept.load_block(b) for b in range(len(blocks)))
             on_disk = kept.folder if kept is not None and out is not None and self.rows.total is not None else None
-            joined = join_blocks(each, prepared.axes, self._length(), on_disk)
+            joined = next(each) if len(blocks) == 1 else join_blocks(each, prepared.axes, self._length(), on_disk)
             result = prepared.pack(joined, self.rows.stand_ins(), progress.total or 0)
             result = result if out is None else write_results(result, out)
             if self.saved is not None:
@@ -340,9 +340,8 @@ class BlockRun:
         return rows, self.columns.example(), place
 
     def _prepare_one(self) -> Prepared:
-        """What is known of the op from one row, wherever that stands."""
-        rows, example, _ = self._arguments((0, min(1, self._length())))
-        return self.prepare(rows, example, None)
+        """What is known of the op from the shapes of all rows."""
+        return self.prepare(self.rows.stand_ins(), self.columns.example(), None)
 
     def _length(self) -> int:
         return 0 if self.rows.total is None else self.rows.total
@@ -368,8 +367,9 @@ class BlockRun:
                 detail="this op reads its columns more than once, but the source is read only once",
                 fix="Give columns that can be read again: a file, a list, mr.chunks(...)",
             )
-        if progress.total is None and any(walk.needs_count(p) for p in walk.program.passes):
-            progress.total = self._count_columns(prepared, maker)
+        if progress.total is None:  # what pays to be compiled is decided by it too
+            counts = any(walk.needs_count(p) for p in walk.program.passes)
+            progress.total = self._count_columns(prepared, maker) if counts else self.columns.total
         try:
             for k in range(progress.stage, len(walk.program.passes)):
                 self._fold_columns(prepared, maker, k, progress, plan, meter, max(1, block[1] - block[0]))

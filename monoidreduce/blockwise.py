@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree  # private, but what torch.func itself flattens its arguments with
 
-from monoidreduce.engines.triton.kernels import user_kernels
+from monoidreduce.engines import triton
 from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError, ShapeError
 
 from .runtime.call_context import is_untraced
@@ -86,11 +86,11 @@ def MonoidReduce(
     """
     if avals < 1 or bvals < 1:
         raise ArgumentError(detail=f"{name}: avals is {avals}, bvals {bvals}", fix="Give each side 1 tensor or more")
-    if any(map(user_kernels.is_kernel, (proj_fold, proj_fold_bwd, binary_reduce))):
+    if any(map(triton.user_kernels.is_kernel, (proj_fold, proj_fold_bwd, binary_reduce))):
         if D is not None:
             raise ArgumentError(detail=f"{name} has D and @triton.jit functions", fix="Give proj_fold_bwd instead of D")
         functions = (proj_fold, binary_reduce, proj_fold_bwd)
-        kernels = user_kernels.Layer(name, init, (avals, bvals), (islice, jslice), *functions)  # type: ignore[arg-type]
+        kernels = triton.user_kernels.Layer(name, init, (avals, bvals), (islice, jslice), *functions)  # type: ignore[arg-type]
         return _make_function(kernels, f"MonoidReduce_{name}", module=init.__module__)
     for label, cut in (("islice", islice), ("jslice", jslice)):
         if not callable(cut):
@@ -239,7 +239,7 @@ class _Layer:
         return tuple(g.to(x.dtype) if need else None for g, x, need in zip(totals, inputs, needs, strict=True))
 
 
-def _make_function(layer: _Layer | user_kernels.Layer, title: str, module: str) -> type[Function]:
+def _make_function(layer: "_Layer | triton.user_kernels.Layer", title: str, module: str) -> type[Function]:
     class TileReduce(Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensors:

@@ -36,10 +36,10 @@ from .engines import stream
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states as closed
-from .engines.ranks import agreement
 from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
+from .plan import settings
 from .saved_runs import SavedRun, check_apart, check_out
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 from .stored_vectors import WIDE, Scaled
@@ -96,14 +96,12 @@ class Stream:
         found = {**files, **{n: self._open_rows(n, v) for n, v in mapped.items()}}
         self._opened = dict(files)
         self._mapped = [p for n in mapped for p in found[n].paths]
-        if fits_in_memory(found.values()):
-            memory |= {n: a.read(0, len(a)) for n, a in files.items()}
-            files = {}
-        else:
-            files = found
-            self._border.of_numpy = self._border.of_numpy or bool(mapped)
-        memory = {n: self._border.take(v, n) for n, v in memory.items() if n not in files}
-        return memory, files
+        self._border.of_numpy, self._border.of_others = bool(mapped), bool(files)
+        memory = {n: self._border.take(v, n) for n, v in memory.items() if n not in mapped}
+        if not fits_in_memory(found.values()):
+            return memory, found
+        memory |= {n: a.read(0, len(a)) for n, a in found.items()}
+        return {n: memory[n] for n in rows}, {}
 
     def _open_rows(self, name: str, value: Any) -> AlongAxis:
         array = _open_array(name, value)
@@ -306,7 +304,7 @@ class Stream:
         if any(isinstance(s, Scaled) for s in sources):
             return _cut_stored(sources), False
         if len(sources) == 1 and not isinstance(sources[0], Mapping) and not is_source_of_arrays(sources[0]):
-            return sources[0], False
+            return _check_iterable(sources[0]), False
         if len(sources) == 1 and isinstance(sources[0], Mapping):
             given = dict(sources[0])
         else:
@@ -410,7 +408,7 @@ class Stream:
             names = needed if len(values) == len(needed) else list(self._columns)
             return self._tensors(dict(zip(names, values, strict=True)), opened)
         else:
-            wrong = {"what was given"}
+            wrong = {f"{shown(values)}"}
         if wrong:
             raise ArgumentError(
                 detail=f"a chunk holds {', '.join(self._columns)}, but {', '.join(sorted(wrong))} does not fit",
@@ -475,6 +473,18 @@ def _open_array(name: str, value: Any) -> Any:
     return found[0]
 
 
+def _check_iterable(source: Any) -> Any:
+    """A source that is to give chunks, or ArgumentError."""
+    kind = type(source)
+    if isinstance(source, (bytes, numpy.generic)) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+        raise ArgumentError(
+            detail=f"over was given {shown(source)}",
+            fix="Give a path, a list of paths, an array, a tensor, or an iterable of chunks; of a table, "
+            "table.to_numpy()",
+        )
+    return source
+
+
 def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Chunks of columns that are stored, and of tensors beside them."""
     wrong = next((s for s in sources if not isinstance(s, (Tensor, Scaled)) or len(s) != len(sources[0])), None)
@@ -505,7 +515,7 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def _check_not_sharded() -> None:
-    if agreement.current_layout() is not None:
+    if settings.is_divided():
         raise StreamError(
             detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
         )

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .engines import auto, triton
 from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
-from .engines.triton.launch import jit_module
 from .errors import EngineError
 from .plan import budget, candidates, cost, plan_records, settings
 from .plan.op_counts import Case, folded_axes
@@ -351,7 +350,7 @@ class Session:
 
     def _try(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> Trial:
         try:
-            with jit_module.watch_resources() as kernels:
+            with triton.watch_resources() as kernels:
                 problem = find_error(auto.run_choice, choice, self.safe, fold, leaves, sizes, truth)
             spilled = max([0, *(k.spills for k in kernels)])
             if not problem and spilled > MOST_SPILLED:
@@ -437,7 +436,7 @@ class TunableCall(Protocol):
 
     def __call__(self, *given: Any) -> list[Any]: ...
 
-    def may_be_dense(self) -> bool: ...
+    def may_be_dense(self, given: Sequence[Any], asks: bool) -> bool: ...
 
 
 @dataclass
@@ -491,7 +490,7 @@ def run_trials(session: Session, fold: Fold, leaves: Sequence[Any], sizes: Sizes
 
 def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | None:
     """Tune a small call as a whole: tiled, by the tuned plans of its folds, or dense. None if it may not run dense."""
-    if not call.may_be_dense():
+    if not call.may_be_dense(given, asks):
         return None
     own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in given]
     passes, dense = Choice("flash"), Choice("dense")

@@ -326,10 +326,10 @@ def _write_footnotes(findings: Findings) -> list[str]:
 
 _EXAMPLE = """\
 @mr.op
-def attention(q: Row["f"], k: Col["f"], v: Col["d"]):   # what happens to one pair of a row and a column
-    return mr.softmax_mean(q @ k, v)                    # how the pairs combine
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k, v)  # what happens to one pair, and how the pairs combine
 
-y = attention(q, k, v)                                  # differentiable; nothing of size M × N is ever allocated"""
+y = attention(q, k, v)  # differentiable; nothing of size M × N is ever allocated"""
 _TIME, _MEMORY, _ERROR = "Time, ms", "Peak extra memory, MB", "Error"
 _CAUTION = "<p><b>Tiny sizes (<code>--quick</code>): these numbers mean little.</b></p>"
 

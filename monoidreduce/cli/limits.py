@@ -86,8 +86,11 @@ class Limit:
 
     @property
     def gain(self) -> float:
-        """How many times larger ours may be; 0 if ours did not fit, infinite if torch's did not."""
+        """How many times larger ours may be; infinite if torch's did not fit. 0 if ours did not, or if torch's search
+        ended by time: then nobody knows."""
         ours, dense = self.ours.largest, self.dense.largest
+        if dense is not None and self.dense.stopped != STOPPED_BY_MEMORY:
+            return 0.0
         return 0.0 if ours is None else float("inf") if dense is None else ours.size / dense.size
 
     def to_data(self) -> dict[str, Any]:

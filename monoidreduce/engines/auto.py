@@ -15,13 +15,12 @@ from ..plan import candidates, op_counts, plan_records, settings, tiles
 from ..plan.op_counts import Case, round_length
 from ..plan.schedule import Choice
 from ..program.expression import Expr, index, size
-from ..program.lower import Fold, Lowered, digest_fold
+from ..program.lower import Fold, Lowered, conditions, digest_fold
 from . import eager, panel, triton
 from .common import matmul
 from .common.evaluate import Sizes
 from .eager import tile_code, tile_walk
 from .panel.panel_program import as_program, split_into_loops, split_softmax_means
-from .triton.kernels import topk
 
 # The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
 #
@@ -57,8 +56,10 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
         alike = _class_key(key, defaults, fold, leaves) if defaults else key
         found = _CHOICES.get(alike)
         if found is None:
-            case = make_case(fold, leaves, sizes)
+            case = make_case(fold, leaves, sizes, ask_panels=False)
             best = candidates.choose(case, fold_key(case, sizes.device))
+            if case.panels is None and best.schedule == "panel" and not _can_use_panels(fold, leaves, sizes):
+                best = candidates.choose(replace(case, panels=False), fold_key(case, sizes.device))
             usual = case.kernels and best.tiles == case.defaults
             found = _keep(alike, (fold, best, replace(best, tiles=()) if usual else best))
         _keep(key, found)
@@ -111,7 +112,7 @@ def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.
 def prepare_topk(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """A function that does what :func:`run` does for leaves like these, if that is a top-k over vendor GEMMs."""
     deep = fold.domain is None and _has_kernels(sizes.device) and _choose(fold, leaves, sizes)[1].schedule == "panel"
-    return topk.prepare_best_products(fold, leaves, sizes) if deep else None
+    return triton.prepare_best_products(fold, leaves, sizes) if deep else None
 
 
 def prepare_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
@@ -158,19 +159,20 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
 # What a choice depends on -------------------------------------------------------------------------------------
 
 
-def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
-    """A fold at these sizes on these leaves, as the cost model sees it. Numbers in tensors are not read."""
-    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
-    narrow = next((d for d in vectors if d in matmul.SIXTEEN), sizes.compute)
-    base = case_without_leaves(fold, narrow, sizes, frozenset(_numbers(fold, leaves)))
+def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes, ask_panels: bool = True) -> Case:
+    """A fold at these sizes on these leaves, as the cost model sees it. Numbers in tensors are not read.
+
+    Unless ``ask_panels``, a fold with kernels is not asked whether panels could run it."""
+    narrow = next((d for d in _vector_types(fold, leaves) if d in matmul.SIXTEEN), sizes.compute)
     defaults = _default_tiles(fold, leaves, sizes)
+    base = case_without_leaves(fold, narrow, sizes, None if defaults else frozenset(_numbers(fold, leaves)))
     lengths = [round_length(n, _COARSE) if defaults else n for n in (sizes.rows, sizes.cols)]
     return replace(
         base,
         kernels=bool(defaults),
         defaults=defaults,
-        panels=_can_use_panels(fold, sizes, set(vectors)),
-        fixed=base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
+        panels=_can_use_panels(fold, leaves, sizes) if ask_panels or not defaults else None,
+        fixed=base.fixed if defaults else base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
         seen=_visible_share(fold, *lengths, tuple(_numbers(fold, leaves).items())),
     )
 
@@ -184,10 +186,12 @@ def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
     return {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
 
 
-def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] = frozenset()) -> Case:
-    """The case of a fold without its leaves; ``dtype``: of its vectors."""
-    code = tile_walk.compile_unconditional(fold, numbers)
-    return Case(
+def case_without_leaves(
+    fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] | None = frozenset()
+) -> Case:
+    """The case of a fold without its leaves; ``dtype``: of its vectors; ``numbers``: its leaves that are Python
+    numbers, None where no tile will run in torch, whose cost is then not asked for."""
+    found = Case(
         fold,
         digest_fold(fold),
         sizes.rows,
@@ -199,6 +203,12 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
         sizes.compute.itemsize,
         op_counts.get_rates(sizes.device),
         gpu=sizes.device.type == "cuda",
+    )
+    if numbers is None:
+        return found
+    code = tile_walk.compile_unconditional(fold, numbers)
+    return replace(
+        found,
         tile=tile_code.bytes_per_pair(fold, code, sizes),
         fixed=tile_code.fixed_bytes(code),
         steps=len(code.steps),
@@ -216,9 +226,9 @@ def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, fl
 
     Conditions are evaluated in interval arithmetic on a coarse grid; half a block is subtracted for its edges. What is
     decided for several blocks at once is not asked of each."""
-    code = tile_walk.compile_fold(fold, frozenset(e for e, _ in given))
-    if not code.conditions or not rows or not cols:
+    if not rows or not cols or not conditions(fold):
         return 1.0
+    code = tile_walk.compile_fold(fold, frozenset(e for e, _ in given))
     fixed = {e: (float(v), float(v)) for e, v in given}
     fixed |= {size("rows"): (float(rows),) * 2, size("cols"): (float(cols),) * 2}
     row, col = index("row"), index("col")
@@ -242,12 +252,16 @@ def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, fl
     return max(0.0, seen / (rows * cols) - 0.5 / _BLOCKS) if seen < rows * cols else 1.0
 
 
-def _can_use_panels(fold: Fold, sizes: Sizes, kinds: set[torch.dtype]) -> bool:
+def _vector_types(fold: Fold, leaves: Sequence[Any]) -> list[torch.dtype]:
+    return [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+
+
+def _can_use_panels(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     """True if a fold has matrix products, and the panel engine supports everything else in it."""
     if panel.writes_pairs(fold) or not torch.Size(sizes.batch).numel():
         return False
     maker = _step_class(sizes.device)
-    program = as_program(fold)
+    program, kinds = as_program(fold), set(_vector_types(fold, leaves))
     found = split_into_loops(split_softmax_means(program) if maker.splits_softmax_means else program)
     if not any(w.products for w in found):
         return False

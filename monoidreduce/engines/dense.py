@@ -56,7 +56,7 @@ class _DenseWriter(Writer):
         if e.op == "result" and is_pass(e.args[0]):
             return self._line(f"{self.names[e.args[0]]}[{e.attrs[0]}]")
         if e.op in ("dot", "sqdist"):
-            x, y = (self._raised(a) for a in (e.args if e.args[0].rows else e.args[::-1]))
+            x, y = (self._raise_dtype(a) for a in (e.args if e.args[0].rows else e.args[::-1]))
             return self._line(f"{self.hold(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
         return super()._node(e)
 
@@ -68,7 +68,7 @@ class _DenseWriter(Writer):
     def vectors(self, e: Expr) -> str:
         """Row or column vectors, in the compute type."""
         self.of(e)
-        return self._raised(e)
+        return self._raise_dtype(e)
 
     def tensor(self, e: Expr) -> str:
         """A value as a tensor, also if it is a Python number."""
@@ -92,7 +92,7 @@ class _DenseWriter(Writer):
         if e in self.plain:
             tail = 2 + (e.feature is not None)
             return self._line(f"filled({name}, {e.dtype!r}, S).expand((1,) * (len(S.batch) + {tail}))")
-        name = self._raised(e)
+        name = self._raise_dtype(e)
         at = -1 if e.feature is None else -2
         for missing, place in ((not e.cols, at), (not e.rows, at - 1)):
             if missing:

@@ -263,7 +263,10 @@ class ChunkedProgram:
         start, count, _ = chunk
         rows = self._row_axis
         block = Subproblem(rows.own, ((start, start + count),), (rows.total, total or 0))
-        return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), block, self.engine)
+        pairs = max(1, self.sizes.rows * count)  # of this chunk: what pays is decided by all of them
+        repeats = max(1, rows.total * (total or 0) // pairs)
+        sizes = replace(self.sizes, cols=count, repeats=repeats)
+        return subproblem.run_subproblem(fold, leaves, sizes, block, self.engine)
 
     def finish(self, found: Mapping[int, list[Tensor]], total: int) -> tuple[list[Any], Sizes]:
         """The outputs and the sizes, from the results of the passes (by their position)."""
@@ -286,7 +289,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
     """Merge the states of two chunks; ``one`` is None before the first."""
     if one is None:
         return other
-    return [combine.merged(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
+    return [combine.merge_states(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
 
 
 # A whole source ----------------------------------------------------------------------------------------------
@@ -382,7 +385,7 @@ class _SourceBackward:
         self.more: dict[int, Tensor] = {}  # gradients of row feeds through these
 
     def run(self) -> list[Tensor | None]:
-        states: list[State] | None = None
+        states: list[list[State]] | None = None  # of each pass of the gradient
         program: GradientProgram | None = None
         if self.others.parts:
             self._read_others()
@@ -445,30 +448,32 @@ class _SourceBackward:
         return Evaluator(sizes, program.bind(leaves, self.results, self.cotangents))
 
     def _chunk(
-        self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[State] | None
-    ) -> tuple[list[State], dict[int, Tensor]]:
-        (p,) = program.program.passes
+        self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[list[State]] | None
+    ) -> tuple[list[list[State]], dict[int, Tensor]]:
         walk, total = self.job.walk, self.job.total
         evaluate = self._evaluator(program, walk.chunk_sizes(chunk[0], chunk[1], total), leaves)
-        mine = walk.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
-        results = subproblem.finish_states(p.fold, mine)
-        for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
-            for n in nodes if r.attrs[1] not in ("cols", "both") else ():
-                evaluate.memo[n] = to_layout(value, n)
+        folded: list[list[State]] = []
+        for p in program.program.passes:  # each of pairs and saved results alone, so none waits for another
+            mine = walk.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
+            results = subproblem.finish_states(p.fold, mine)
+            for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
+                for n in nodes if r.attrs[1] not in ("cols", "both") else ():
+                    evaluate.memo[n] = to_layout(value, n)
+            before = None if states is None else states[len(folded)]
+            rows = [k for k, r in enumerate(p.fold.reductions) if r.attrs[1] in ("cols", "both")]
+            folded.append(
+                mine
+                if before is None
+                else [
+                    combine.merge_states(r, [before[k], mine[k]]) if k in rows else mine[k]
+                    for k, r in enumerate(p.fold.reductions)
+                ]
+            )
         grads = {
             k: as_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
             for k, e in program.outputs
             if e is not None and self.fold.leaves[k].cols
         }
-        rows = [k for k, r in enumerate(p.fold.reductions) if r.attrs[1] in ("cols", "both")]
-        folded = (
-            mine
-            if states is None
-            else [
-                combine.merged(r, [states[k], mine[k]]) if k in rows else mine[k]
-                for k, r in enumerate(p.fold.reductions)
-            ]
-        )
         return folded, grads
 
     def _deliver(self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]) -> None:
@@ -487,16 +492,15 @@ class _SourceBackward:
         if self.job.on_gradient is not None:
             self.job.on_gradient(chunk[0], named)
 
-    def _rows(self, program: GradientProgram | None, states: list[State] | None) -> list[Tensor | None]:
+    def _rows(self, program: GradientProgram | None, states: list[list[State]] | None) -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * len(self.kept)
         if program is None:
             return grads
         walk, total = self.job.walk, self.job.total or 0
         evaluate = self._evaluator(program, replace(walk.sizes, cols=total), [0 if v is None else v for v in self.kept])
-        if states is not None:
-            (p,) = program.program.passes
+        for p, mine in zip(program.program.passes, states or [], strict=states is not None):
             for (r, _), value, nodes in zip(
-                p.fold.outputs, subproblem.finish_states(p.fold, states), p.results, strict=True
+                p.fold.outputs, subproblem.finish_states(p.fold, mine), p.results, strict=True
             ):
                 for n in nodes if r.attrs[1] in ("cols", "both") else ():
                     evaluate.memo[n] = to_layout(value, n)
@@ -535,7 +539,7 @@ class OtherChunks:
         for (fold, given), states in zip(self.parts, self.states, strict=True):
             job = _job(fold, leaves, sizes, (False,) * len(leaves))
             stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
-            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.filled(given)))
+            pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.fill_cotangents(given)))
             self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
         self.states.clear()
 

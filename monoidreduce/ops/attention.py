@@ -345,7 +345,7 @@ def _attend(
         options["seed"] = checks.draw_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
     last = options.get("lower_right") if cols is None else cols.kind == "pages"
-    if last and q.shape[-2] == 1 and checks.is_undivided():
+    if last and isinstance(q, Tensor) and q.shape[-2:-1] == (1,) and checks.is_undivided():
         _drop_implied(options)
     if cols is not None:
         _align(cols, options, q)

@@ -23,6 +23,7 @@ from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
 from ..explain import Explanation
+from ..plan import settings
 from ..runtime import call_context, layer_replay
 from ..runtime.call_context import PLAIN
 from ..stored_vectors import Scaled
@@ -208,11 +209,7 @@ def cache_check(check: Callable) -> Callable:
 
 def _check_key(given: tuple) -> tuple | None:
     """What such a check depends on, as a key; None where there is no cheap key."""
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or agreement.current_layout() is not None
-    ):
+    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or settings.is_divided():
         return None
     found: list[Any] = []
     for value in given:
@@ -462,7 +459,7 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
 
 def is_undivided() -> bool:
     """True where a call is not sharded: this process has all rows and columns."""
-    return agreement.current_layout() is None
+    return not settings.is_divided()
 
 
 class PublicLayer(Protocol[Given, Result]):
@@ -543,7 +540,7 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
             if nested.any_nested([*args, *kwargs.values()]):
                 return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
-        if agreement.layout_in_force.get() is None:
+        if settings.layout.get() is None:
             try:
                 return replay(args, kwargs)
             except TypeError as error:

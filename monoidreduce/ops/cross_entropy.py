@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, no_type_c
 import torch
 from torch import Tensor
 
-from ..engines.common.shard import GatherChunks, find_chunk
+from ..engines.common.shard import find_chunk, gather_chunks
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from ..runtime import layer_replay
@@ -526,7 +526,7 @@ def loss_of_hidden(
     """The loss of each token from hidden states [s, b, h] and this rank's weights [v, h]."""
     with agreement.shard(rows=group if sequence_parallel else None, cols=group):
         loss = _fold_hidden(hidden, weight, target, label_smoothing, sequence_parallel, vocab_size, options, group)
-    return GatherChunks.apply(loss, 0, len(target), group) if sequence_parallel and group.size() > 1 else loss
+    return gather_chunks(loss, 0, len(target), group) if sequence_parallel and group.size() > 1 else loss
 
 
 @checks.public_layer

@@ -256,6 +256,14 @@ def _frames_to_caller() -> int:
     return count
 
 
+def _check_lengths(rows: int, cols: int, g: Tensor, log_a: Tensor, log_b: Tensor) -> None:
+    for name, t, points, count in (("g", g, "y", cols), ("log_a", log_a, "x", rows), ("log_b", log_b, "y", cols)):
+        if t.shape[-1] != count:
+            raise ShapeError(
+                detail=f"{name} has {t.shape[-1]} numbers for {count} points {points}", fix="Give one each"
+            )
+
+
 def _stream_sinkhorn_step(
     x: Any, g: Any, log_a: Any, log_b: Any, *, eps: float | Tensor, cost: Cost = "sqeuclidean"
 ) -> BothWays:
@@ -266,6 +274,7 @@ def _stream_sinkhorn_step(
     checks.positive("eps", eps)
 
     def run(x: Any, y: Any, quiet: bool) -> tuple[Tensor, Tensor]:
+        _check_lengths(count_entries("x", x), count_entries("y", y), g, log_a, log_b)
         f = softmin.stream(x, eps=eps, cost=cost).over(y, log_b + g / eps, quiet=quiet)
         return f, softmin.stream(y, eps=eps, cost=cost).over(x, log_a + f / eps, quiet=quiet)
 
@@ -305,6 +314,8 @@ def sinkhorn_step(
         checks.tensor(name, t, "[..., M or N]", 1)
     checks.floating(g=g, log_a=log_a, log_b=log_b)
     checks.positive("eps", eps)
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and min(x.dim(), y.dim()) > 1:  # else softmin says so
+        _check_lengths(x.shape[-2], y.shape[-2], g, log_a, log_b)
     f = softmin(x, y, log_b + g / eps, eps=eps, cost=cost)
     with agreement.swap_axes():
         return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)

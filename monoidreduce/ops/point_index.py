@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engines.common.point_tree import PointTree
-from ..engines.ranks import agreement
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..plan import budget, disk
+from ..plan import budget, disk, settings
 from ..runtime import call_context, nearest, registry
 from . import checks
 
@@ -175,7 +174,7 @@ class PreparedPoints:
             return False
         if torch.compiler.is_compiling():  # a compiler cannot look at settings
             return True
-        if registry.engine() != "auto" or agreement.current_layout() is not None:
+        if registry.engine() != "auto" or settings.is_divided():
             return False
         return call_context.are_plain([x, y])
 
@@ -235,7 +234,7 @@ def _build_trees(points: Tensor) -> tuple[list[PointTree], float]:
     *batch, count, features = points.shape
     if count < MIN_POINTS or not 0 < features <= nearest.MOST_FEATURES or not torch.Size(batch).numel():
         return [], 1.0
-    if agreement.current_layout() is not None or not call_context.are_plain([points]):
+    if settings.is_divided() or not call_context.are_plain([points]):
         return [], 1.0
     found, shares = [], []
     with torch.no_grad():

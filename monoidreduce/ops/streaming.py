@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -186,7 +187,12 @@ class BothWays:
                     fix="Call it under torch.no_grad(), or as it is, with rows and columns in memory",
                 )
         border = Border()
-        rows, cols = (border.take(v, self.name) if is_array(v) else v for v in (self.rows, source))
+        mapped = [isinstance(v, numpy.memmap) for v in (self.rows, source)]  # read in chunks, as files are
+        rows, cols = (
+            v if m or not is_array(v) else border.take(v, self.name)
+            for v, m in zip((self.rows, source), mapped, strict=True)
+        )
+        border.of_numpy = border.of_numpy or any(mapped)
         if not (is_file(rows) and is_file(cols)):
             border.of_others = border.of_others or not border.of_numpy
         with torch.no_grad():

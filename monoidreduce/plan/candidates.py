@@ -75,7 +75,7 @@ def _estimate_once(case: Case) -> Callable[[Choice], float]:
 
 def _rank(case: Case, found: list[Choice], seconds: Callable[[Choice], float], panels: bool = True) -> list[Choice]:
     """These choices, and panels where the fold can use them, by their predicted time."""
-    if case.panels and panels:
+    if case.panels is not False and panels:
         found = [] if case.gpu and not case.kernels else found
         found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
     lead = lambda c: PANEL_LEAD if c.schedule == "panel" and case.gpu and case.kernels else 1.0
@@ -188,7 +188,7 @@ def _torch_candidates(case: Case) -> list[Choice]:
 def can_run(case: Case, choice: Choice) -> bool:
     """True if a choice, read from a plan record, can run this case within the budget."""
     kernels = [t for name, t in choice.tiles if name in ("cols", "rows")]
-    if choice.schedule not in ("flash", "split", "panel") or (choice.schedule == "panel" and not case.panels):
+    if choice.schedule not in ("flash", "split", "panel") or (choice.schedule == "panel" and case.panels is False):
         return False
     if (kernels and not case.kernels) or (choice.tile("tile") and case.kernels):
         return False

@@ -6,7 +6,7 @@ and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
     work     (equations 2, 6)  the work of all pairs, and r - 1 combinations of partial results per row
     time     (equations 3, 7)  the work divided by the workers, and no less than the longest chain
     memory   (equations 4, 8)  that of one slice
-    traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
+    traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P
 
 Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
 by rates (both in ``op_counts.py``):
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from ..reductions import kind_of, outputs_of
 from . import budget
 from . import tiles as tiling
-from .communication import forward_cost
 from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
@@ -62,7 +61,8 @@ class Scheduled:
     """The cost of a whole call by one schedule.
 
     ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
-    all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others.
+    all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others; ``results``: bytes of the
+    dense form's results and gradients.
     """
 
     schedule: str
@@ -74,6 +74,7 @@ class Scheduled:
     parts: tuple[Part, ...] = ()
     sent: float = 0.0
     ranks: int = 1
+    results: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Cost:
     schedules: tuple[Scheduled, ...]
     ceilings: DeviceRates
     budget: int | None
-    dense: int | None  # without a budget: bytes that one matrix of pairs may take; None: dense is never allowed
+    dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
     backward: bool
     own: str = ""  # the schedule under which each fold runs by its own choice
 
@@ -101,11 +102,9 @@ class Cost:
         return fold
 
     def allows(self, scheduled: Scheduled) -> bool:
-        """True if a schedule fits in the budget; without one, if a matrix of pairs fits in ``dense`` bytes."""
+        """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""
         if scheduled.schedule == "dense":
-            if self.dense is None:
-                return False
-            return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
+            return self.dense is not None and fits_dense(scheduled, self.budget, self.dense)
         return self.budget is None or scheduled.held <= self.budget
 
     def with_schedule(self, scheduled: Scheduled) -> Cost:
@@ -124,6 +123,11 @@ class Cost:
     def __str__(self) -> str:
         parts = [f"{s.schedule} {s.seconds * 1e3:.3g} ms, {s.peak / 1e6:.3g} MB" for s in self.schedules]
         return "; ".join(parts)
+
+
+def fits_dense(dense: Scheduled, limit: int | None, otherwise: int) -> bool:
+    """True if the dense form fits in the budget ``limit``; without one, if all but its results take ``otherwise``."""
+    return dense.peak - dense.results <= otherwise if limit is None else dense.peak <= limit
 
 
 def estimate(case: Case, choice: Choice) -> Estimate:
@@ -163,6 +167,31 @@ def _estimate_gathers(case: Case) -> Estimate:
 
 
 _GATHER_PASSES = 4  # gather, multiply, sum, add: each reads and writes the gathered vectors
+
+
+def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 5: all bytes read and combined for L rows in l slices and R columns in r slices,
+
+        (r / W) L A + l R B + (r / W - 1) L P
+
+    where a worker takes W column slices for each row slice, reads the row slice once and combines them locally.
+
+    >>> forward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    200.0
+    """
+    groups = r / W
+    return groups * L * A + l * R * B + (groups - 1) * L * P
+
+
+def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 9: the same for the gradients, which also read results and cotangents and are summed on both sides,
+
+        2 (r / W) L (A + P) + 2 l R B
+
+    >>> backward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    480.0
+    """
+    return 2 * (r / W) * L * (A + P) + 2 * l * R * B
 
 
 # Tiles in torch -----------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class Case:
     wide: int  # bytes of a number in which arithmetic is done
     ceilings: DeviceRates
     kernels: bool = False  # it has generated kernels, whose accumulators stay in registers
-    panels: bool = False  # it can run one panel at a time
+    panels: bool | None = False  # it can run one panel at a time; None: if that is what is chosen, it is asked
     gpu: bool = False
     defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # the engine's default tiles, by folded axis
     tile: int = 0  # bytes per pair of a tile in torch

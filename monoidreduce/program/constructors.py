@@ -255,6 +255,8 @@ def dot(a: Expr, b: Expr) -> Expr:
             detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
             fix="Give both the same letter",
         )
+    if a.dtype != b.dtype and "float" in (a.dtype, b.dtype):  # torch multiplies matrices of one type alone
+        a, b = (apply("cast", e, to="float") for e in (a, b))
     sides = _row_and_col(a, b)
     if sides is not None:
         (s, x), (t, y) = map(split_scale, sides)

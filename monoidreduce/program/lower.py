@@ -36,7 +36,8 @@ class Fold:
 
     leaves: tuple[Expr, ...]
     reductions: tuple[Expr, ...]
-    scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
+    # A number that each reduction's result is multiplied by at the end (of a softmax: its mean); none, or all
+    scales: tuple[Expr, ...] = ()
     raised: bool = False  # return vectors in the accumulator's type, since they are used in further arithmetic
     exact: bool = False  # never round products to 16 bits, here or in the gradient, even where they are stored
     # Sums that are gradients and nothing else, each with its leaf. An engine may return them summed over the batch
@@ -52,7 +53,9 @@ class Fold:
     def pure(self) -> tuple[Expr, ...]:
         """The reductions with their scales moved inside: the form that is differentiated."""
         return tuple(
-            r if s is constructors.ONE else constructors.rebuild(r, (constructors.apply("mul", r.args[0], s),))
+            r
+            if s is constructors.ONE
+            else constructors.rebuild(r, (*r.args[:-1], constructors.apply("mul", r.args[-1], s)))
             for r, s in self.scaled
         )
 
@@ -217,10 +220,16 @@ def _is_fed(e: Expr) -> bool:
     return not e.is_pair or e.op in ("input", "leaf")
 
 
+def scaled_result(reduction: Expr) -> int:
+    """Which result of a reduction its scale multiplies: the sum, or a softmax's mean."""
+    return 1 if reduction.attrs[0] == "soft" else 0
+
+
 def _find_scales(
     reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
 ) -> dict[Expr, tuple[Expr, Expr]]:
     """Sums of vectors whose only use is to be multiplied by a number known before the pass: (that product, the number).
+    Softmax means of stored vectors too, whose one scale is such a number.
 
     A kernel multiplies before it writes; a vector written, read, multiplied and written again costs twice the memory
     traffic of the fold's own results.
@@ -231,13 +240,18 @@ def _find_scales(
             users.setdefault(a, []).append(e)
     found: dict[Expr, tuple[Expr, Expr]] = {}
     for r in reductions:
-        results = users.get(r, [])
-        if r.attrs[0] != "sum" or len(results) != 1 or results[0].feature is None or results[0].dtype != "float":
+        results = [e for e in users.get(r, []) if e.attrs[0] == scaled_result(r)]
+        mean = r.attrs[0] == "soft" and len(r.args) == 2 and r.args[1].is_stored
+        if r.attrs[0] != "sum" and not mean:
+            continue
+        if len(results) != 1 or results[0].feature is None or results[0].dtype != "float":
             continue
         at, scale = results[0], constructors.ONE
         while at not in outputs and len(above := users.get(at, [])) == 1 and above[0].op == "mul":
             other = above[0].args[above[0].args[0] is at]
             if other.feature is not None or levels[other] >= levels[r] or (other.cols if r.rows else other.rows):
+                break
+            if mean and (other.rows or other.cols):
                 break
             at, scale = above[0], constructors.apply("mul", scale, other)
         if scale is not constructors.ONE:
@@ -277,7 +291,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         if e.op == "result":
             users.setdefault((e.args[0], e.attrs[0]), []).append(e)
     for r, (product, _) in scales.items():
-        users[r, 0] = [product]
+        users[r, scaled_result(r)] = [product]
     fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), scaled if scales else ())
     results = tuple(tuple(users.get((r, k), ())) for r in reductions for k in range(len(outputs_of(r))))
     return Pass(fold, tuple(feeds), results)

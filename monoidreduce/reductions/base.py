@@ -221,7 +221,9 @@ class DerivedLines(Lines):
         zeros = f"tl.zeros([KEPT, FOLDED], {v.float})"
         lifted = [expr_of(x) for x in self.kind.lift(self.params, [Symbol(e) for e in fields])]
         blocks = [
-            v.seen(v.full(e) if e.is_pair else f"{zeros} + {v.number(e)}", f"tl.full([1, 1], {identity}, {v.float})")
+            v.mask_columns(
+                v.full(e) if e.is_pair else f"{zeros} + {v.number(e)}", f"tl.full([1, 1], {identity}, {v.float})"
+            )
             for e, identity in zip(lifted, self.identities, strict=True)
         ]
         elements = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"

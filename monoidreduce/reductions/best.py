@@ -113,15 +113,15 @@ class BestLines(Lines):
         n = self.name
         return [f"{n} = tl.full([KEPT], {self.worst}, {self.type})", f"{n}_at = tl.full([KEPT], -1, tl.int32)"]
 
-    def seen(self, x: Expr) -> str:
+    def mask_columns(self, x: Expr) -> str:
         """A tile's values, the worst where nothing is."""
         value = self.v.full(x) if x.dtype == "float" else f"{self.v.full(x)}.to(tl.int64)"
-        return self.v.seen(value, f"tl.full([1, 1], {self.worst}, {self.type})")
+        return self.v.mask_columns(value, f"tl.full([1, 1], {self.worst}, {self.type})")
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
         v.inside += [
-            f"{n}_new = {self.seen(fields[0])}",
+            f"{n}_new = {self.mask_columns(fields[0])}",
             f"{n}_tile = tl.reduce({n}_new, 1, {self.extreme})",
             f"{n}_here = {self._here(fields[0])}",
             f"{n}_place = tl.min(tl.where({n}_here, {self.place_of(fields)}, 2147483647), 1)",
@@ -151,7 +151,7 @@ class BestLaneLines(BestLines):
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
         v.inside += [
-            f"{n}_x = {self.seen(fields[0])}",
+            f"{n}_x = {self.mask_columns(fields[0])}",
             f"{n}_place = tl.zeros([KEPT, FOLDED], tl.int32) + {self.place_of(fields)}",
             f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_x, {n}_place)",
         ]

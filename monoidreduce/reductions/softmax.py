@@ -179,7 +179,7 @@ class SoftmaxLines(Lines):
                 continue
             for c in cs:
                 plain = c.walk or c.weight is ONE
-                part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
+                part = f"{n}_weight" if plain else v.mask_columns(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
 
     def weigh(self, logit: Expr) -> None:
@@ -219,7 +219,7 @@ class SoftmaxLines(Lines):
         v, factor = self.v, ""
         if self.fast:
             logit, factor = self.scaled_logit(logit)
-        s = v.seen_name(v.full(logit), 'float("-inf")')
+        s = v.bind_masked(v.full(logit), 'float("-inf")')
         return s, f" * {factor}" if factor else ""
 
     def scaled_logit(self, logit: Expr) -> tuple[Expr, str]:
@@ -241,7 +241,9 @@ class SoftmaxLines(Lines):
         for m, rounded in zip(self.means, self.rounded, strict=True):
             block = m.feature is not None and not m.tiny
             by = f"{n}_rounded" if self.compensates and rounded else f"{n}_seen"
-            texts = [self.v.divided(t, by) if block else f"{t} / {by}" for t in m.result()]
+            texts = [self.v.divide_vectors(t, by) if block else f"{t} / {by}" for t in m.result()]
+            if self.scale is not ONE:
+                texts = [f"{t} * {self.v.number(self.scale)}" for t in texts]
             results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 
@@ -282,7 +284,7 @@ class SoftmaxLaneLines(SoftmaxLines):
         ]
         for name, value in zip(self.sums[1:], fields[1:], strict=True):
             part = f"{n}_weight * {v.full(value)}"
-            v.inside.append(f"{name} += {v.seen(part, '0.0')}")
+            v.inside.append(f"{name} += {v.mask_columns(part, '0.0')}")
 
     def check(self, factor: str) -> list[str]:
         """``{name}_far``: how far the guess lay from the maximum of a row that has one."""

@@ -64,7 +64,7 @@ class SumLines(Lines):
         """The name of a whole block of weights, 0 beyond the folded axis."""
         text = self.v.full(w)
         text = f"{text}.to(tl.int32)" if w.dtype == "bool" else f"{text}.to(tl.int64)" if w.dtype == "int" else text
-        return self.v.seen_name(text, "0")
+        return self.v.bind_masked(text, "0")
 
     def finish(self) -> list[tuple[list[str], Any]]:
         texts = self.total.result()

@@ -198,7 +198,7 @@ class TopKLines(Lines):
         if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time
             gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
         v.inside += [
-            f"{n}_new = {v.seen(key, least)}",
+            f"{n}_new = {v.mask_columns(key, least)}",
             f"{n}_worst = tl.min({n}_keys, 1)",
             f"while tl.max((tl.max({n}_new, 1) > {n}_worst).to(tl.int32), 0) > 0:",
             f"    {n}_best = tl.max({n}_new, 1)",

@@ -94,7 +94,7 @@ class VectorLines(Lines):
         """The elements of a tile: the identity beyond the folded axis."""
         v = self.v
         if not width:
-            return f"tl.broadcast_to({v.seen(v.full(e), identity)}, [KEPT, FOLDED])"
+            return f"tl.broadcast_to({v.mask_columns(v.full(e), identity)}, [KEPT, FOLDED])"
         text = self.tools.pair_vector(v, e)
         if v.masked:
             text = f"tl.where(folded_in[None, :, None], {text}, {identity})"

@@ -41,8 +41,8 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
-from .registry import FOLDERS
-from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record, make_steps
+from .registry import FOLDERS, can_record
+from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
 from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed

@@ -38,7 +38,7 @@ from .call_context import is_untraced, need_gradient
 from .call_cost import DenseOrTiled
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
-from .replay import CallViews, ProgramSteps, can_record, make_steps
+from .replay import CallViews, ProgramSteps, make_steps
 
 
 class CallForm(NamedTuple):
@@ -196,7 +196,7 @@ def _walk(
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = compile_program(traced.outputs)
-    names, frozen = inputs(program), alike and can_record(engine, sizes)
+    names, frozen = inputs(program), alike and registry.can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asking = logit_rounding.asking(values)
     program = logit_rounding.marked(program, asking, sizes)

@@ -41,7 +41,7 @@ from . import autograd, call_context, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
 
 _NAMES = ("flash", "split", "panel")
-DENSE_LIMIT = 8 * 2**20  # without a budget, a call may run dense if one matrix of pairs takes at most so many bytes
+DENSE_LIMIT = 8 * 2**20  # without a budget, a call may run dense if it holds at most so many bytes of pairs at once
 HOST = 8  # host time of a fold outside its engine (autograd, replay, planning), in launches
 
 
@@ -120,7 +120,8 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
         )
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
-    return Scheduled("dense", found.flops, found.bytes, found.seconds, count_matrix_bytes(sizes), found.peak, ())
+    held, results = count_matrix_bytes(sizes), found.results
+    return Scheduled("dense", found.flops, found.bytes, found.seconds, held, found.peak, results=results)
 
 
 def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
@@ -315,8 +316,8 @@ def _resize(value: Any, p: Parameter, sizes: Sizes, cols: int) -> Any:
 
 # Dense or tiled: whether a call under the engine ``auto`` builds its matrix of pairs or runs by passes over tiles.
 #
-# Decided once for a call's shapes, types and budget. A matrix of pairs is built only up to a fixed size
-# (``call_cost.DENSE_LIMIT``), or up to the budget that was given, and ``op.explain`` says so.
+# Decided once for a call's shapes, types and budget. Matrices of pairs are built only if all that are alive at once
+# take at most ``DENSE_LIMIT`` bytes, or fit in the budget that was given, and ``op.explain`` says so.
 
 
 @dataclass
@@ -346,8 +347,8 @@ class DenseOrTiled:
         oom_retry.release_memory(self.sizes.device)
         return self.passes(*given)
 
-    def may_be_dense(self) -> bool:
-        return may_be_dense(self.program, self.sizes)
+    def may_be_dense(self, given: Sequence[Any], asks: bool) -> bool:
+        return may_be_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
 
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
@@ -361,8 +362,16 @@ class DenseOrTiled:
         return found
 
 
-def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
-    """True if the matrix of pairs is small enough to be built, and the program has a dense form.
+def may_be_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if the program has a dense form whose matrices of pairs are small enough to be built."""
+    if not fits_one_matrix(program, sizes):
+        return False
+    found = estimate_dense(program, inputs, sizes, backward)
+    return found is not None and cost.fits_dense(found, budget.requested(), DENSE_LIMIT)
+
+
+def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
+    """True if one matrix of pairs is small enough to be built, and the program has a dense form: asked first.
 
     Never on a GPU with kernels: at small sizes launches dominate, and a fold is one launch, the dense form many."""
     if triton.launches_on(sizes.device):
@@ -380,11 +389,11 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     if schedule.is_following():
         followed = schedule.get_followed("call")
         return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
-    if not may_be_dense(program, sizes):
+    if not fits_one_matrix(program, sizes):
         return False
     tuned = plan_records.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
-        return tuned.schedule == "dense"
+        return tuned.schedule == "dense" and may_be_dense(program, inputs, sizes, backward)
     found = estimate_program(program, inputs, sizes, backward, closely=False)
     return found.chosen.schedule == "dense"
 

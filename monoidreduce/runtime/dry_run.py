@@ -302,6 +302,7 @@ class DryRun:
     seconds: float = 0.0
     launches: int = 0
     peak: int = 0
+    results: int = 0  # bytes of the results, and of the gradients
     folds: list[FoldCall] = field(default_factory=list)
 
 
@@ -327,13 +328,15 @@ def dry_run(
         with _CallCounter(sizes, scale, rates, tensors) as counter, _use_counter(counter), _standing_for(on_gpu):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
             values = [v for v in found if v.requires_grad]
+            gradients: tuple[Tensor, ...] = ()
             if backward and values:
                 counter.backward = True
                 wanted = [t for t in tensors if t.requires_grad]
                 ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in values]
-                _run_backward(values, wanted, ones)
+                gradients = _run_backward(values, wanted, ones)
                 del ones
-            del found, values
+            counter.found.results = counter.total
+            del found, values, gradients
     counter.found.peak = counter.peak
     return counter.found
 
@@ -436,10 +439,13 @@ def _numbers_read(t: Tensor) -> int:
     return count
 
 
-def _run_backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+def _run_backward(
+    values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """``torch.autograd.grad`` without its check of shapes, for which torch imports sympy: 0.5 s."""
     run = torch.autograd.Variable._execution_engine.run_backward
-    run(tuple(values), tuple(cotangents), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False)
+    asked = tuple(wanted)
+    return run(tuple(values), tuple(cotangents), False, False, asked, allow_unreachable=True, accumulate_grad=False)
 
 
 class _DryArithmetic(Arithmetic):

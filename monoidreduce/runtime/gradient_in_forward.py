@@ -29,7 +29,6 @@ from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.gradient_program import as_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
-from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
@@ -41,12 +40,11 @@ from .bind import contiguous_strides, output_form
 from .call_context import apply_settings, are_plain, is_traced, is_transformed
 from .program_operator import own_tensors
 from .torch_operator import (
-    TAGS,
     VALUES,
     Frame,
     fix_lengths,
     join_values,
-    library,
+    register_operator,
     split_values,
     unknown_name,
     write_lengths,
@@ -195,7 +193,7 @@ def _planned(
         return None
     try:
         return _Plan(program, asked, make(found[0], sizes, kinds), sizes)
-    except Unsupported:
+    except triton.Unsupported:
         return None
 
 
@@ -389,9 +387,7 @@ def _fake(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
-library.define(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", tags=TAGS)
-library.impl("loss_and_gradient", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("monoidreduce::loss_and_gradient", _fake, lib=library)
+register_operator(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", _run, _fake)
 
 
 class _TracedSum(torch.autograd.Function):

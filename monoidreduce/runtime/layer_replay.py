@@ -29,7 +29,6 @@ from ..arrays import call_with_tensors, has_arrays
 from ..domains import Blocks, Edges, Jagged, Pages
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.torch_code import define
-from ..engines.ranks import agreement
 from ..plan import settings
 from ..program.trace import Watched
 from ..stored_vectors import Scaled
@@ -78,7 +77,7 @@ class CallKeys:
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
             return None
-        if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
+        if torch._C._is_any_autocast_enabled() or settings.layout.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
         there = first is not None and (values[first].is_cuda or settings.interprets_kernels())

@@ -20,12 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engines import triton
 from ..engines.common.evaluate import Sizes
 from ..engines.panel.panel_program import as_program, split_into_loops
-from ..engines.triton.codegen import k_loop
-from ..engines.triton.codegen.kernel_spec import WIDEST, Unsupported
-from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.arena import MemoryPlan
 from ..errors import NoGradientError
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
@@ -37,8 +34,10 @@ def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
     """A program whose folds say which of them keep their products exact.
 
     ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
-    letters = {letter: sizes.of(letter) > WIDEST for p in program.passes for letter in p.fold.letters}
-    if not any(letters.values()) or not epilogue.is_fast_on(sizes.device):
+    if not triton.runs_on(sizes.device):
+        return program
+    letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
+    if not any(letters.values()) or not triton.epilogue.is_fast_on(sizes.device):
         return program
     given = (asks, tuple(letters.items()), sizes.device, sizes.compute)
     return _told(program, tuple(_stays(p, *given) for p in program.passes))
@@ -60,18 +59,18 @@ def _told(program: Lowered, stays: tuple[bool, ...]) -> Lowered:
 def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
     """Whether a fold's products stay exact: it is a softmax-weighted mean of vectors, or it is done in one kernel and
     its gradients are sums of weights that products of our own write."""
-    fold, features = p.fold, {letter: WIDEST + wide for letter, wide in letters}
+    fold, features = p.fold, {letter: triton.WIDEST + wide for letter, wide in letters}
     if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
         return True  # such a forward never rounds its logits, so its gradients may not either
-    if not k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
+    if not triton.k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
     wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
     try:
         passes = compile_program(FoldGradient(fold, wanted, (True,) * len(fold.outputs))).passes
         found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
         sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
-        return len(found) == 1 and MemoryPlan(found[0], sizes, {torch.bfloat16}).has_epilogue()
-    except (NoGradientError, Unsupported):
+        return len(found) == 1 and triton.MemoryPlan(found[0], sizes, {torch.bfloat16}).has_epilogue()
+    except (NoGradientError, triton.Unsupported):
         return False
 
 

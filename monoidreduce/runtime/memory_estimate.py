@@ -29,9 +29,6 @@ from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
-from ..engines.triton.kernels import large_topk, pick, split_combine, topk
-from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.arena import MemoryPlan
 from ..plan import budget, cost, tiles
 from ..plan.panel_layout import PanelLayout
 from ..plan.schedule import Choice
@@ -88,7 +85,7 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
-    merged, _ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    merged, *_ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
     own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else tiles.Tiles(*asked)
@@ -217,10 +214,10 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice, *, replayed: bool = True) 
     if choice.schedule == "panel":
         if not triton.is_k_loop_fold(fold, leaves, sizes):
             return _run_gpu_panels(call, choice)
-        if topk.find_product(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
+        if triton.topk.find_product(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
             return _run_on_meta(call, lambda given, meant: triton.run_k_loop_fold(fold, given, meant))
         choice = Choice("flash")
-    if large_topk.selects_from_panels(fold):
+    if triton.large_topk.selects_from_panels(fold):
         return _run_panel_topk(call, choice)
     ready = auto.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready, replayed)
@@ -255,11 +252,11 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
 
 def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
     """A top-k that is selected from panels, after all else of its fold."""
-    rest, large = large_topk.split(call.fold)
+    rest, large = triton.large_topk.split(call.fold)
     ready = rest and auto.prepare_choice(choice, rest, call.leaves, call.sizes)
     if rest and ready is None:
         return None
-    found = [large_topk.estimate_bytes(one, call.sizes) for one in large]
+    found = [triton.large_topk.estimate_bytes(one, call.sizes) for one in large]
     return sum(found) + (_run_kernels(replace(call, fold=rest), ready) if rest and ready else 0)
 
 
@@ -271,7 +268,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
         held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
-        spare.launched(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
+        spare.launch_into(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
 
@@ -286,18 +283,18 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         first = (count,) if splits > 1 else ()
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
-            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=split_combine.allocate_results)
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=triton.split_combine.allocate_results)
         for at in one.lists:
-            made[at : at + 2] = topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
+            made[at : at + 2] = triton.topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak
 
 
 def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
-    given, whole = triton.merge_batches(call.fold, call.leaves, sizes)
-    if pick.takes(r, sizes):
-        return pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
+    given, whole, *_ = triton.merge_batches(call.fold, call.leaves, sizes)
+    if triton.pick.takes(r, sizes):
+        return triton.pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)
@@ -305,7 +302,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     small = scale.sizes(sizes)
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
-        values, batch = triton.merge_batches(call.fold, leaves, small)
+        values, batch, *_ = triton.merge_batches(call.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
         triton.gather_labels(r, values, batch, small, elements)
     side = "rows" if r.attrs[2] == ("col",) else "cols"  # the side that holds the indices
@@ -320,40 +317,10 @@ def _run_gpu_panels(call: FoldCall, choice: Choice) -> int:
     known = budget.requested() is not None or torch.cuda.is_available()
     (asked,) = choice.tile("room") or (0 if known else cost.ROOM,)  # free memory of an absent device is unknown
 
-    class Step(_MetaStep):
+    class Step(triton.MetaStep):
         real_sizes = alone
 
     one = replace(call, leaves=tuple(own), sizes=alone)
     held = _run_on_meta(one, lambda leaves, sizes: panel.run(call.fold, leaves, sizes, Step, asked))
     results = _sum_bytes(result_forms(call.fold, call.leaves, call.sizes, call.sizes.device))
     return _add_batch(held, results, batch)
-
-
-class _MetaPlan(MemoryPlan):
-    """A memory plan for meta tensors, with the fused GEMMs of the real device."""
-
-    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype], real_sizes: Sizes):
-        self.real = MemoryPlan(loop, real_sizes, dtypes)
-        super().__init__(loop, sizes, dtypes)
-
-    def epilogue(self, shifted: bool) -> epilogue.EpilogueGemm | None:
-        return self.real.epilogue(shifted)
-
-
-class _MetaStep(triton.KernelStep):
-    """Runs the panel engine on meta tensors; of panels that are alike, only the first."""
-
-    real_sizes: ClassVar[Sizes]
-
-    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
-        super().__init__(loop, sizes, dtypes)
-        self.plan = _MetaPlan(loop, sizes, dtypes, self.real_sizes)
-
-    def iterate_panels(self) -> Iterator[tuple[slice, slice]]:
-        seen = set()
-        for rows, cols in super().iterate_panels():
-            own = self.arena.panel is self.arena.own
-            kind = (rows.stop - rows.start, cols.stop - cols.start, self.directions, own)
-            if kind not in seen:
-                seen.add(kind)
-                yield rows, cols

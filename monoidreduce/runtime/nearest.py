@@ -13,17 +13,10 @@ from ..engines import triton
 from ..engines.common import point_tree
 from ..engines.common.point_tree import PointTree
 from ..engines.eager.cpp import point_search
-from ..engines.triton.kernels import point_search as point_search_kernel
-from .torch_operator import TAGS, library
+from .torch_operator import register_operator
 
 MOST_FEATURES = point_search.MOST_FEATURES
 _SAMPLED, _WANTED = 32, 10  # queries, and neighbours of each, by which the worth of a tree is measured
-
-library.define(
-    "nearest(Tensor queries, Tensor sorted, Tensor order, Tensor boxes, int finite, SymInt k, int? excluded) "
-    "-> (Tensor, Tensor)",
-    tags=TAGS,
-)
 
 
 def build(points: Tensor) -> PointTree | None:
@@ -46,7 +39,7 @@ def measure_share(tree: PointTree) -> float:
     if queries.device.type == "cpu":
         share = point_search.measure_share(tree, queries, wanted)
         return 1.0 if share is None else share
-    edge = point_search_kernel.search(tree, queries, wanted)[0][:, -1:, None]
+    edge = triton.point_search.search(tree, queries, wanted)[0][:, -1:, None]
     low, high = tree.boxes[2**tree.depth :].chunk(2, -1)
     gaps = torch.maximum(low - queries.unsqueeze(1), queries.unsqueeze(1) - high).clamp_(min=0).square().sum(-1)
     return float((gaps <= edge.squeeze(-1)).float().mean())
@@ -55,7 +48,7 @@ def measure_share(tree: PointTree) -> float:
 def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None) -> tuple[Tensor, Tensor] | None:
     """Squared distances and places [M, k] of the points nearest to the queries [M, D]; None where the engine of the
     device does not search so many."""
-    if queries.device.type != "cpu" and not point_search_kernel.takes(tree, k):
+    if queries.device.type != "cpu" and not triton.point_search.takes(tree, k):
         return None
     if torch.compiler.is_compiling():
         given = (queries, tree.sorted, tree.order, tree.boxes, tree.finite, k, excluded)
@@ -63,7 +56,7 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
         return values, places
     if queries.device.type == "cpu":
         return point_search.search(tree, queries, k, excluded)
-    return point_search_kernel.search(tree, queries, k, excluded)
+    return triton.point_search.search(tree, queries, k, excluded)
 
 
 def _run(
@@ -79,5 +72,5 @@ def _fake(queries: Tensor, ordered: Tensor, order: Tensor, boxes: Tensor, finite
     return queries.new_empty(shape), queries.new_empty(shape, dtype=torch.int64)
 
 
-library.impl("nearest", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("monoidreduce::nearest", _fake, lib=library)
+_SCHEMA = "nearest(Tensor queries, Tensor sorted, Tensor order, Tensor boxes, int finite, SymInt k, int? excluded)"
+register_operator(f"{_SCHEMA} -> (Tensor, Tensor)", _run, _fake)

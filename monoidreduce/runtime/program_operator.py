@@ -35,15 +35,15 @@ from . import call_context, saved_row_gradients
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
 from .call_context import apply_settings, need_gradient
-from .replay import ProgramSteps, can_record, make_steps
+from .registry import can_record
+from .replay import ProgramSteps, make_steps
 from .torch_operator import (
-    TAGS,
     VALUES,
     Frame,
     fix_lengths,
     join_values,
-    library,
     narrow_shapes,
+    register_operator,
     split_values,
     unknown_name,
     write_lengths,
@@ -334,11 +334,8 @@ def _has_strides(t: Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
-for schema, run, fake in ((_FORWARD, _forward, _fake_forward), (_BACKWARD, _backward, _fake_backward)):
-    operator = schema.partition("(")[0]
-    library.define(schema, tags=TAGS)
-    library.impl(operator, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"monoidreduce::{operator}", fake, lib=library)
+register_operator(_FORWARD, _forward, _fake_forward)
+register_operator(_BACKWARD, _backward, _fake_backward)
 
 
 # Programs that something traces: by which operators they enter its graph.

@@ -18,6 +18,7 @@ import torch
 from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
+from ..engines.common.evaluate import Sizes
 from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
@@ -25,8 +26,6 @@ from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT
 from ..program.lower import find_same_sequence
 from ..reductions import kind_of
-
-_triton = functools.partial(triton.run, fallback=eager.run)
 
 
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
@@ -37,7 +36,7 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
                 return run(fold, leaves, sizes)
             except triton.Unsupported:  # of both: told, and run by the eager engine, below
                 pass
-    return _triton(fold, leaves, sizes)
+    return triton.run(fold, leaves, sizes, fallback=eager.run)
 
 
 def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
@@ -54,6 +53,12 @@ def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
 def stepper(engine: str, device: torch.device) -> panel.StepClass:
     """How an engine does things to a panel."""
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
+
+
+def can_record(engine: str, sizes: Sizes) -> bool:
+    """Whether an engine's folds are launches on this device, which are recorded (``replay.py``)."""
+    launches = engine in ("auto", "triton") and bool(sizes.rows) and bool(sizes.cols)
+    return launches and triton.runs_on(sizes.device)
 
 
 def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:

@@ -138,11 +138,6 @@ READY: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] 
 }
 
 
-def can_record(engine: str, sizes: Sizes) -> bool:
-    """Whether an engine's folds are launches on this device."""
-    return engine in READY and bool(sizes.rows) and bool(sizes.cols) and triton.runs_on(sizes.device)
-
-
 class PassReplay:
     """A fold on leaves of one kind: its launches, by the settings and by the numbers among the leaves.
 
@@ -253,6 +248,12 @@ class ProgramSteps:
         return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
 
     @functools.cached_property
+    def may_move(self) -> bool:
+        """Whether a backward may be asked for; which gradients there are (``moving``), only the first one asks."""
+        tensors = [self.inputs[k] for k in self.tensors]
+        return all(any(e.dtype == "float" for e in side) for side in (tensors, self.program.outputs))
+
+    @functools.cached_property
     def all_move(self) -> bool:
         """Whether all outputs have a part in all gradients that can be asked for."""
         floats = {k for k in self.tensors if self.inputs[k].dtype == "float"}
@@ -352,8 +353,7 @@ class ForwardReplays:
         recorded, made = self.steps.record(values, sizes, self.forms), self.steps.script
         if recorded is None:
             return None
-        moves = any(self.steps.moving or ())  # else nothing has a backward
-        kept = [name for name in recorded.results if moves and name not in made.returned]
+        kept = [name for name in recorded.results if self.steps.may_move and name not in made.returned]
         tensors = [made.names[k] for k in self.tensors]
         launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
         if saved_row_gradients.many(sizes) and not launches.lean:

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..engines import triton
 from ..engines.common import matmul
 from ..engines.common.evaluate import Sizes
-from ..engines.triton.codegen.kernel_spec import TINY, WIDEST
 from ..plan import budget
 from ..program.expression import topological
 from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
@@ -49,4 +48,4 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Saving
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
         return None
     widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]
-    return found if min(widths) > TINY and sum(widths) <= WIDEST else None
+    return found if min(widths) > triton.TINY and sum(widths) <= triton.WIDEST else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,7 +48,16 @@ _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
 
 library = torch.library.Library("monoidreduce", "DEF")
-library.define(_SCHEMA, tags=TAGS)
+
+
+def register_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator of torch: what it runs, and the results that a compiler sees.
+
+    In one place, since torch looks for the source of each line that registers such results: ten milliseconds a file."""
+    operator = schema.partition("(")[0]
+    library.define(schema, tags=TAGS)
+    library.impl(operator, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"monoidreduce::{operator}", fake, lib=library)
 
 
 def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -185,8 +194,7 @@ def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]
     return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
-library.impl("fold", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("monoidreduce::fold", _fake, lib=library)
+register_operator(_SCHEMA, _run, _fake)
 
 
 def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:

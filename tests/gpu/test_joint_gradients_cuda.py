@@ -27,3 +27,15 @@ def test_repeats_bit_for_bit_where_tiles_wait_for_each_other(launched):
     for _ in range(30):
         again = gradients("auto", torch.bfloat16, *MANY, "cuda")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float16(causal, launched, of_few):
+    case = (1, 2, 2, 300, 300, 128, {"is_causal": causal})
+    found, exact, plain = (
+        gradients(engine, dtype, *case, "cuda")
+        for engine, dtype in (("triton", torch.float16), ("reference", torch.float64), ("reference", torch.float16))
+    )
+    assert joint(launched)
+    for got, right, theirs in zip(found, exact, plain, strict=True):
+        assert (got.double() - right).norm() <= max(2 * (theirs.double() - right).norm(), 2**-11 * right.norm())

@@ -66,7 +66,7 @@ def test_launchers_of_another_make_are_given_descriptors():
     for launch, arguments in ((plain, ARGUMENTS), (COMPILED, ARGUMENTS), (broken, ARGUMENTS), (broken, [None, None])):
         assert encoded_descriptors.bypass_encoding(launch, BEFORE, arguments) is None
     again = SimpleNamespace(start=plain, before=(1, 1, 1), after=())
-    assert jit_module.Relauncher.opened(again, ARGUMENTS) == (plain, {})
+    assert jit_module.Relauncher.open_descriptors(again, ARGUMENTS) == (plain, {})
 
 
 @mr.op

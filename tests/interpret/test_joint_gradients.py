@@ -32,6 +32,14 @@ def test_against_float64(case, launched):
     check(found, case, least=2**-7)  # the interpreter, which runs the last kernel, cuts bits off instead of rounding
 
 
+def test_float16(launched):
+    found = gradients("triton", torch.float16, *CASES[0])
+    assert len(joint(launched)) == 1
+    exact, plain = (gradients("reference", kind, *CASES[0]) for kind in (torch.float64, torch.float16))
+    for got, right, theirs in zip(found, exact, plain, strict=True):
+        assert (got.double() - right).norm() <= 2 * (theirs.double() - right).norm() + 2**-11 * right.norm()
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -3,8 +3,13 @@
 Training on packed or bucketed sequences meets hundreds of lengths."""
 
 import pytest
+import torch
 
+import monoidreduce as mr
+from monoidreduce.engines.triton.codegen.tile_ranges import identify_table
 from monoidreduce.plan.op_counts import round_length
+from monoidreduce.program.compile import compile_program
+from monoidreduce.program.gradient import FoldGradient
 from tests.support import new_lengths
 
 
@@ -31,3 +36,26 @@ def test_classes_of_lengths():
         longest = round_length(n)
         assert n <= longest <= max(n, n * 17 / 16) and longest <= 1 << (n - 1).bit_length()
         assert round_length(longest) == longest
+
+
+@mr.op
+def causal(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k, -torch.inf), v)
+
+
+@mr.op
+def before(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index < mr.row_index, q @ k, -torch.inf), v)
+
+
+def test_a_gradient_has_the_table_of_tile_ranges_of_its_forward():
+    """Of one length it is computed once; another mask has another one."""
+
+    def tables(op):
+        (forward,) = (p.fold for p in op.program(*torch.randn(3, 8, 4)).passes)
+        asked = tuple(e.feature is not None for e in forward.leaves)
+        gradients = compile_program(FoldGradient(forward, asked, (True,) * len(forward.outputs))).passes
+        return {identify_table(fold) for fold in (forward, *(p.fold for p in gradients))}
+
+    (here,), (there,) = tables(causal), tables(before)
+    assert here != there

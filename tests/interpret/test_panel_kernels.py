@@ -259,7 +259,7 @@ def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
 def test_what_panels_have_no_kernel_for_runs_in_torch_and_says_so(seed):
     layer = BY_NAME["attention_of_ones_own_monoid"]
     args = layer.make(9, 12, torch.Generator().manual_seed(seed), torch.float64)
-    triton._warned.clear()
+    triton.engine._warned.clear()
     with mr.use(engine="panel"), pytest.warns(FallbackWarning, match="panels in torch run what has no kernel"):
         got = layer.op(*args)
     torch.testing.assert_close(got, layer.dense(*args))

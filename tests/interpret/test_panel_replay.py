@@ -348,9 +348,9 @@ def test_launchers_are_kept_by_their_keys():
     keeper(("d",), lambda: None, ())
     assert ("d",) not in keeper.made
     assert (
-        jit_module.specialized(1)
-        != jit_module.specialized(2)
-        != jit_module.specialized(16)
-        == jit_module.specialized(32)
+        jit_module.specialize_integer(1)
+        != jit_module.specialize_integer(2)
+        != jit_module.specialize_integer(16)
+        == jit_module.specialize_integer(32)
     )
-    assert jit_module.specialized(-(2**31)) != jit_module.specialized(-(2**32))
+    assert jit_module.specialize_integer(-(2**31)) != jit_module.specialize_integer(-(2**32))

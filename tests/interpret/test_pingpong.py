@@ -10,6 +10,8 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.panel import epilogue
+from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
+from monoidreduce.engines.triton.schedules.pingpong.gemm_fold import GemmSchedule
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, best, calls, contrastive, drawn
 from tests.support.pingpong_cases import (
@@ -44,6 +46,35 @@ def test_a_fold_against_float64(M, N, D, wide, seen):
             check_fold(M, N, D)
     assert [call.kernel.name for call in seen] == ["fold_over_cols"] * 2
     assert all(("extra_box" in call.kernel.text) == wide for call in seen)
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """A ring of two blocks: the least depth."""
+    gemm_fold.write_kernel.cache_clear()
+    monkeypatch.setitem(gemm_fold.FOLDS, False, GemmSchedule(stages=2))
+    yield
+    gemm_fold.write_kernel.cache_clear()
+
+
+def test_another_depth_by_one_value(shallow, seen):
+    with use_plan(by_turns()):
+        check_fold(*SIZES[0])
+    assert seen and all("slot = k_block % 2\n" in call.kernel.text for call in seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": 1}, "at least 2 blocks"),
+        ({"stages": 8}, "263168 bytes of shared memory; an instance has 232448"),
+        ({"stages": 7, "writes": True}, "263168 bytes"),
+        ({"stages": 6, "wide": True}, "246784 bytes"),
+    ],
+)
+def test_depths_that_cannot_run(change, message):
+    with pytest.raises(ValueError, match=message):
+        GemmSchedule(**change)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -140,3 +140,30 @@ def test_pages_of_4_bits():
         warnings.simplefilter("error")
         found = ops.attention_paged(q, k, v, pages)
     torch.testing.assert_close(found, ops.attention_paged(q, *widen((k, v), torch.float32), pages))
+
+
+EDGES = mr.edges.from_neighbours((torch.arange(20)[:, None] * 3 + torch.arange(5)) % 37)
+
+
+@pytest.mark.parametrize("cols", [None, EDGES], ids=["all", "edges"])
+@pytest.mark.parametrize("engine", ["eager", "panel", "triton"])
+def test_a_scale_of_all_values_multiplies_the_mean_alone(engine, cols, seed):
+    """The scale is applied before the mean is written; the logsumexp beside it is of the logits."""
+    torch.manual_seed(seed)
+    for scales in ("number", "batch"):
+        q, k, v = cases.problem(both, torch.int8, scales, width=24, rows=20, cols=37, batch=() if cols else (2,))
+        q.requires_grad_()
+        with mr.use(engine="reference"):
+            exact = both(q, *widen((k, v), torch.float64), **({"cols": cols} if cols else {}))
+        with mr.use(engine=engine):
+            found = both(q, k, v, **({"cols": cols} if cols else {}))
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one, other)
+            grad, wanted = (torch.autograd.grad(t.square().sum(), q, retain_graph=True)[0] for t in (one, other))
+            torch.testing.assert_close(grad, wanted)
+
+
+@mr.op
+def both(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    s = q @ k
+    return mr.softmax_mean(s, v), mr.logsumexp(s)

@@ -94,13 +94,13 @@ def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
     first, second = (p.weight for p in work_split.divide_work(spec)[0].products)
     one, other = match_dropped_weight(first, spec), match_dropped_weight(second, spec)
-    assert one.toss == other.toss and one.weight is other.weight and one.pair is None
+    assert one.dropout == other.dropout and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"
     assert (
         match_dropped_weight(constructors.apply("where", constructors.apply("gt", one.weight, 0.0), second, 0.0), spec)
         == other
     )
-    assert match_dropped_number(first, spec) == (one.weight, one.toss) and match_dropped_number(second, spec) is None
+    assert match_dropped_number(first, spec) == (one.weight, one.dropout) and match_dropped_number(second, spec) is None
     assert match_dropped_weight(one.weight, spec) is None
     assert match_dropped_weight(constructors.apply("mul", second, one.weight), spec) is None
 

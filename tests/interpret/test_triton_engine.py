@@ -332,7 +332,7 @@ def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
     args = draw(BY_NAME[name], 9, 12, seed)
-    triton._warned.clear()
+    triton.engine._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="no kernel"):
         BY_NAME[name].op(*args)
 
@@ -352,7 +352,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
     if has_no_kernel(layer, args):
         return
     internals.replace_launch(monkeypatch, lambda launch, call: None)
-    triton._warned.clear()
+    triton.engine._warned.clear()
     with kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         run(layer.op, args)
@@ -360,7 +360,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
 
 def test_without_the_interpreter_a_cpu_tensor_falls_back(monkeypatch, seed):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    triton._warned.clear()
+    triton.engine._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="on a CPU"):
         attention(*(torch.randn(3, 4) for _ in range(3)))
 

@@ -70,7 +70,7 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), "forgets the ragged end"):
         assert tuning.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
-        triton._PREPARED.clear()
+        triton.prepared_folds().clear()
         assert "at 35 × 67, result" in tuning.find_error(perform, CANDIDATE, SAFE, *given, truth)
 
 

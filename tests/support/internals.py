@@ -293,7 +293,7 @@ def watch_panels(patch: Patch, of: Callable[..., Any] = lambda step, panel: pane
 
 def replace_panel_replay(patch: Patch, repeated: Callable = lambda run, *given: run(*given)) -> None:
     """``repeated(run, *given)`` stands in for recording and replaying a panel program; by default it is run."""
-    patch.setattr("monoidreduce.engines.triton.panel.kernel_step.repeated", repeated)
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step.replay_walk", repeated)
 
 
 def watch_panel_replays(patch: Patch, around: Around) -> None:

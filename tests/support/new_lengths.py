@@ -102,10 +102,10 @@ def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -
     if forget:
         clear_caches()
         auto._CHOICES.clear()
-    triton._PREPARED.clear()
+    triton.prepared_folds().clear()
     clear_caches()  # so that folds are prepared again, by the choices that are known
     step(call, n)
-    made = [one for ready in triton._PREPARED.values() for one in ready.launches if one.again is not None]
+    made = [one for ready in triton.prepared_folds().values() for one in ready.launches if one.again is not None]
     return [(one.over, hash(one.kernel.text), one.plan, one.grid, [v for v in one.template if v]) for one in made]
 
 
@@ -117,7 +117,7 @@ def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
     bounded_cache.clear_caches()
     for cache in bounded_cache._caches.values():
         cache.size = SMALL
-    triton._MOST = auto._MOST = bounded_cache._MAX_ENTRIES = SMALL
+    triton.engine._MOST = auto._MOST = bounded_cache._MAX_ENTRIES = SMALL
     for n in range(2050, 2110, 2):
         step(call, n)
         step(call, n)

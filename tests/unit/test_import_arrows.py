@@ -56,12 +56,12 @@ PACKAGES: dict[str, set[str]] = {
     "engines.listed": COMMON,
     "engines.ranks": COMMON,
     "engines.stream": COMMON | {"engines.ranks"},  # a chunk of a stream is a shard that comes later
-    "engines.auto": COMMON | {"engines.eager", "engines.panel", "engines.triton", "engines.triton.kernels"},
+    "engines.auto": COMMON | {"engines.eager", "engines.panel", "engines.triton"},
     "engines": set(),
     "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
-    "tuning": PANEL_KERNELS | {"engines.auto", "engines.triton"},
-    "runtime": PANEL_KERNELS | ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
-    "blockwise": {"errors", "algebra", "runtime", "engines.triton.kernels"},
+    "tuning": COMMON | {"engines.auto", "engines.triton"},
+    "runtime": ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
+    "blockwise": {"errors", "algebra", "runtime", "engines.triton"},
     "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
     "sources": {"errors", "arrays", "files"},
     "saved_runs": {"errors", "arrays", "plan"},  # states and results on disk

@@ -44,12 +44,12 @@ def combine(
         if found is None and ordered:
             found = kind_of(r).merge_ordered(r.attrs[2], own)
         if found is None:
-            found = closed(r, merged(r, [opened(r, own, lengths, starts or [0] * len(lengths))]))
+            found = close_state(r, merge_states(r, [open_state(r, own, lengths, starts or [0] * len(lengths))]))
         results += found
     return results
 
 
-def opened(r: Expr, stacked: list[Tensor], lengths: Sequence[int], starts: Sequence[int]) -> State:
+def open_state(r: Expr, stacked: list[Tensor], lengths: Sequence[int], starts: Sequence[int]) -> State:
     """A reduction's results of several parts as states; its places, counted from each part's start, are moved."""
     kind = kind_of(r)
     if kind.place is not None and any(starts):
@@ -59,12 +59,12 @@ def opened(r: Expr, stacked: list[Tensor], lengths: Sequence[int], starts: Seque
     return kind.open(r.attrs[2], stacked, lengths)
 
 
-def merged(r: Expr, states: Sequence[State]) -> State:
+def merge_states(r: Expr, states: Sequence[State]) -> State:
     """One part from those of all the states, in their order."""
     return kind_of(r).merge_all(r.attrs[2], states)
 
 
-def closed(r: Expr, state: State) -> list[Tensor]:
+def close_state(r: Expr, state: State) -> list[Tensor]:
     """The state of one part as an engine would return it."""
     return [t.squeeze(0) for t in kind_of(r).close(r.attrs[2], state)]
 

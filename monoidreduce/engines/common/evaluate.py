@@ -137,7 +137,7 @@ def _to_position(place: Tensor, position: Tensor) -> Tensor:
 
 
 Value = Any  # a Tensor in the layout above, or a Python number
-_KINDS = {"bool": torch.bool, "int": torch.int64}
+NUMBER_KINDS = {"bool": torch.bool, "int": torch.int64}  # else the type of the arithmetic
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Evaluator:
         if isinstance(value, Tensor):
             return value
         dims = (1,) * (len(self.sizes.batch) + 2 + (e.feature is not None))
-        return torch.full(dims, value, dtype=_KINDS.get(e.dtype, self.sizes.compute), device=self.sizes.device)
+        return torch.full(dims, value, dtype=NUMBER_KINDS.get(e.dtype, self.sizes.compute), device=self.sizes.device)
 
     def _index(self, op: str) -> Tensor:
         s = self.sizes
@@ -337,20 +337,16 @@ class Evaluator:
         return indices.view(*(1,) * len(s.batch), *((-1, 1) if rows else (1, -1)))
 
     def _primitive(self, e: Expr, args: list[Value]) -> Value:
+        if not any(isinstance(a, Tensor) for a in args):
+            return evaluate_numbers(e, args)
         primitive = PRIMITIVES[e.op]
         attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-        if not any(isinstance(a, Tensor) for a in args):  # Python numbers only: the result is one too
-            kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
-            args = [torch.tensor(a, dtype=k, device="cpu") for a, k in zip(args, kinds, strict=True)]
-            if e.op == "cast":
-                return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
-            return primitive.torch(*args, **attributes).item()
         if e.op == "cast":
             return cast(args[0], e.attrs[0], self.sizes.compute)
         tensors = []
         for a, x in zip(args, e.args, strict=True):
             if not isinstance(a, Tensor):
-                kind = _KINDS.get(x.dtype, self.sizes.compute)
+                kind = NUMBER_KINDS.get(x.dtype, self.sizes.compute)
                 a = torch.full((), a, dtype=kind, device=self.sizes.device)  # no copy, no sync
             elif e.feature is not None and x.feature is None:
                 a = a.unsqueeze(-1)
@@ -359,13 +355,23 @@ class Evaluator:
         return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
 
 
+def evaluate_numbers(e: Expr, values: Sequence[Value]) -> Value:
+    """A primitive of Python numbers: exact, in float64, and a Python number too."""
+    primitive = PRIMITIVES[e.op]
+    kinds = [NUMBER_KINDS.get(x.dtype, torch.float64) for x in e.args]
+    args = [torch.tensor(v, dtype=kind, device="cpu") for v, kind in zip(values, kinds, strict=True)]
+    if e.op == "cast":
+        return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
+    return primitive.torch(*args, **dict(zip(primitive.attributes, e.attrs, strict=True))).item()
+
+
 def to_compute_dtype(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
     """An input in the type that arithmetic is done in."""
-    return x if e.dtype == "bool" else x.to(_KINDS.get(e.dtype, compute))
+    return x if e.dtype == "bool" else x.to(NUMBER_KINDS.get(e.dtype, compute))
 
 
 def cast(x: Tensor, to: str, compute: torch.dtype) -> Tensor:
-    return x != 0 if to == "bool" else x.to(_KINDS.get(to, compute))
+    return x != 0 if to == "bool" else x.to(NUMBER_KINDS.get(to, compute))
 
 
 def _dot(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
@@ -386,7 +392,7 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
     count = sizes.of(str(e.attrs[0]))
     if not isinstance(x, Tensor):
         ones = (1,) * (len(sizes.batch) + 2)
-        return torch.full((*ones, count), x, dtype=_KINDS.get(e.dtype, sizes.compute), device=sizes.device)
+        return torch.full((*ones, count), x, dtype=NUMBER_KINDS.get(e.dtype, sizes.compute), device=sizes.device)
     return x.unsqueeze(-1).expand(*x.shape, count)
 
 
@@ -475,16 +481,12 @@ def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int,
     return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
-def merge_batch_dims(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views."""
-    return merge_batch_and_strides(batch, tensors, ())[:2]
-
-
-def merge_batch_and_strides(
-    batch: tuple[int, ...], tensors: list[Tensor], strides: Sequence[Sequence[int]]
+def merge_batch_dims(
+    batch: tuple[int, ...], tensors: list[Tensor], strides: Sequence[Sequence[int]] = ()
 ) -> tuple[tuple[int, ...], list[Tensor], list[tuple[int, ...]]]:
-    """The same beside tensors that are yet to be allocated, of which the ``strides`` of the batch dimensions are known;
-    these too with merged dimensions."""
+    """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views.
+
+    ``strides``: of the batch dimensions of tensors that are yet to be allocated; returned with merged dimensions."""
     count = len(batch)
     views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
     shape, others = list(batch), [list(s) for s in strides]

@@ -122,10 +122,10 @@ class Blocks:
         asked = tuple(self.moving.index(k) for k in self.asked)
         if not asked:
             return ()
-        given = self.filled(cotangents)
+        given = self.fill_cotangents(cotangents)
         return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.moving), *given)
 
-    def filled(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+    def fill_cotangents(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents, with zeros for those that are not given."""
         return [self._zeros(k) if g is None else g for k, g in enumerate(cotangents)]
 
@@ -135,7 +135,7 @@ class Blocks:
     def over_cols(self) -> bool:
         return bool(self.reduction.attrs[1] == "cols")
 
-    def cut(self, order: int) -> tuple[list[slice], list[slice]]:
+    def cut_both_axes(self, order: int) -> tuple[list[slice], list[slice]]:
         """The slices of the kept and of the folded axis."""
         kept, folded = (self.sizes.rows, self.sizes.cols) if self.over_cols else (self.sizes.cols, self.sizes.rows)
         return cut_axes(self.reduction, self.sizes, int(kept), int(folded), order)  # a compiler compiles for these
@@ -279,7 +279,7 @@ def _with_tangents(function: Function, order: int) -> Function:
 
 def run_blocks(job: Blocks, order: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The fold, block by block."""
-    kept_slices, folded_slices = job.cut(order)
+    kept_slices, folded_slices = job.cut_both_axes(order)
     found = [_merge(job, order, _block_states(job, order, values, kept, folded_slices)) for kept in kept_slices]
     joined = []
     for k, parts in enumerate(zip(*found, strict=True)):
@@ -304,7 +304,7 @@ def differentiate_blocks(
     job: Blocks, order: int, asked: Sequence[int], values: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """The gradients of the values numbered ``asked``, block by block."""
-    kept_slices, folded_slices = job.cut(order)
+    kept_slices, folded_slices = job.cut_both_axes(order)
     leaves = [job.moving[n % len(job.moving)] for n in asked]
     folded_at, kept_at = (
         [job.cut_axis(k, values[n], side) for k, n in zip(leaves, asked, strict=True)] for side in (False, True)
@@ -404,7 +404,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         values = ctx.saved_tensors
-        found: tuple[Tensor, ...] = _Fold.apply(ctx.call.next(), *values, *_filled(tangents, values))
+        found: tuple[Tensor, ...] = _Fold.apply(ctx.call.next(), *values, *_fill_tangents(tangents, values))
         return found[-ctx.call.results :]
 
 
@@ -431,7 +431,7 @@ class _Gradient(torch.autograd.Function):
         values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if all(h is None for h in directions):
             return (None,) * (1 + count + len(g))
-        both = (*values, *_filled(_spread(directions, call.asked, count), values))
+        both = (*values, *_fill_tangents(_spread(directions, call.asked, count), values))
         asked = tuple(n for n in range(count) if needs[n])
         moved = _hessian(call, asked, both, g) if asked else ()
         pushed = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
@@ -442,8 +442,8 @@ class _Gradient(torch.autograd.Function):
         """Jᵀ ġ, and the derivative of Jᵀ g along the values' tangents: a Hessian is symmetric."""
         call, count = ctx.call, ctx.call.values
         values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        moved = _hessian(call, call.asked, (*values, *_filled(tangents[:count], values)), g)
-        linear = _Gradient.apply(call, *values, *_filled(tangents[count:], g))
+        moved = _hessian(call, call.asked, (*values, *_fill_tangents(tangents[:count], values)), g)
+        linear = _Gradient.apply(call, *values, *_fill_tangents(tangents[count:], g))
         return tuple(map(torch.add, moved, linear))
 
 
@@ -453,7 +453,7 @@ def _hessian(call: _Call, asked: tuple[int, ...], both: Sequence[Tensor], g: Seq
     return found
 
 
-def _filled(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+def _fill_tangents(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
     """Tangents, with zeros for those that are not given."""
     pairs = zip(tangents, values, strict=True)
     return [torch.zeros_like(v) if t is None else t.to(v.dtype).expand_as(v) for t, v in pairs]

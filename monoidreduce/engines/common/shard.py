@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,56 +101,54 @@ def abort_group(group: Group) -> None:
                     work.wait(moment)
 
 
-class AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """A linear map of a tensor, and its transpose: each is the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], transposed: Callable) -> Tensor:
+        ctx.both = transposed, run
+        return run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        return _Collective.apply(g, *ctx.both), None, None
+
+
+def _pair(run: Callable, transposed: Callable, tensor: Tensor, **given: Any) -> Tensor:
+    found: Tensor = _Collective.apply(tensor, functools.partial(run, **given), functools.partial(transposed, **given))
+    return found
+
+
+def gather_ranks(tensor: Tensor, group: Group) -> Tensor:
     """All-gather: [...] on each rank to [ranks, ...] on all. Backward: this rank's slice of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return OwnSlice.apply(g, ctx.group), None
+    return _pair(all_gather, _take_own, tensor, group=group)
 
 
-class OwnSlice(torch.autograd.Function):
-    """The transpose of :class:`AllGather`: this rank's slice of [ranks, ...], which is equal on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return AllGather.apply(g, ctx.group), None
+def own_slice(tensor: Tensor, group: Group) -> Tensor:
+    """The transpose of :func:`gather_ranks`: this rank's slice of [ranks, ...], which is equal on all ranks."""
+    return _pair(_take_own, all_gather, tensor, group=group)
 
 
-class ReplicatedInput(torch.autograd.Function):
+def _take_own(tensor: Tensor, group: Group) -> Tensor:
+    return tensor[group.rank()].clone()
+
+
+def replicate(tensor: Tensor, group: Group) -> Tensor:
     """A replicated tensor used together with sharded ones: identity forward, all-reduce of the gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return AllReduceSum.apply(g, ctx.group), None
+    return _pair(_view, _sum_copy, tensor, group=group)
 
 
-class AllReduceSum(torch.autograd.Function):
-    """The transpose of :class:`ReplicatedInput`: all-reduce forward, identity backward."""
+def sum_replicas(tensor: Tensor, group: Group) -> Tensor:
+    """The transpose of :func:`replicate`: all-reduce forward, identity backward."""
+    return _pair(_sum_copy, _view, tensor, group=group)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(tensor.clone(memory_format=torch.contiguous_format), "SUM", group)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return ReplicatedInput.apply(g, ctx.group), None
+def _view(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum_copy(tensor: Tensor, group: Group) -> Tensor:
+    return all_reduce(tensor.clone(memory_format=torch.contiguous_format), "SUM", group)
 
 
 def find_chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -159,35 +158,26 @@ def find_chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(each, size - start)
 
 
-class OwnChunk(torch.autograd.Function):
+def own_chunk(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk of a replicated tensor along a dimension. Backward: the gradients of all chunks, gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group, ctx.size = dim, group, tensor.shape[dim]
-        start, size = find_chunk(tensor.shape[dim], group.size(), group.rank())
-        return tensor.narrow(dim, start, size).clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return GatherChunks.apply(g, ctx.dim, ctx.size, ctx.group), None, None
+    return _pair(_cut_chunk, _join_chunks, tensor, dim=dim, size=tensor.shape[dim], group=group)
 
 
-class GatherChunks(torch.autograd.Function):
-    """The transpose of :class:`OwnChunk`: a tensor of ``size`` along a dimension from every rank's chunk."""
+def gather_chunks(chunk: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """The transpose of :func:`own_chunk`: a tensor of ``size`` along a dimension from every rank's chunk."""
+    return _pair(_join_chunks, _cut_chunk, chunk, dim=dim, size=size, group=group)
 
-    @staticmethod
-    def forward(ctx: Any, chunk: Tensor, dim: int, size: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        sizes = [find_chunk(size, group.size(), rank)[1] for rank in range(group.size())]
-        padded = chunk.new_zeros([max(sizes) if d == dim else n for d, n in enumerate(chunk.shape)])
-        padded.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
-        parts = all_gather(padded, group)
-        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return OwnChunk.apply(g, ctx.dim, ctx.group), None, None, None
+def _cut_chunk(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    return tensor.narrow(dim, *find_chunk(size, group.size(), group.rank())).clone()
+
+
+def _join_chunks(chunk: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    sizes = [find_chunk(size, group.size(), rank)[1] for rank in range(group.size())]
+    padded = chunk.new_zeros([max(sizes) if d == dim else n for d, n in enumerate(chunk.shape)])
+    padded.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
+    parts = all_gather(padded, group)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) on the global axis of each contiguous range of a shard
@@ -263,7 +253,7 @@ class Shard:
         found = dict(inputs)
         for name, group in self.shared:
             if found[name].requires_grad:
-                found[name] = ReplicatedInput.apply(found[name], group)
+                found[name] = replicate(found[name], group)
         return found
 
     def replicate_operand(self, value: Tensor, has: Expr, user: Any) -> Tensor:
@@ -271,7 +261,7 @@ class Shard:
         lacks = [(user.rows and not has.rows, self.rows), (user.cols and not has.cols, self.cols)]
         for lacking, axis in lacks:
             if lacking and axis.group is not None and value.requires_grad:
-                value = ReplicatedInput.apply(value, axis.group)
+                value = replicate(value, axis.group)
         return value
 
     def reduce(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
@@ -290,9 +280,11 @@ class Shard:
         if kind.place is not None:
             results[kind.place] = self._to_global(results[kind.place], axis)
         results = kind.dense_results(results)
-        stacked = [AllGather.apply(t, axis.group) for t in results]
+        stacked = [gather_ranks(t, axis.group) for t in results]
         lengths = [count_indices(p) for p in axis.ranges]
-        return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
+        return combine.close_state(
+            e, combine.merge_states(e, [combine.open_state(e, stacked, lengths, [0] * len(lengths))])
+        )
 
     def _to_global(self, place: Tensor, axis: Axis) -> Tensor:
         where = axis.index(place.device)

@@ -102,14 +102,9 @@ def active() -> skip_below | None:
     return _active.get()
 
 
-@contextlib.contextmanager
-def apply_to_gradient() -> Iterator[None]:
+def apply_to_gradient() -> contextlib.AbstractContextManager[skip_below | None]:
     """Inside the block, every sum of vectors is a gradient, and the requested bound applies to it."""
-    token = _active.set(requested())
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return settings.hold(_active, requested())
 
 
 class SkippingContraction:
@@ -190,21 +185,13 @@ def tally() -> Iterator[Tally]:
     (0, 0)
     """
     mine = Tally()
-    token = counters.set((*counters.get(), mine))
-    try:
+    with settings.hold(counters, (*counters.get(), mine)):
         yield mine
-    finally:
-        counters.reset(token)
 
 
-@contextlib.contextmanager
-def pause_counting() -> Iterator[None]:
+def pause_counting() -> contextlib.AbstractContextManager[tuple]:
     """Nothing that runs inside the block is counted: for dry runs."""
-    token = counters.set(())
-    try:
-        yield
-    finally:
-        counters.reset(token)
+    return settings.hold(counters, ())
 
 
 def count_tile(computed: bool, batch: int, rows: int, cols: int, tiles: int = 1) -> None:

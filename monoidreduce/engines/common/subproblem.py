@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from . import combine
 from .combine import State
-from .evaluate import Sizes
+from .evaluate import Sizes, pair_result_form
 from .shard import Ranges
 
 Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
@@ -59,10 +59,10 @@ def run_subproblem(
             states.append([into[k].unsqueeze(0)] if into is not None else grid[0][0][k])
             continue
         if kind_of(r).both_axes:
-            states.append(combine.merged(r, [block[k] for line in grid for block in line]))
+            states.append(combine.merge_states(r, [block[k] for line in grid for block in line]))
             continue
         lines = grid if r.attrs[1] == "cols" else list(zip(*grid, strict=True))
-        kept = [combine.merged(r, [block[k] for block in line]) for line in lines]
+        kept = [combine.merge_states(r, [block[k] for block in line]) for line in lines]
         states.append(
             kept[0] if len(kept) == 1 else [torch.cat(ts, 1 + len(sizes.batch)) for ts in zip(*kept, strict=True)]
         )
@@ -77,7 +77,7 @@ def run_block(fold: Fold, leaves: list[Any], sizes: Sizes, rows: slice, cols: sl
 
 def finish_states(fold: Fold, states: list[State]) -> list[Tensor]:
     """The results of a fold, from the states of its reductions."""
-    return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.closed(r, state)]
+    return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.close_state(r, state)]
 
 
 def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
@@ -86,12 +86,8 @@ def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[i
     for k, r in enumerate(fold.reductions):
         if kind_of(r).per_pair:
             like = leaves[fold.leaves.index(r.args[1])]
-            once = like.shape == (
-                *sizes.batch,
-                sizes.rows,
-                sizes.cols,
-            )  # else gradients are summed, in the compute type
-            found[k] = torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+            shape, dtype = pair_result_form(like, sizes)
+            found[k] = torch.zeros(shape, dtype=dtype, device=like.device)
     return found
 
 
@@ -143,7 +139,7 @@ def _run_block(
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
     along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0), "both": (0, 0)}
     return [
-        combine.opened(r, mine, [along[r.attrs[1]][0]], [along[r.attrs[1]][1]])
+        combine.open_state(r, mine, [along[r.attrs[1]][0]], [along[r.attrs[1]][1]])
         for r, mine in combine.split(fold, found)
     ]
 

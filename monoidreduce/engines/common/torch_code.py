@@ -26,7 +26,7 @@ from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from ...program.reverse_mode import pull
 from ...reductions import KINDS
-from .evaluate import Sizes, cast, einsum, from_layout, look_up, part, to_layout
+from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout
 
 # Python functions that are written as text: the one place that compiles and runs such text.
 #
@@ -84,8 +84,8 @@ class FunctionWriter:
 
 # Elementwise arithmetic of rows alone or columns alone, between passes, grouped into one kernel.
 #
-# Examples are a row's ⟨g, P⟩, or a loss from its sums. ``torch_code.py`` runs such arithmetic node by node, one torch
-# call each; on a GPU a call costs more on the host than the arithmetic on the device. So neighbours are grouped as a
+# Examples are a row's ⟨g, P⟩, or a loss from its sums. A script runs such arithmetic node by node, one torch call each;
+# on a GPU a call costs more on the host than its arithmetic on the device. So neighbours are grouped as a
 # :class:`Side`, which is one kernel (``engines/triton/kernels/elementwise.py``) and whose gradient is again a side.
 
 _MIN_CALLS = 2  # torch calls from which on one kernel is faster
@@ -173,7 +173,6 @@ def differentiate_side(
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
 
-_KINDS = {"bool": torch.bool, "int": torch.int64}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
 # Primitives whose second argument may be a Python number, and what to call when the first is one.
 _MIRRORED: dict[str, Callable[..., Any]] = {
@@ -272,7 +271,7 @@ class Writer(FunctionWriter):
     """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
     def __init__(self, numbers: frozenset[str], products: frozenset[Expr], row_dot: Any = None):
-        super().__init__(filled=_filled, number=number, row_dot=row_dot)
+        super().__init__(filled=_fill, number=number, row_dot=row_dot)
         self.numbers, self.products = numbers, products
         self.names: dict[Expr, str] = {}
         self.inputs: dict[str, str] = {}
@@ -355,7 +354,7 @@ class Writer(FunctionWriter):
             self.plain.add(e)
             return self.hold(e.attrs[0] if e.op == "const" else float("nan"))
         if e.op == "size":
-            return self._counted(e, f"S.of({e.attrs[0]!r})")
+            return self._write_number(e, f"S.of({e.attrs[0]!r})")
         if e.op in PRIMITIVES:
             return self._primitive(e)
         if e.op == "fsum" and e.args[0] in self.products:
@@ -365,19 +364,19 @@ class Writer(FunctionWriter):
             found = self._line(f"{self.hold(_index(e))}(S)")
             self._step(e, (), [found], len(self.lines) - 1)
             return found
-        args = [self._fitted(a, e) if e.op == "einsum" else self._raised(a) for a in e.args]
+        args = [self._fit_axes(a, e) if e.op == "einsum" else self._raise_dtype(a) for a in e.args]
         if name in _TEXTS and e.args[0] not in self.plain:
             return self._line(_TEXTS[name].format(*args, *e.attrs))
         return self._line(f"{self.hold(_OTHERS[name](e))}({', '.join(['S', *args])})")
 
-    def _counted(self, e: Expr, text: str) -> str:
+    def _write_number(self, e: Expr, text: str) -> str:
         """A number that is made of numbers."""
         self.plain.add(e)
         name = self._line(text)
         self._step(e, [self.names[a] for a in e.args], [name], len(self.lines) - 1)
         return name
 
-    def _raised(self, e: Expr) -> str:
+    def _raise_dtype(self, e: Expr) -> str:
         """A value in the type of the arithmetic: 16-bit inputs are raised, once."""
         name = self.names[e]
         if e.op not in ("input", "leaf") or e.dtype != "float" or e in self.plain:
@@ -392,8 +391,8 @@ class Writer(FunctionWriter):
     def _primitive(self, e: Expr) -> str:
         numbers = sum(1 << k for k, a in enumerate(e.args) if a in self.plain)
         if numbers == (1 << len(e.args)) - 1:
-            return self._counted(e, f"number({self.hold(e)}, ({', '.join(self.names[a] for a in e.args)},))")
-        args = [self.names[a] if a in self.plain else self._fitted(a, e) for a in e.args]
+            return self._write_number(e, f"number({self.hold(e)}, ({', '.join(self.names[a] for a in e.args)},))")
+        args = [self.names[a] if a in self.plain else self._fit_axes(a, e) for a in e.args]
         if e.op == "cast":
             return self._line(f"{self.hold(cast)}({args[0]}, {e.attrs[0]!r}, C)")
         primitive = PRIMITIVES[e.op]
@@ -409,9 +408,9 @@ class Writer(FunctionWriter):
         exact = e.dtype != "float" or ("float" in kinds and "int" not in kinds)
         return found if exact else self._line(f"{found} if {found}.dtype is C else {found}.to(C)")
 
-    def _fitted(self, have: Expr, want: Expr) -> str:
+    def _fit_axes(self, have: Expr, want: Expr) -> str:
         """A raised value with the axes that ``want`` has and ``have`` has not, of size 1."""
-        name = self._raised(have)
+        name = self._raise_dtype(have)
         for at in missing(have, want):
             name = self._view(name, f"{name}.unsqueeze({at})")
         return name
@@ -452,9 +451,9 @@ def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
     return frozenset({0}), None
 
 
-def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
+def _fill(value: Value, kind: str, sizes: Sizes) -> Tensor:
     """A number as a tensor, filled where it is needed: no copy, no wait."""
-    return torch.full((), value, dtype=_KINDS.get(kind, sizes.compute), device=sizes.device)
+    return torch.full((), value, dtype=NUMBER_KINDS.get(kind, sizes.compute), device=sizes.device)
 
 
 # Numbers
@@ -466,7 +465,7 @@ def number(e: Expr, values: tuple[Value, ...]) -> Value:
         if e.op in _OPEN:
             return _OPEN[e.op](*values)
         values = tuple(int(v) if isinstance(v, torch.SymInt) else float(v) for v in values)
-    return _computed(e, values, tuple(map(repr, values)))  # the texts tell -0.0 from 0.0 and 1 from True
+    return _compute_numbers(e, values, tuple(map(repr, values)))  # the texts tell -0.0 from 0.0 and 1 from True
 
 
 _OPEN: dict[str, Callable[..., Any]] = {
@@ -478,14 +477,9 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 
 @functools.lru_cache(maxsize=4096)
-def _computed(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Value:
-    primitive = PRIMITIVES[e.op]
+def _compute_numbers(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Value:
     with _disable_current_modes():  # these are numbers, not a part of what is being traced
-        kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
-        args = [torch.tensor(v, dtype=kind, device="cpu") for v, kind in zip(values, kinds, strict=True)]
-        if e.op == "cast":
-            return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
-        return primitive.torch(*args, **dict(zip(primitive.attributes, e.attrs, strict=True))).item()
+        return evaluate_numbers(e, values)
 
 
 # What is no primitive
@@ -501,7 +495,7 @@ def _reduce(e: Expr) -> Callable[..., list[Value]]:
     def evaluate(sizes: Sizes, *values: Value) -> list[Value]:
         ones = (1,) * len(sizes.batch)
         tensors = [
-            v if isinstance(v, Tensor) else _filled(v, a.dtype, sizes).expand(ones)
+            v if isinstance(v, Tensor) else _fill(v, a.dtype, sizes).expand(ones)
             for v, a in zip(values, e.args, strict=True)
         ]
         fields = [to_layout(v, a) for v, a in zip(tensors, e.args, strict=True)]
@@ -531,7 +525,7 @@ def _spread(e: Expr) -> Callable[[Sizes, Value], Tensor]:
     def evaluate(sizes: Sizes, x: Value) -> Tensor:
         count = sizes.of(str(e.attrs[0]))
         if not isinstance(x, Tensor):
-            return _filled(x, e.dtype, sizes).expand(*(1,) * len(sizes.batch), count)
+            return _fill(x, e.dtype, sizes).expand(*(1,) * len(sizes.batch), count)
         return x.unsqueeze(-1).expand(*x.shape, count)
 
     return evaluate

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...plan import tiles as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
-from ...program.lower import Fold
+from ...program.lower import Fold, scaled_result
 from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
@@ -48,7 +48,7 @@ def run(
     whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     rooms = [allocate_result(fold, r, k, leaves, sizes) for r, k in kept]
-    shape, views, _ = evaluate.merge_batch_and_strides(
+    shape, views, _ = evaluate.merge_batch_dims(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
@@ -139,8 +139,8 @@ def pair_result_bytes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
 def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
     """Multiply the results that have a scale by it."""
     scale = {r: s for r, s in fold.scaled if s is not ONE}
-    for (r, _), out in outputs.items():
-        if r in scale:
+    for (r, k), out in outputs.items():
+        if r in scale and k == scaled_result(r):
             s = scale[r]
             factor = s.const if s.op == "const" else values[s]
             if isinstance(factor, Tensor):

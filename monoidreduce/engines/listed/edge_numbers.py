@@ -20,6 +20,7 @@ from torch.nn.functional import embedding_bag
 
 from ...program.constructors import ONE, Contraction, contractions
 from ...program.expression import Expr, topological
+from ...program.lower import scaled_result
 from ...reductions.best import worst
 from ...reductions.histogram import add_at
 from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
@@ -153,7 +154,8 @@ class _Element:
             if scale is not ONE:
                 factor = self.value(scale)
                 several = isinstance(factor, Tensor) and factor.dim() > 0
-                joined = [joined[0] * (factor.view(-1, *(1,) * (joined[0].dim() - 1)) if several else factor)]
+                k = scaled_result(r)
+                joined[k] = joined[k] * (factor.view(-1, *(1,) * (joined[k].dim() - 1)) if several else factor)
             results.append(joined)
         return results
 

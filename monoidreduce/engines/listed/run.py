@@ -153,9 +153,9 @@ class _Run:
             for r, targets, state in zip(self.reductions, whole, parts, strict=True):
                 if not targets:
                     continue
-                merge = lambda states, r=r: combine.merged(r, states)
+                merge = lambda states, r=r: combine.merge_states(r, states)
                 done = combine_parts(state, pieces.counts, 1 + self.layout_dim, merge)
-                for t, v in zip(targets, combine.closed(r, done), strict=True):
+                for t, v in zip(targets, combine.close_state(r, done), strict=True):
                     t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
         named = dict(zip(self.local.places, whole, strict=True))
         return [
@@ -316,7 +316,7 @@ class _Run:
         """Put the states of some pieces among the parts, which are allocated when the first are known."""
         length = piece.folded.shape[1]
         for n, (r, values) in enumerate(zip(self.reductions, found, strict=True)):
-            state = combine.opened(r, [t.unsqueeze(0) for t in values], [length], [0]) if values else []
+            state = combine.open_state(r, [t.unsqueeze(0) for t in values], [length], [0]) if values else []
             if len(parts) <= n:
                 shape = lambda t: (*t.shape[: 1 + self.layout_dim], count, *t.shape[2 + self.layout_dim :])
                 parts.append([t.new_empty(shape(t)) for t in state])
@@ -345,7 +345,7 @@ def results_of_nothing(r: Expr, sizes: Sizes) -> list[Tensor]:
         tail = () if feature is None else (sizes.of(str(feature)),)
         found.append(torch.empty(0, 1, *tail, dtype=result_form(r, k, sizes)[1], device=sizes.device))
     kind = kind_of(r)
-    nothing = combine.closed(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
+    nothing = combine.close_state(r, kind.merge_all(r.attrs[2], [kind.open(r.attrs[2], found, [])]))
     return [t.to(f.dtype) for t, f in zip(nothing, found, strict=True)]
 
 

@@ -86,23 +86,6 @@ class Step(Protocol):
 StepClass = type[Step]
 
 
-class Panel(Protocol):
-    """Some rows and columns: what is fed for them, and where their results go."""
-
-    rows: slice
-    cols: slice
-
-    def feed(self, f: Expr) -> Any:
-        """The value of a one-sided expression (or of one given per pair) for these rows and columns."""
-
-    def with_all_columns(self, rows: slice) -> Panel:
-        """Some rows, and all columns."""
-
-    def keep_results(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
-        """Hand over the results of one reduction of a stage; ``wholes``: the tensors of all rows that they are slices
-        of, where they are."""
-
-
 # Running ------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +202,7 @@ class _LoopRun:
         assert self.layout is not None
         self.step.begin(self.layout)
         for rows, cols in self.step.iterate_panels():
-            panel = _LoopPanel(self, rows, cols)
+            panel = Panel(self, rows, cols)
             for group in self.step.groups:
                 self.step.run_stages(group, panel)
         for at, stage in enumerate(self.loop.stages):
@@ -295,14 +278,15 @@ def iterate_grid(sizes: Sizes, layout: panel_layout.PanelLayout) -> Iterator[tup
         yield from ((r, c) for c, r in itertools.product(cols, rows))
 
 
-class _LoopPanel:
-    """One panel of a running loop; see :class:`Panel`."""
+class Panel:
+    """Some rows and columns of a running loop: what is fed for them, and where their results go."""
 
     def __init__(self, run: _LoopRun, rows: slice, cols: slice):
         self.run, self.rows, self.cols = run, rows, cols
         self.local, self.fed = run.evaluate_rows(rows)
 
     def feed(self, f: Expr) -> Any:
+        """The value of a one-sided expression (or of one given per pair) for these rows and columns."""
         if f not in self.fed:
             self.fed[f] = from_layout(self.local(f), f)
         value = self.fed[f]
@@ -310,10 +294,13 @@ class _LoopPanel:
             return value
         return value[:, self.cols] if f.rows else value[self.cols]
 
-    def with_all_columns(self, rows: slice) -> _LoopPanel:
-        return _LoopPanel(self.run, rows, slice(0, self.run.sizes.cols))
+    def with_all_columns(self, rows: slice) -> Panel:
+        """Some rows, and all columns."""
+        return Panel(self.run, rows, slice(0, self.run.sizes.cols))
 
     def keep_results(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
+        """Hand over the results of one reduction of a stage; ``wholes``: the tensors of all rows that they are slices
+        of, where they are."""
         for own, value, whole in zip(self.run.nodes[at][place], values, wholes or [None] * len(values), strict=True):
             self.run.keep(own, value, self.rows, self.local, whole)
 

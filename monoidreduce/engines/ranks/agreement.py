@@ -7,7 +7,6 @@ reasons and raise the same error: a call that is wrong on one rank is an error o
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import hashlib
 import operator
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
+from ...plan import settings
 from ...program.constructors import find_listed
 from ...program.declarations import HIDDEN
 from ...program.expression import Expr, topological
 from ..common.evaluate import Sizes
 from ..common.shard import (
-    AllReduceSum,
     Axis,
     Group,
     Ranges,
@@ -34,6 +33,7 @@ from ..common.shard import (
     all_gather,
     all_gather_texts,
     all_reduce,
+    sum_replicas,
 )
 
 ORDERS = ("contiguous", "zigzag")
@@ -75,13 +75,9 @@ class StreamedCall(Layout):
     memo: dict[str, int] | None = None  # numbers that are drawn once for the whole stream
 
 
-# None where rows and columns are not divided over ranks; read as it is by what torch.compile does not trace
-layout_in_force: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
-
-
 def current_layout() -> Layout | None:
-    """The current layout; None while torch.compile traces."""
-    return None if torch.compiler.is_dynamo_compiling() else layout_in_force.get()
+    """The current layout; None while torch.compile traces, and where nothing is divided."""
+    return settings.layout.get() if settings.is_divided() else None
 
 
 @contextlib.contextmanager
@@ -129,11 +125,11 @@ def check_slices(layout: Layout) -> None:
 
 @contextlib.contextmanager
 def use_layout(layout: Layout) -> Iterator[None]:
-    token = layout_in_force.set(layout)
+    token = settings.layout.set(layout)
     try:
         yield
     finally:
-        layout_in_force.reset(token)
+        settings.layout.reset(token)
 
 
 def _resolve_group(name: str, given: Any) -> Group:
@@ -294,7 +290,7 @@ def streamed_call() -> StreamedCall | None:
 def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
     """All-reduce (sum) over the ranks that this axis is sharded over; differentiable."""
     group = getattr(current_layout() or Layout(), axis)
-    return total if group is None else AllReduceSum.apply(total, group)
+    return total if group is None else sum_replicas(total, group)
 
 
 def max_over_ranks(axis: str, value: Tensor) -> Tensor:

@@ -26,18 +26,18 @@ from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
 from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
 from ..common.shard import (
-    AllGather,
-    AllReduceSum,
     Group,
-    OwnSlice,
     Ranges,
-    ReplicatedInput,
     RingTransfer,
     Shard,
     abort_group,
     all_gather,
     all_reduce,
     count_indices,
+    gather_ranks,
+    own_slice,
+    replicate,
+    sum_replicas,
 )
 from ..common.subproblem import Engine, Subproblem
 
@@ -203,7 +203,7 @@ class Grid:
         if not before:
             return states
         pairs = zip(which, before, states, strict=True)
-        return [combine.merged(self.fold.reductions[k], [old, new]) for k, old, new in pairs]
+        return [combine.merge_states(self.fold.reductions[k], [old, new]) for k, old, new in pairs]
 
 
 def _unflatten(flat: list[Tensor], like: list[State]) -> list[State]:
@@ -381,9 +381,9 @@ def sharded_other_gradients(
         job = Blocks(one, sizes, tuple(used), tuple(wanted))
         group = shard.axis(one.reductions[0].attrs[1]).group
         if group is not None:
-            gathered = [AllGather.apply(t, group) for t in job.states()]
-            pulled = torch.func.vjp(job.merge(0), *gathered)[1](tuple(job.filled(given)))
-            given = [OwnSlice.apply(t, group) for t in pulled]
+            gathered = [gather_ranks(t, group) for t in job.states()]
+            pulled = torch.func.vjp(job.merge(0), *gathered)[1](tuple(job.fill_cotangents(given)))
+            given = [own_slice(t, group) for t in pulled]
         add_gradients(grads, job, job.gradients(given))
     return [g if g is None else _sum_over_ranks(g, e, shard) for g, e in zip(grads, fold.leaves, strict=True)]
 
@@ -398,13 +398,13 @@ def _replicate(value: Any, leaf: Expr, shard: Shard) -> Any:
     """A leaf as this rank uses it: second derivatives by a replicated one are summed over the ranks."""
     if isinstance(value, Tensor) and value.requires_grad:
         for group in _lacking(leaf, shard):
-            value = ReplicatedInput.apply(value, group)
+            value = replicate(value, group)
     return value
 
 
 def _sum_over_ranks(g: Tensor, leaf: Expr, shard: Shard) -> Tensor:
     for group in _lacking(leaf, shard):
-        g = AllReduceSum.apply(g, group)
+        g = sum_replicas(g, group)
     return g
 
 

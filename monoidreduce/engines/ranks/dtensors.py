@@ -25,7 +25,7 @@ from ...program.declarations import AXES
 from ...program.expression import Expr
 from ..common import shard
 from ..common.evaluate import Sizes
-from ..common.shard import Group, OwnChunk, ReplicatedInput, find_chunk
+from ..common.shard import Group, find_chunk, own_chunk, replicate
 from . import agreement
 
 # Plain tensors beside DTensors, and DTensors on a part of the others' mesh: what they mean, agreed by all ranks.
@@ -366,9 +366,9 @@ class PlacedCall:
             for m in used:
                 key = self._key(name, m)
                 if (name, m) in whole:
-                    local[name] = OwnChunk.apply(local[name], axes.index(key), groups[m])
+                    local[name] = own_chunk(local[name], axes.index(key), groups[m])
                 elif m in self.roles.batch and key is None:
-                    local[name] = ReplicatedInput.apply(local[name], groups[m])
+                    local[name] = replicate(local[name], groups[m])
         return local
 
     @property

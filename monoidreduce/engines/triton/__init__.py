@@ -1,207 +1,40 @@
-"""The Triton engine: one generated kernel per direction of a fold, for GPUs.
+"""The Triton engine: generated kernels for GPUs.
 
-:func:`run` has the contract of every engine: run this fold, on these tensors, of these sizes. A fold that has no kernel
-(a monoid with vectors, more features than registers hold) is handed to ``fallback`` with a warning that says why.
-Importing this package does not import Triton: the generated text does.
+``engine.py`` holds what the rest of the package calls. It is imported when one of its names is first used, with the
+sixty files below it: they are a third of ``import monoidreduce``, and nothing of them runs without a GPU. Where kernels
+run, and what a call asks for on every device, is here.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...errors import EngineError, FallbackWarning
-from ...plan import budget, settings
-from ...program.expression import Expr
-from ...program.lower import Fold
-from ..common import matmul
-from ..common.evaluate import Sizes
-from ..common.torch_code import Side
-from .codegen import k_loop
-from .codegen.kernel_spec import Unsupported
-from .kernels import elementwise, fold_kernel, large_topk, topk
-from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
-from .launch import jit_module
-from .launch.jit_module import available, compile_only, launches_on, runs_on, skip_launches
-from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
-from .panel.kernel_step import KernelStep
-from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, Rendering, overriding_plans, use_plan
-from .schedules.spec_from_tensors import as_for
+from .launch.devices import available as available
+from .launch.devices import launches_on as launches_on
+from .launch.devices import runs_on as runs_on
 
-__all__ = [
-    "Buffer",
-    "KernelPlan",
-    "KernelStep",
-    "ListedFold",
-    "NumberArithmetic",
-    "PartlyShownFold",
-    "PreparedFold",
-    "ProgramReplay",
-    "RecordedLaunches",
-    "Rendering",
-    "Unsupported",
-    "as_for",
-    "available",
-    "compile_only",
-    "describe_leaves",
-    "describe_numbers",
-    "gather_labels",
-    "is_k_loop_fold",
-    "launches_on",
-    "list_sources",
-    "list_tiles",
-    "merge_batches",
-    "overriding_plans",
-    "prepare",
-    "prepare_k_loop_fold",
-    "prepare_listed",
-    "prepare_side",
-    "prepared_folds",
-    "record",
-    "run",
-    "run_k_loop_fold",
-    "run_listed",
-    "runs_on",
-    "skip_launches",
-    "sums_batch",
-    "use_plan",
-    "warn_fallback",
-]
+if TYPE_CHECKING:
+    from .engine import *  # noqa: F403
+    from .kernels.prepared_fold import PreparedFold
+else:
 
-_warned: set[tuple[Fold, str]] = set()
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(".engine", __name__), name)
+        return found
+
+
 _PREPARED: dict[tuple, PreparedFold] = {}
-_MOST = 4096
 
 
-def run(
-    fold: Fold, leaves: list[Any], sizes: Sizes, fallback: Callable[..., list[Tensor]] | None = None
-) -> list[Tensor]:
-    """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
-    try:
-        return _run(fold, leaves, sizes)
-    except Unsupported as reason:
-        warn_fallback(fold, reason, None if fallback is None else "the eager engine runs")
-        assert fallback is not None
-        return fallback(fold, leaves, sizes)
-
-
-def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    """True for folds of wide vectors that need no panels: 16-bit products folded to numbers, or top-k of products."""
-    return topk.find_product(fold, leaves, sizes) is not None or _to_numbers(fold, leaves, sizes)
-
-
-def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    pairs = zip(fold.leaves, leaves, strict=True)
-    vectors = {e: v for e, v in pairs if e.feature is not None and e not in fold.tables}
-    narrow = spec_from_tensors.narrow_type(vectors, sizes) is not None
-    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
-
-
-def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """Run such a fold; raises Unsupported for all others."""
-    factors = topk.find_product(fold, leaves, sizes)
-    if factors is None and not _to_numbers(fold, leaves, sizes):
-        raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
-    return topk.select_best_products(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
-
-
-def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
-    """Such a fold prepared for leaves like these; None for other folds, and where torch does a part."""
-    alone = topk.find_product(fold, leaves, sizes) is None and _to_numbers(fold, leaves, sizes)
-    return prepare(fold, leaves, sizes) if alone else None
-
-
-def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = large_topk.list_panel_folds(fold) if large_topk.selects_from_panels(fold) else [fold]
-    every = [prepare(one, leaves, sizes) for one in folds]
-    found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
-    if None in every:
-        return {}
-    return {
-        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.rendering))
-        for o, p in found.items()
-    }
-
-
-def list_sources(fold: Fold) -> list[Path]:
-    """The files of the kernels that were generated for a fold so far."""
-    made = [one for ready in _PREPARED.values() if ready.fold is fold for one in ready.launches]
-    return list(dict.fromkeys(jit_module.write_text(one.kernel.text) for one in made))
-
-
-def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
-    """Warn once that another engine runs a fold; raise EngineError if there is none, or with ``strict``."""
-    if instead is None or settings.current.get().strict:
-        raise EngineError(
-            detail=f"the Triton engine cannot run this fold: {reason}",
-            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
-        ) from None
-    if (fold, str(reason)) not in _warned:
-        _warned.add((fold, str(reason)))
-        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
-
-
-def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if large_topk.selects_from_panels(fold):
-        return large_topk.run(fold, leaves, sizes, _run)
-    return _prepare(fold, leaves, sizes)(leaves)
-
-
-def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
-    """A fold prepared for leaves like these; None where it has no kernel."""
-    try:
-        return _prepare(fold, leaves, sizes)
-    except Unsupported:
-        return None
-
-
-def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
-    if fold.domain is not None:
-        raise Unsupported("lists of columns have kernels of their own")
-    key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (
-        matmul.float32_precision(),
-        budget.requested() is None,
-        overriding_plans(),
-        spec_from_tensors.like.get(),
-        describe_leaves(leaves),
-    )
-    key += describe_numbers([v for v in leaves if not isinstance(v, Tensor)])
-    found = _PREPARED.get(key)
-    if found is None:
-        found = _PREPARED[key] = PreparedFold(fold, leaves, sizes)
-        while len(_PREPARED) > _MOST:
-            del _PREPARED[next(iter(_PREPARED))]
-    return found
-
-
-def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
-    """Arithmetic on rows or columns alone as one launch, for leaves like these; None where it has no kernel."""
-    try:
-        return elementwise.ElementwiseLaunch(side, leaves, sizes)
-    except Unsupported:
-        return None
-
-
-def prepared_folds() -> Any:
+def prepared_folds() -> dict[tuple, PreparedFold]:
     """The cache of prepared folds; another object after it was cleared by replacing it."""
     return _PREPARED
-
-
-def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
-    """Whether the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the call,
-    1 where it is summed."""
-    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
-    kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * spec_from_tensors.processors(sizes.device)
 
 
 def describe_leaves(leaves: Sequence[Any]) -> tuple:
@@ -212,12 +45,4 @@ def describe_leaves(leaves: Sequence[Any]) -> tuple:
             found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
         else:
             found.append(type(v))
-    return tuple(found)
-
-
-def describe_numbers(numbers: Sequence[Any]) -> tuple:
-    """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
-    found: list[bool] = []
-    for v in numbers:
-        found += (v > 0, abs(v) >= fold_kernel.SMALL)
     return tuple(found)

@@ -81,6 +81,7 @@ def test_a_page_loads_with_no_error_and_asks_for_nothing(browser, folder, name):
 def test_a_page_fits_its_window_and_its_charts_are_there(browser, folder, name, width):
     page, _, _ = opened(browser, folder / name, "light", width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("[...document.querySelectorAll('pre')].every(p => p.scrollWidth <= p.clientWidth)")  # not cut
     boxes = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())")
     assert len(boxes) == (5 if name == "index.html" else 2)
     for box in boxes:

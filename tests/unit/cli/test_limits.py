@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from monoidreduce.cli.limits import QUESTIONS, Run, answer, grow, measure_run
+from monoidreduce.cli.limits import QUESTIONS, Growth, Limit, Run, answer, grow, measure_run
 
 CPU = torch.device("cpu")
 
@@ -103,3 +103,9 @@ def test_an_answer_has_the_runs_of_both_sides():
     for growth in (found.ours, found.dense):
         assert growth.stopped == "memory" and any(r.peak > 2**23 for r in growth.runs)
     assert found.to_data()["torch"]["largest"] == found.dense.largest.size < 800
+
+
+@pytest.mark.parametrize(("stopped", "gain"), [("memory", 4.0), ("time", 0.0)])
+def test_no_ratio_is_said_where_time_ended_the_other_side(stopped, gain):
+    ours = Growth((Run(2048, 10, 0.1),), 100, "time")
+    assert Limit(QUESTIONS[0], ours, Growth((Run(512, 10, 0.1),), 100, stopped)).gain == gain

@@ -1,5 +1,6 @@
 """How fast things start: the command line without torch, and the package beside torch."""
 
+import os
 import subprocess
 import sys
 
@@ -50,6 +51,21 @@ def test_the_installed_command_starts_without_torch_and_a_layer_file_finds_the_n
     done = run("explain", "mine.py:total", "--rows", "5", "--cols", "7")
     assert done.returncode == 0 and "5 rows × 7 columns" in done.stdout
     assert "torch" in modules(done.stderr)
+
+
+def test_a_process_without_a_gpu_does_without_the_triton_engine():
+    code = (
+        "import sys, torch, monoidreduce as mr\n"
+        "for _ in range(4):\n"
+        "    x = torch.randn(2, 70, 8, requires_grad=True)\n"
+        "    mr.ops.attention(x, x, x).sum().backward()\n"
+        "    mr.ops.knn(x[0].detach(), x[1].detach(), 3)\n"
+        "found = [m for m in sys.modules if m.startswith('monoidreduce.engines.triton.')]\n"
+        "assert len(found) <= 3, found\n"
+        "from monoidreduce.engines import triton\n"
+        "assert triton.KernelPlan  # imported when it is first asked for\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "0"})
 
 
 def test_an_import_that_fails_leaves_the_collector_as_it_was():

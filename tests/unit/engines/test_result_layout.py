@@ -45,10 +45,10 @@ def test_features_stay_innermost():
 
 def test_dimensions_are_merged_where_results_allow_it():
     x = torch.empty(2, 3, 5, 4)
-    assert evaluate.merge_batch_and_strides((2, 3), [x], [(60, 20)])[::2] == ((6,), [(20,)])
-    assert evaluate.merge_batch_and_strides((2, 3), [x], [(60, 4)])[::2] == ((2, 3), [(60, 4)])
-    assert evaluate.merge_batch_and_strides((2, 1), [x[:, :1]], [(60, 4)])[::2] == ((2,), [(60,)])
-    assert evaluate.merge_batch_and_strides((), [x[0, 0]], [()])[::2] == ((1,), [(0,)])
+    assert evaluate.merge_batch_dims((2, 3), [x], [(60, 20)])[::2] == ((6,), [(20,)])
+    assert evaluate.merge_batch_dims((2, 3), [x], [(60, 4)])[::2] == ((2, 3), [(60, 4)])
+    assert evaluate.merge_batch_dims((2, 1), [x[:, :1]], [(60, 4)])[::2] == ((2,), [(60,)])
+    assert evaluate.merge_batch_dims((), [x[0, 0]], [()])[::2] == ((1,), [(0,)])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -109,6 +109,19 @@ def test_nothing_larger_than_the_limit_is_built_without_a_budget():
     assert most <= 1024 * 1024 * 4
 
 
+def test_the_limit_counts_all_matrices_that_are_alive_at_once():
+    """Its gradient holds several matrices of 4 MB; one alone would be below the limit of 8."""
+    args = qkv(1000, 1000, requires_grad=True)
+    cost = attention.cost(*args, backward=True)
+    dense = cost["dense"]
+    assert dense.held == 1000 * 1000 * 4 < call_cost.DENSE_LIMIT < dense.peak - dense.results
+    assert dense.results == 4 * sum(t.numel() for t in args) + 4 * 1000 * args[2].shape[-1]  # gradients, and results
+    assert cost.chosen.schedule != "dense"
+    with mr.tally() as tally:
+        attention(*args)
+    assert tally.computed > 0
+
+
 def test_a_budget_bounds_the_dense_form():
     args = qkv(600, 700, requires_grad=True)
     cost = attention.cost(*args)

@@ -97,3 +97,15 @@ def test_chunks_of_columns_keep_the_best_integers():
     assert torch.equal(top.values, pairs.topk(3).values) and torch.equal(top.indices, pairs.topk(3).indices)
     assert torch.equal(least, pairs.topk(3, largest=False).values)
     assert torch.equal(most, pairs.amax(1)) and torch.equal(where, pairs.argmin(1))
+
+
+@pytest.mark.parametrize("engine", ["eager", "reference"])
+def test_a_product_of_integers_and_floats_is_one_of_floats(engine):
+    @mr.op
+    def largest(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.max(x @ y)
+
+    x, y = torch.randn(60, 4), torch.randn(70, 4)
+    with mr.use(engine=engine):
+        for a, b in ((x.long(), y), (x, y.long())):
+            torch.testing.assert_close(largest(a, b), (a.float() @ b.float().T).amax(1))

@@ -163,9 +163,7 @@ def _run(
     }
     rooms = [totals[r] if r in totals else allocate_result(fold, r, k, leaves, sizes) for r, k in fold.outputs]
     count = len(sizes.batch)
-    shape, views, _ = evaluate.merge_batch_and_strides(
-        sizes.batch, list(given.values()), [t.stride()[:count] for t in rooms]
-    )
+    shape, views, _ = evaluate.merge_batch_dims(sizes.batch, list(given.values()), [t.stride()[:count] for t in rooms])
     swapped = all(r.attrs[1] == "rows" for r in fold.reductions)
     threads = max(1, torch.get_num_threads())
     widest = max([0, *(sizes.of(letter) for letter in fold.letters)])

@@ -128,12 +128,12 @@ class Accumulator:
         if self.tiny:
             for k, name in enumerate(self.names):
                 part = component(str(k))
-                self.add_block(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
+                self.add_block(name, v.mask_columns(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
             return
         lane, _ = v.lane(self.feature)
         with v.walk(self.width) as f:
             part = component(f)
-            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing)
+            block = v.mask_columns(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing)
             v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], {nothing})")
 
     def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
@@ -265,7 +265,7 @@ class StoredSum:
         v.prepare_walk(numbers)
         v.prepare_walk(e)
         with v.walk(self.count) as each:
-            one = v.seen(f"tl.zeros([KEPT, FOLDED], {v.float}) + {v.component(numbers, each)}", "0.0")
+            one = v.mask_columns(f"tl.zeros([KEPT, FOLDED], {v.float}) + {v.component(numbers, each)}", "0.0")
             operand = v.bind((self.name, "operand"), f"({one}).to(tl.{v.operand_type()})", True)
             place = v.bind((self.name, "place"), f"{at} + {each} * {self.width}", True)
             old = v.bind((self.name, "old"), f"tl.load({place}, mask={mask}, other=0)", True)
@@ -293,7 +293,7 @@ def add_mixed(total: Any, e: Expr) -> None:
         return
     v.prepare_walk(numbers)
     with v.walk(count) as each:
-        one = v.seen(f"tl.zeros([KEPT, FOLDED], {v.float}) + {v.component(numbers, each)}", "0.0")
+        one = v.mask_columns(f"tl.zeros([KEPT, FOLDED], {v.float}) + {v.component(numbers, each)}", "0.0")
         if total.tiny:
             one = v.bind((total.name, "operand"), one, True)
             for k, name in enumerate(total.names):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,27 +19,23 @@ from ....program.expression import Expr, topological
 from ....program.several import are_several, letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import few_rows, k_loop, listed, tile_ranges
+from . import few_rows, k_loop, kernel_text, listed, tile_ranges
 from . import reductions as kinds
 from .accumulators import is_stored
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec, padded
 from .kernel_text import (
-    CONSTANTS,
     BlockWidths,
     Kernel,
     Traits,
-    copy_device_functions,
     count_held,
-    decorate_functions,
     list_arguments,
-    write_header,
     write_prologue,
     write_stores,
     write_tile_body,
     write_tile_range,
 )
-from .reductions import known
+from .reductions import substitute_truths
 
 # Numbers of a pair, beside sums of vectors, with which no registers are left for what a sine and a cosine share. H200,
 # the logsumexp of cos(softsign(x · y + b)) with gradients: 1.52 ms, 1.95 where it is shared (468 bytes spilled)
@@ -143,17 +138,7 @@ def join_text(
 def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:
     """The text of a kernel with this body."""
     used = _used_leaves(spec)
-    names, unspecialized = list_arguments(spec, used, shifts)
-    lines = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {_name(spec)}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in body),
-    ]
-    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
-    return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
+    return kernel_text.write_function(spec, _name(spec), used, list_arguments(spec, used, shifts), body, helpers)
 
 
 def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, bool], guesses: bool) -> Kernel:
@@ -239,7 +224,7 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
         return []
     v.loop(False)
     for r in soft:
-        r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
+        r.guess(tuple(substitute_truths(f, truths) for f in r.reduction.args[:1]))
     runs = _in_two_runs(v.spec)
     some = "whole + again > 0" if runs else "whole_last > whole_first"
     first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"

@@ -99,7 +99,7 @@ class DroppedWeight:
     """A weight ``w * t``, or ``w * (t * x - y)``: t is a dropout factor, y a number per row."""
 
     weight: Expr
-    toss: DropoutFactor
+    dropout: DropoutFactor
     pair: Expr | None = None  # x
     number: Expr | None = None  # y
 

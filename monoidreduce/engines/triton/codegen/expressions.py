@@ -90,13 +90,13 @@ class ExpressionWriter:
         (self.inner if folded else self.outer)[key] = name
         return name
 
-    def seen(self, text: str, otherwise: str) -> str:
+    def mask_columns(self, text: str, otherwise: str) -> str:
         """A block in which columns beyond the folded axis are replaced by ``otherwise``."""
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
-    def seen_name(self, text: str, otherwise: str) -> str:
+    def bind_masked(self, text: str, otherwise: str) -> str:
         """The same, bound to a name."""
-        return self.bind((text, otherwise), self.seen(text, otherwise), True) if self.masked else text
+        return self.bind((text, otherwise), self.mask_columns(text, otherwise), True) if self.masked else text
 
     # Numbers
 
@@ -133,7 +133,7 @@ class ExpressionWriter:
         """The folded index that a kept index names (a label), as a block ``[KEPT, 1]``."""
         return self.number(target)
 
-    def divided(self, block: str, name: str) -> str:
+    def divide_vectors(self, block: str, name: str) -> str:
         """Vectors divided by a number per kept index; one that is to be rounded to 16 bits is multiplied."""
         return f"{block} * (1.0 / {name})[:, None]" if self.spec.narrow else f"{block} / {name}[:, None]"
 
@@ -242,13 +242,13 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)} + {self.kept_offset(e)}, mask=kept_in, other=0)[:, None]"
         else:
             text = f"tl.load({self.pointer(e)})"
-        return self._loaded(text, e, kind)
+        return self._to_arithmetic_type(text, e, kind)
 
     def leaf_component(self, e: Expr, f: str) -> str:
         """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
         if e.packing is not None:
             return packed_vectors.write_component(self, e, f)
-        return self._loaded(self.load_component(e, f), e, self.spec.type_of[e])
+        return self._to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
 
     def load_component(self, e: Expr, f: str) -> str:
         """Number ``f`` of each of a leaf's vectors, as it is stored."""
@@ -269,7 +269,17 @@ class ExpressionWriter:
         folded = f"folded_lane[:, None] * {self.stride(e, 's')}"
         return folded if side == "folded" else self.kept_offset(e, "[:, None]")
 
-    def _loaded(self, text: str, e: Expr, kind: str) -> str:
+    def load_rows(self, e: Expr, first: str, lane: str, exists: str | None, zero: str) -> str:
+        """A tile's rows of a leaf's vectors; ``first``: what is added to its pointer, ``exists``: the mask of its
+        features ``lane``, ``zero``: what is read outside of masks."""
+        folded = self.spec.folds(e)
+        masks = [f"{'folded' if folded else 'kept'}_in[:, None]"] if not folded or self.masked else []
+        masks += [f"{exists}[None, :]"] if exists else []
+        mask = f", mask={' & '.join(masks)}, other={zero}" if masks else ""
+        rows = self.axis_offset(e, "folded" if folded else "kept")
+        return f"tl.load({self.pointer(e)}{first} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+
+    def _to_arithmetic_type(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
@@ -326,7 +336,7 @@ class ExpressionWriter:
             product = " * ".join([args[0]] * abs(int(e.args[1].const)))
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
         if e.op in _TYPED:
-            args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
+            args = [self._type_constant(t, a, e) for t, a in zip(args, e.args, strict=True)]
         if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
         if e.op in ("where", *_COMPARE) and any(map(_is_beyond_int32, e.args)):  # indices and int32 data beside it
@@ -363,7 +373,7 @@ class ExpressionWriter:
         single = self.spec.compute == "float32" and not self.spec.narrow and all(a.dtype == "float" for a in e.args)
         return single and (e.args[-1].rows or e.args[-1].cols)
 
-    def _typed(self, text: str, a: Expr, e: Expr) -> str:
+    def _type_constant(self, text: str, a: Expr, e: Expr) -> str:
         """A constant argument as a tensor of the result's type; other arguments as they are."""
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
             return text
@@ -454,7 +464,7 @@ class ExpressionWriter:
         at, index = a.args
         if not self.spec.folds(index) or not self.spec.keeps(at) or self.spec.folds(at):
             return None
-        return self.bind((a, "gap"), self.apart(self.number(at)), True)
+        return self.bind((a, "gap"), self.index_gap(self.number(at)), True)
 
     def _cast_distance(self, e: Expr) -> str | None:
         """``(i - j).abs().float()`` or ``(i - j).float()`` as float32; None for anything else."""
@@ -465,7 +475,7 @@ class ExpressionWriter:
             return self.index_distance(apply("abs", apply("sub", *a.args[0].args[::-1])), "float")
         return None
 
-    def apart(self, at: str) -> str:
+    def index_gap(self, at: str) -> str:
         """Kept indices minus the folded indices of a tile, as float32."""
         return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"
 
@@ -505,7 +515,7 @@ class ExpressionWriter:
         lines += [f"for {f} in range(0, {width}):", *(f"    {line}" for line in self.inside)]
         self.inside, self.inner = lines, names
 
-    def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
+    def _walk_features(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
         """The sum of ``part(f)`` over the features of a vector: unrolled where they are few, else by a loop."""
         width = self.spec.width(vector.feature)
         self.prepare_walk(vector)
@@ -534,7 +544,7 @@ class ExpressionWriter:
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""
         if e.op in ("fsum", "famax", "famin"):
-            return self._walked(e.args[0], lambda f: self.component(e.args[0], f), e)
+            return self._walk_features(e.args[0], lambda f: self.component(e.args[0], f), e)
         x, y = e.args
         leaves = x.op == y.op == "leaf"
         if self.spec.width(x.feature) > TINY and e.dtype == "float" and leaves:
@@ -563,7 +573,7 @@ class ExpressionWriter:
             for f in range(1, width):  # by now the compiler has nothing to decide on
                 text = f"tl.fma({', '.join(factors(str(f)))}, {text})"
             return text
-        return self._walked(x, lambda f: " * ".join(factors(f)), e)
+        return self._walk_features(x, lambda f: " * ".join(factors(f)), e)
 
     def _norm(self, v: Expr) -> str:
         """The squared norm of a leaf's vectors."""
@@ -641,12 +651,8 @@ class ExpressionWriter:
             size = whole if at is None else at[1]
             text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
             return self.bind(key, text, folded, name)
-        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
-        masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
-        base = f"{self.pointer(e)} + {first}{stride}" if first else self.pointer(e)
-        text = f"tl.load({base} + {self.axis_offset(e, side)} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))
         text = text if kind == wanted else packed_vectors.widen_block(self.spec, text, kind, wanted)
         return self.bind(key, text, folded, name)
 

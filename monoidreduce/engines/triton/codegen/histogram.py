@@ -132,7 +132,7 @@ def _add_tile(v: ExpressionWriter, value: Expr) -> list[str]:
     if condition is not None:
         seen = v.full(condition)
     known = [*v.before, *v.inside]
-    text = v.seen_name(v.full(value), "0")
+    text = v.bind_masked(v.full(value), "0")
     rest = [line for line in (*v.before, *v.inside) if line not in known]
     rest.append(f"total += tl.where(kept_in[:, None], {text}, 0)")
     if condition is None:

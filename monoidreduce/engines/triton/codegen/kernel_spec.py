@@ -232,13 +232,13 @@ class Spec:
 
 
 @lru_cache(maxsize=4096)
-def _specialized(spec: Spec, fields: tuple[tuple[str, Any], ...]) -> Spec:
+def _replace_fields(spec: Spec, fields: tuple[tuple[str, Any], ...]) -> Spec:
     return replace(spec, **dict(fields))
 
 
 def specialize(spec: Spec, **fields: Any) -> Spec:
-    """A spec with other fields; the same object for equal ones, so that what it knows of itself is found out once."""
-    return _specialized(spec, tuple(fields.items()))
+    """A spec with other fields; equal specs are one object, so that its cached properties are computed once."""
+    return _replace_fields(spec, tuple(fields.items()))
 
 
 def _read_otherwise(r: Expr) -> list[Expr]:

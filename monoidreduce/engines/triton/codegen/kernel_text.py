@@ -11,6 +11,8 @@ import functools
 import inspect
 import itertools
 import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +31,7 @@ from . import (
 )
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, box_name
-from .reductions import known
+from .reductions import substitute_truths
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
 CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")
@@ -148,6 +150,31 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else []), *joint]
 
 
+def write_function(
+    spec: Spec,
+    name: str,
+    used: list[Expr],
+    signature: tuple[list[str], list[str]],
+    body: Sequence[str],
+    helpers: Sequence[str] = (),
+) -> str:
+    """The text of a kernel: a header, the device functions that it calls, functions of its own, and its body.
+
+    ``used``: the leaves that it reads; ``signature``: its arguments, and those not to specialize on; ``helpers``: the
+    lines of its own functions."""
+    names, unspecialized = signature
+    lines = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in body),
+    ]
+    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
+    return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
+
+
 def name_strides(spec: Spec, out: int) -> list[str]:
     """The parameters that say where an output's batch elements, and its rows or columns, begin."""
     return [*(f"out{out}_b{k}" for k in spec.kept_batch), f"out{out}_s"]
@@ -218,7 +245,7 @@ def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[E
 
     def step() -> None:
         for r in reductions:
-            fields = tuple(known(f, truths) for f in r.reduction.args)
+            fields = tuple(substitute_truths(f, truths) for f in r.reduction.args)
             v.inside.append(f"# {describe_reduction(r.reduction)}")
             if v.spec.pieces:  # first: other numbers would take registers meanwhile
                 v.products(*fields)

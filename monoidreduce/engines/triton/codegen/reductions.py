@@ -85,14 +85,9 @@ def _vector_text(v: ExpressionWriter, e: Expr) -> str:
 def _load_vectors(v: ExpressionWriter, e: Expr) -> str:
     """A leaf's vectors ``[axis, features]`` in the type that arithmetic is done in: blocks of products are rounded."""
     lane, exists = v.lane(e.feature)
-    folded = v.spec.folds(e)
-    masks = [("folded_in" if folded else "kept_in") + "[:, None]"] if not folded or v.masked else []
-    masks += [f"{exists}[None, :]"] if exists else []
-    mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-    rows = f"folded_lane[:, None] * {v.stride(e, 's')}" if folded else v.kept_offset(e, "[:, None]")
-    text = f"tl.load({v.pointer(e)} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+    text = v.load_rows(e, "", lane, exists, "0")
     text = text if v.spec.type_of[e] == v.spec.compute else f"{text}.to({v.float})"
-    return v.bind((e, "whole vectors"), text, folded, f"{e.attrs[0]}_whole")
+    return v.bind((e, "whole vectors"), text, v.spec.folds(e), f"{e.attrs[0]}_whole")
 
 
 # A number per pair at one folded index per kept index (a label): computed there alone, not for whole tiles.
@@ -159,7 +154,7 @@ class LabelColumnWriter(ExpressionWriter):
             kept, folded = self.host.pair_strides(e)
             at = f"{self.host.base(e)} + kept_at.to(tl.int64)[:, None] * {kept} + {self.place} * {folded}"
         text = f"tl.load({at}, mask={self.inside_text}, other=0)"
-        return self._loaded(text, e, self.spec.type_of[e])
+        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
 
 
 TOOLS = Tools(
@@ -214,6 +209,6 @@ def _check(reduction: Expr) -> None:
         raise Unsupported(reason)
 
 
-def known(e: Expr, truths: dict[Expr, bool]) -> Expr:
+def substitute_truths(e: Expr, truths: dict[Expr, bool]) -> Expr:
     """An expression with some conditions known."""
     return constructors.substitute((e,), {c: const(t) for c, t in truths.items()})[0] if truths else e

@@ -33,17 +33,12 @@ def block_of(v: ExpressionWriter, e: Expr, f: str) -> str:
     """Vector ``f`` of several, as a block ``[axis, features]``; of one vector, its block."""
     if not are_several(e):
         return v.block(e)
-    width, name, folded = v.spec.width(letters(e.feature)[1]), str(e.attrs[0]), v.spec.folds(e)
+    width, name = v.spec.width(letters(e.feature)[1]), str(e.attrs[0])
     if width > WIDEST:
         raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
     v.blocks[e] = None
     lane, exists = v.slice_lane(padded(width), width)
-    side = "folded" if folded else "kept"
-    masks = [f"{side}_in[:, None]"] if not folded or v.masked else []
-    masks += [f"{exists}[None, :]"] if exists else []
-    mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-    rows = f"folded_lane[:, None] * {v.stride(e, 's')}" if folded else v.kept_offset(e, "[:, None]")
-    text = f"tl.load({v.pointer(e)} + {f} * {width} * {name}_f + {rows} + {lane}[None, :] * {name}_f{mask})"
+    text = v.load_rows(e, f" + {f} * {width} * {name}_f", lane, exists, "0")
     text = text if v.spec.type_of[e] == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"
     return v.bind((e, "one of", f), text, True)
 

@@ -66,6 +66,13 @@ def list_idle_codes(fold: Fold) -> tuple[bool, ...]:
     return tuple(answers)
 
 
+@functools.lru_cache(maxsize=1024)
+def identify_table(fold: Fold) -> Any:
+    """All that a table of tile ranges reads of a fold: a gradient that skips the same tiles has its forward's table."""
+    alike = find_stretches(fold) is None
+    return (*whole_tile_conditions(fold).items(), list_idle_codes(fold)) if alike else fold
+
+
 def compute_tile_ranges(
     fold: Fold, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int], device: Any
 ) -> Tensor:
@@ -205,12 +212,12 @@ class _Ranges:
         if e.op == "leaf":
             return self._leaf(e, self.values[e])
         if e.op == "cast":
-            return {"bool": _truth, "float": _rounded, "int": _whole}[e.attrs[0]](args[0])
+            return {"bool": _as_truth, "float": _as_float, "int": _as_integer}[e.attrs[0]](args[0])
         rule = _RULES.get(e.op)
         if rule is None:
             return self._unknown(e)
         if any(x.most is None for x in args):
-            args = [_rounded(x) for x in args]
+            args = [_as_float(x) for x in args]
         low, high, *_ = rule(*args)
         if low.dtype == torch.int64:
             return _without_overflow(rule, e.op, args, low, high)
@@ -267,12 +274,12 @@ def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low:
     return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
 
 
-def _truth(x: Range) -> Range:
+def _as_truth(x: Range) -> Range:
     surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
     return Range(surely.double(), (~never).double())
 
 
-def _rounded(x: Range) -> Range:
+def _as_float(x: Range) -> Range:
     """Integers as floating-point numbers. A kernel may round them to float32: beyond 2**24 the range is widened."""
     if x.most is None:
         return x
@@ -282,7 +289,7 @@ def _rounded(x: Range) -> Range:
     return Range(low - low.abs() * 2.0**-23, high + high.abs() * 2.0**-23)
 
 
-def _whole(x: Range) -> Range:
+def _as_integer(x: Range) -> Range:
     if x.most is not None:
         return x
     low, high = x.low.trunc(), x.high.trunc()
@@ -325,17 +332,17 @@ def _equal(x: Range, y: Range) -> Range:
 
 
 def _not(x: Range) -> Range:
-    low, high, _ = _truth(x)
+    low, high, _ = _as_truth(x)
     return Range(1 - high, 1 - low)
 
 
 def _and(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
     return Range(torch.minimum(a, c), torch.minimum(b, d))
 
 
 def _or(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
     return Range(torch.maximum(a, c), torch.maximum(b, d))
 
 

@@ -29,7 +29,6 @@ from . import fold_kernel
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block
 _SMALL = 2**31  # integers are passed in 32 bits below this
-_KINDS = {"bool": torch.bool, "int": torch.int64}
 _TEXT = '''"""Arithmetic on one side."""
 
 import triton
@@ -72,7 +71,7 @@ class _Lines(ExpressionWriter):
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
         text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
-        return self._loaded(text, e, self.spec.type_of[e])
+        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)
@@ -80,11 +79,11 @@ class _Lines(ExpressionWriter):
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
         return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
 
-    def summed(self, k: int, e: Expr) -> str:
+    def write_sum(self, k: int, e: Expr) -> str:
         text = f"tl.broadcast_to({self.number(e)}, [KEPT, 1])"
         return f"tl.store(out{k}, tl.sum(tl.where(kept_in[:, None], {text}, 0)))"
 
-    def stored(self, k: int, e: Expr) -> str:
+    def write_store(self, k: int, e: Expr) -> str:
         text = self.number(e)
         place = "(out_at + kept_lane)[:, None]"
         if e.feature is None:
@@ -102,7 +101,7 @@ class _Lines(ExpressionWriter):
 def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> kernel_text.Kernel:
     lines = _Lines(spec)
     lines.cast = cast
-    stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
+    stores = [(lines.write_sum if total else lines.write_store)(k, e) for k, e in enumerate(outputs)]
     names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
     opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
@@ -145,7 +144,7 @@ class ElementwiseLaunch:
             for e, form in zip(side.outputs, forms, strict=True)
         ]
         laid = {k: found for k, found in enumerate(strides) if found is not None}
-        batch, views, steps = evaluate.merge_batch_and_strides(
+        batch, views, steps = evaluate.merge_batch_dims(
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
@@ -180,7 +179,8 @@ class ElementwiseLaunch:
     @staticmethod
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
         tail = () if e.feature is None else (sizes.of(str(e.feature)),)
-        return (*batch, length, *tail), torch.int32 if e.op in ("word", "mark") else _KINDS.get(e.dtype, sizes.compute)
+        kind = torch.int32 if e.op in ("word", "mark") else evaluate.NUMBER_KINDS.get(e.dtype, sizes.compute)
+        return (*batch, length, *tail), kind
 
     @staticmethod
     def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -203,7 +203,7 @@ class ElementwiseLaunch:
             self.again = again if small else None
         return outputs
 
-    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+    def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments after the outputs."""
         arguments = self.template.copy()
         for at, leaf, _ in self.fill:

@@ -1,6 +1,6 @@
 """One launch of a fold: from tensors to a running kernel, and everything prepared for the next call.
 
-:meth:`FoldLaunch.prepare` lists the steps before a first launch, :meth:`FoldLaunch.launched` those of every call.
+:meth:`FoldLaunch.prepare` lists the steps before a first launch, :meth:`FoldLaunch.launch_into` those of every call.
 Leaves are passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are
 decoded from the program id. Lengths are run-time arguments, so that a new length compiles nothing.
 """
@@ -233,7 +233,7 @@ class FoldLaunch:
         many = self.spec.bounds if short else self.spec.deep or pairs >= least
         many &= any(dims is not None for dims in copied) and self.few is None
         by_turns = many and not short and are_prepared(self.fold.tables)
-        turns = self._turns(specialize(self.spec, boxes=copied), self.count) if by_turns else None
+        turns = self._choose_hand_scheduled(specialize(self.spec, boxes=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
         if self.few is not None and plan is None:
             processors = spec_from_tensors.processors(device)
@@ -265,7 +265,7 @@ class FoldLaunch:
         self.spec = specialize(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
         if self.few is not None and self.spec.split:
             self.spec = specialize(self.spec, chained=split_combine.can_chain(self.sizes.device))
-        self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
+        self.kernel = (self._write_hand_scheduled() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
@@ -274,15 +274,15 @@ class FoldLaunch:
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
         self.rooms = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
-        self.types = [self._held(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
-        self.cuts = self._cuts() if self.spec.split else []
+        self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
+        self.cuts = self._split_lengths() if self.spec.split else []
 
     def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
         found = self.layouts.get(output)
         return None if found is None or (found.summed and self.spec.group is None) else found
 
-    def _turns(self, spec: Spec, count: int) -> Tile | None:
+    def _choose_hand_scheduled(self, spec: Spec, count: int) -> Tile | None:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
@@ -292,7 +292,7 @@ class FoldLaunch:
             spec, device, count * length, even
         )
 
-    def _by_turns(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.deep:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
@@ -397,13 +397,13 @@ class FoldLaunch:
         if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
-        if self.grid and not self.launched(outputs, leaves, merged):
+        if self.grid and not self.launch_into(outputs, leaves, merged):
             return self(leaves, merged, then)
         if then is not None:
             then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
-    def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
+    def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
         arguments, _kept = self._arguments(leaves, merged)
@@ -415,7 +415,7 @@ class FoldLaunch:
     def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
-        given = self._converted(merged()) if self.merged else leaves
+        given = self._convert(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
             arguments[at] = given[leaf].data_ptr() if is_tensor and again is not None else given[leaf]
@@ -438,14 +438,14 @@ class FoldLaunch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
+            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
         count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
         arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
-    def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
+    def list_shift_recipes(self, leaves: Sequence[Any]) -> list[Recipe] | None:
         """How a replay computes norms and the shifts of exponents, for leaves like these; None where torch does."""
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
@@ -467,12 +467,12 @@ class FoldLaunch:
             found.append(Recipe(again, ((shape, torch.float32),), arguments))
         return found
 
-    def begun(self) -> Recipe | None:
+    def make_sum_recipe(self) -> Recipe | None:
         """How a replay makes memory in which the launch adds up one more result, its last leaf; None where it does
         not."""
         return None
 
-    def united(self) -> list[split_combine.Joined] | None:
+    def list_combining_launches(self) -> list[split_combine.Joined] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
         found: list[split_combine.Joined] = []
         if not self.spec.split:
@@ -486,7 +486,7 @@ class FoldLaunch:
             found += [one.offset(places[0]) for one in made]
         return found
 
-    def _converted(self, values: Leaves) -> list[Any]:
+    def _convert(self, values: Leaves) -> list[Any]:
         found = self.before.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
@@ -507,9 +507,9 @@ class FoldLaunch:
         layout = self._layout((r, k))
         shape = shape if layout is None else layout.shape
         stacked = self.spec.split and not self.keeps_pairs
-        return ((self.parts, *shape), dtype) if stacked else (shape, self._held(r, shape, dtype))
+        return ((self.parts, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
 
-    def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
+    def _result_dtype(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
         vector = len(shape) > len(self.sizes.batch) + 1
         narrow = self.spec.narrow and vector and kind_of(r).sums_vectors and not (self.fold.raised or is_stored(r))
@@ -526,7 +526,7 @@ class FoldLaunch:
             outputs[at : at + 2] = topk.sort_list(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
-    def _cuts(self) -> list[int]:
+    def _split_lengths(self) -> list[int]:
         """How much of the folded axis each split covers."""
         block = self.plan.block_folded
         each, more = divmod(-(-self.lengths[1] // block), self.parts)
@@ -544,13 +544,14 @@ class FoldLaunch:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
         ``asked``: the leaves that masks depend on."""
-        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
+        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.asked))
+        parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
 
-    def _edged(self, *asked: Any) -> tuple:
+    def _find_bounds(self, *asked: Any) -> tuple:
         """The same for a replay."""
         return tuple(self._bounds(asked))
 

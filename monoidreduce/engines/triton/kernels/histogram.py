@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings
+from ....plan import budget
 from ....program.constructors import apply, contractions, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -30,7 +30,7 @@ from ..codegen.kernel_spec import Unsupported, padded
 from ..launch.jit_module import Kernels
 from ..schedules import spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
-from ..schedules.kernel_plan import KernelPlan, Rendering
+from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
 from ..schedules.resident.diagonal_sums import SUMS
 from .fold_kernel import FoldLaunch, Layouts, Leaves
 from .table_lookups import DiagonalIndex, add_diagonals, evaluate_places
@@ -153,7 +153,7 @@ class HistogramLaunch(FoldLaunch):
         return outputs
 
     def _default_plan(self) -> KernelPlan:
-        asked = (settings.current.get().tiles or {}).get(self.over)
+        asked = find_overriding_plan(self.over)
         if asked is not None:
             return replace(asked, parts=0, rendering=Rendering.LOADS)
         if self.spec.narrow is None:
@@ -298,7 +298,7 @@ class DiagonalLaunch(FoldLaunch):
         if not self.grid:
             outputs[-1] = outputs[-1].new_zeros(*self.sizes.batch, self.table_size)
             return outputs
-        if not self.launched(outputs, leaves, merged):
+        if not self.launch_into(outputs, leaves, merged):
             return self(leaves, merged)
         sums = sum_tiles(outputs.pop(), *self.lengths)
         found = add_diagonals(sums, self.places(leaves), self.table_size)

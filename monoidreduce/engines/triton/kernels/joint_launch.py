@@ -130,11 +130,11 @@ class JointLaunch(FoldLaunch):
         joint = Joint(self.weight, self.vector, self.joint_scale, self.sizes.cols % KEPT != 0)
         self.spec = replace(self.spec, joint=joint)
 
-    def _turns(self, spec: Spec, count: int) -> Tile | None:
+    def _choose_hand_scheduled(self, spec: Spec, count: int) -> Tile | None:
         enough = _keeps_busy(self, count)
         return (KEPT, FOLDED, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
-    def _by_turns(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
 
     def _write_kernel(self, copied: tuple) -> None:
@@ -224,13 +224,13 @@ class JointLaunch(FoldLaunch):
         joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_box))
         return found._replace(arguments=(*found.arguments, *joint))
 
-    def begun(self) -> Recipe | None:
+    def make_sum_recipe(self) -> Recipe | None:
         buffer = self.room()
         again = self._set_counters(buffer)
         arguments = (self.first, self.blocks_of_rows, self.counters)
         return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
-    def united(self) -> list[Joined] | None:
+    def list_combining_launches(self) -> list[Joined] | None:
         out, device = self.other.rooms[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
         again = self._round(out, self.room(), [like] * len(self.fold.leaves))

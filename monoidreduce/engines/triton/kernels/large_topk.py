@@ -81,7 +81,7 @@ def _select(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> list[Te
             other = slice(start, min(start + length, folded))
             rows, cols = (own, other) if over == "cols" else (other, own)
             states += run_block(fold, leaves, sizes, rows, cols, engine)
-        parts.append(combine.closed(r, combine.merged(r, states)))
+        parts.append(combine.close_state(r, combine.merge_states(r, states)))
     return [torch.cat(ts, len(sizes.batch)) for ts in zip(*parts, strict=True)]
 
 

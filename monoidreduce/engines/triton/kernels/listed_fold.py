@@ -26,7 +26,7 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
-from ..launch.jit_module import available
+from ..launch.devices import available
 from ..launch.launch_recipes import FoundAtLaunch
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
@@ -37,7 +37,7 @@ from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
 from .listed_program import FIRST, LocalFold, localize
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import Beside, Made, list_kernels, merge_batches_and_strides
+from .prepared_fold import Beside, Made, list_kernels, merge_batches
 
 _KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
@@ -56,7 +56,7 @@ class PreparedListedFold:
         for over, part in list_kernels(fold, sizes)[1]:
             own = lists(over)
             shape = _strides(own.batch, sizes.batch)
-            values, batch, layouts, (steps,) = merge_batches_and_strides(fold, leaves, sizes, (shape,))
+            values, batch, layouts, (steps,) = merge_batches(fold, leaves, sizes, (shape,))
             used = {*topological([*part.reductions, *part.scales])}
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
@@ -94,7 +94,10 @@ class PreparedListedFold:
             if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
                 return None
             recipe = one.recipe_over(own, found(one)) if one.grid else None
-            joined, after = one.united(), [] if long is None else long.recipes(one.outputs, own, len(leaves), found)
+            joined, after = (
+                one.list_combining_launches(),
+                [] if long is None else long.recipes(one.outputs, own, len(leaves), found),
+            )
             if recipe is None or joined is None or after is None:
                 return None
             before = [(one.cleared(k), k) for k in numbers]
@@ -112,7 +115,7 @@ class PreparedListedFold:
     ) -> dict[Expr, Any]:
         """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
         strides = _strides(lists.batch, self.sizes.batch)
-        values, *_ = merge_batches_and_strides(self.fold, leaves, self.sizes, (strides,))
+        values, *_ = merge_batches(self.fold, leaves, self.sizes, (strides,))
         return {**{e: values[e] for e in one.fold.leaves}, LISTS: tensors}
 
 
@@ -149,7 +152,7 @@ def _split_long_lists(
 
     def make(joined: Fold, parts: list[Tensor], among: Sizes, numbers: int) -> ListedLaunch:
         strides = _strides(lists.batch, sizes.batch)
-        values, batch, _, (steps,) = merge_batches_and_strides(joined, parts, among, (strides,))
+        values, batch, _, (steps,) = merge_batches(joined, parts, among, (strides,))
         return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine", numbers)
 
     return LongLists(one.fold, one.over, sizes, windows, make)

@@ -195,7 +195,7 @@ class ListedLaunch(FoldLaunch):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
         spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
-        tile = self._turns(spec, self.count)
+        tile = self._choose_hand_scheduled(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
         if tile is None or (lists.kept_block or tile[0]) % tile[0] or lists.folded_block % tile[1]:
@@ -308,7 +308,7 @@ class ListedLaunch(FoldLaunch):
         rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
         return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
 
-    def _cuts(self) -> list[int]:
+    def _split_lengths(self) -> list[int]:
         return [1] * self.parts  # kinds that are split do not ask how much each split covers
 
     def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
@@ -336,9 +336,9 @@ class ListedLaunch(FoldLaunch):
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not LISTS}, plan)
 
-    def _converted(self, values: Leaves) -> list[Any]:
+    def _convert(self, values: Leaves) -> list[Any]:
         own = {e: v for e, v in values.items() if e is not LISTS}
-        return [*super()._converted(own), *values.get(LISTS, ())]
+        return [*super()._convert(own), *values.get(LISTS, ())]
 
 
 def _can_share_tiles(spec: Spec) -> bool:

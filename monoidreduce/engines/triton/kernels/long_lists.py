@@ -106,11 +106,11 @@ class LongLists:
         if not self.windows.grid:
             return
         parts = [room() if k in self.whole else outputs[k] for k, room in enumerate(self.windows.rooms)]
-        while not self.windows.launched(parts, [*leaves, *lists], merged):
+        while not self.windows.launch_into(parts, [*leaves, *lists], merged):
             pass
         if self.combine is not None:
             own = [outputs[k] for k in self.whole]
-            while not self.combine.launched(own, [*(self._entries(parts[k]) for k in self.read), *lists[:2]], dict):
+            while not self.combine.launch_into(own, [*(self._entries(parts[k]) for k in self.read), *lists[:2]], dict):
                 pass
 
     def recipes(

@@ -28,7 +28,7 @@ from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
-from ..launch.jit_module import available
+from ..launch.devices import available
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
@@ -68,7 +68,7 @@ class PreparedFold:
             if self.sums is not None:
                 fold, sizes, leaves = inner, self.sums.sizes, self.sums(leaves) or leaves
         self.inner, self.sizes = fold, sizes
-        values, self.batch, layouts = merge_batches_and_results(fold, leaves, sizes)
+        values, self.batch, layouts, _ = merge_batches(fold, leaves, sizes)
         self.picks, parts = list_kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
@@ -128,12 +128,14 @@ class PreparedFold:
             return None
         found, first = [], 0
         for one in self.launches:
-            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.united()
-            shifted = one.shifted(leaves)
+            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.list_combining_launches()
+            shifted = one.list_shift_recipes(leaves)
             if recipe is None or joined is None or shifted is None:
                 return None
             found.append(
-                Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.begun())
+                Made(
+                    recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.make_sum_recipe()
+                )
             )
             first += count
         return found
@@ -152,7 +154,7 @@ def _gains_by_bands(sizes: Sizes) -> bool:
 
 
 class PartlyShownFold:
-    """A fold of whose results only some are shown: those saved for the backward pass share one allocation."""
+    """A fold that returns some results and saves the others for the backward pass, in one allocation."""
 
     def __init__(self, ready: Any, shown: tuple[int, ...]):  # a PreparedFold, or a ListedFold in its form
         self.ready, self.shown = ready, shown
@@ -194,7 +196,7 @@ class PartlyShownFold:
         start = rest.data_ptr()
         for n, k in enumerate(self.rest):
             places[k] = start + n * self.step
-        one.launched(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
+        one.launch_into(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
         return shown, [rest]
 
 
@@ -212,22 +214,13 @@ class _Lazy:
         return self._made
 
 
-def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
-    """The leaves of a fold, tensors with as few batch dimensions as their strides allow, and these dimensions."""
-    return merge_batches_and_results(fold, leaves, sizes)[:2]
-
-
-def merge_batches_and_results(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes
-) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout]]:
-    """The same; and how those results are laid out that are not contiguous, or may be summed over the batch."""
-    return merge_batches_and_strides(fold, leaves, sizes, ())[:3]
-
-
-def merge_batches_and_strides(
-    fold: Fold, leaves: Sequence[Any], sizes: Sizes, others: Sequence[Sequence[int]]
+def merge_batches(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, others: Sequence[Sequence[int]] = ()
 ) -> tuple[dict[Expr, Any], tuple[int, ...], dict[tuple[Expr, int], ResultLayout], list[tuple[int, ...]]]:
-    """The same beside other tensors, of which the strides of the batch dimensions are given; and theirs, merged."""
+    """The leaves of a fold, tensors with as few batch dimensions as their strides allow; these dimensions; and how
+    those results are laid out that are not contiguous, or may be summed over the batch.
+
+    ``others``: the strides of the batch dimensions of other tensors; they come last, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
         batch = evaluate.summed_batch(fold, r, leaves, sizes)
@@ -242,7 +235,7 @@ def merge_batches_and_strides(
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
-    merged, views, steps = evaluate.merge_batch_and_strides(sizes.batch, tensors, [*wanted, *others])
+    merged, views, steps = evaluate.merge_batch_dims(sizes.batch, tensors, [*wanted, *others])
     layouts = {
         key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
@@ -377,9 +370,9 @@ class Beside(NamedTuple):
 
 
 class Made(NamedTuple):
-    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others.
-    ``before`` and ``after``: what else writes to the same results."""
+    """How a replay repeats a launch, and which of a step's results it writes. ``joined``: the launches that combine
+    partial results of splits. ``shifted``: launches before it, each of which computes one more leaf. ``before``,
+    ``after``: other launches that write to the same results."""
 
     recipe: Recipe
     results: Sequence[int]
@@ -389,7 +382,7 @@ class Made(NamedTuple):
     before: Sequence[Beside] = ()
     after: Sequence[Beside] = ()
 
-    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
+    def list_launches(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
         written = {k for one in self.joined for k in one.written}
@@ -464,7 +457,7 @@ def record(
         if not launches:
             return None
         for one in launches:
-            found += one.launched(step.feeds, names)
+            found += one.list_launches(step.feeds, names)
         values.update(zip(names, results, strict=True))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)
     return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known

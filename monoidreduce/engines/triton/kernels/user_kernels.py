@@ -21,7 +21,7 @@ from ....errors import ArgumentError, DTypeError, EngineError, NoGradientError, 
 from ...common import matmul
 from ..codegen.kernel_spec import WIDEST, padded
 from ..codegen.kernel_text import CONSTANTS, Kernel
-from ..launch.jit_module import runs_on
+from ..launch.devices import runs_on
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
 
@@ -79,9 +79,13 @@ class Layer:
         """The product of every row."""
         rows, cols = self._lengths(inputs)
         a, b = inputs[: self.sides[0]], inputs[self.sides[0] :]
-        start = self._started(self.init(a, b), rows)
+        start = self._check_start(self.init(a, b), rows)
         out = tuple(torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in start)
-        given = [*_named("a", a, "kept"), *_named("b", b, "folded"), *_named("p", start, "kept", raised=True)]
+        given = [
+            *_list_fields("a", a, "kept"),
+            *_list_fields("b", b, "folded"),
+            *_list_fields("p", start, "kept", raised=True),
+        ]
         self._run("fold", given, out, (rows, cols), over="cols")
         return out
 
@@ -100,8 +104,11 @@ class Layer:
             if not wanted:
                 continue
             rows, cols = ("kept", "folded") if over == "cols" else ("folded", "kept")
-            fields = [*_named("a", inputs[: self.sides[0]], rows), *_named("b", inputs[self.sides[0] :], cols)]
-            fields += [*_named("p", product, rows, raised=True), *_named("gp", gp, rows, raised=True)]
+            fields = [
+                *_list_fields("a", inputs[: self.sides[0]], rows),
+                *_list_fields("b", inputs[self.sides[0] :], cols),
+            ]
+            fields += [*_list_fields("p", product, rows, raised=True), *_list_fields("gp", gp, rows, raised=True)]
             out = tuple(torch.empty(inputs[k].shape, dtype=inputs[k].dtype, device=inputs[k].device) for k in wanted)
             self._run("gradient", fields, out, lengths, over, tuple(wanted))
             for k, grad in zip(wanted, out, strict=True):
@@ -131,7 +138,7 @@ class Layer:
             raise ShapeError(detail=detail, fix="Give all of a side the same length")
         return a.pop(), b.pop()
 
-    def _started(self, product: Any, rows: int) -> Tensors:
+    def _check_start(self, product: Any, rows: int) -> Tensors:
         count = _arity(self.binary_reduce) // 2
         good = isinstance(product, (tuple, list)) and len(product) == count
         if not good or not all(isinstance(p, Tensor) and _fits(p) and len(p) == rows for p in product):
@@ -175,12 +182,12 @@ class Layer:
         try:
             fold_kernel.execute(call)
         except Exception as error:
-            explained = self._explained(error)
+            explained = self._explain(error)
             if explained is None:
                 raise
             raise explained from error
 
-    def _explained(self, error: Exception) -> Exception | None:
+    def _explain(self, error: Exception) -> Exception | None:
         """What a user is told of Triton's own errors; None of others."""
         kind = type(error).__name__
         if kind == "OutOfResources":
@@ -229,7 +236,7 @@ class Field:
     tensor: Tensor
 
 
-def _named(name: str, tensors: Sequence[Tensor], side: str, raised: bool = False) -> list[Field]:
+def _list_fields(name: str, tensors: Sequence[Tensor], side: str, raised: bool = False) -> list[Field]:
     found = []
     for k, t in enumerate(tensors):
         kind = "tl.float32" if t.dtype in matmul.SIXTEEN else f"tl.{_TYPES.get(t.dtype, str(t.dtype)[6:])}"

@@ -34,9 +34,7 @@ def are_supported(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return settings.interprets_kernels()
-    if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return jit_module.find_capability(device) >= (9, 0)
 
 
 def find_copied_leaves(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:

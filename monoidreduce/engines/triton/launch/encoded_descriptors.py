@@ -59,10 +59,10 @@ class EncodedByAddress(dict[int, tuple]):
 def bypass_encoding(
     launch: Any, before: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Start, dict[int, EncodedByAddress]] | None:
-    """What starts a kernel whose descriptors were taken apart, and each of these, by its place among the arguments;
-    None where there are none, or this Triton has launchers of another make.
+    """Launch a kernel with descriptors that are encoded already: the C launch function and, by argument, a cache of
+    encoded descriptors. None without descriptors, or if this Triton builds its launchers differently.
 
-    ``launch`` takes ``before`` and the arguments, of which the descriptors' forms are looked at and nothing else."""
+    ``launch`` takes ``before`` and the arguments; of these only the shapes of descriptors are read."""
     places = [k for k, v in enumerate(arguments) if is_descriptor(v)]
     found = _beneath(launch) if places else None
     if found is None:
@@ -70,7 +70,7 @@ def bypass_encoding(
     start, on = found
 
     def taken_apart(place: int, address: int) -> tuple:
-        """All that the launcher gives on from one place to the next."""
+        """The arguments that the launcher passes on for one descriptor."""
         seen: list[tuple] = []
         given = [
             _Marked.of(make_descriptor_at(v, address)) if k in places else object() for k, v in enumerate(arguments)
@@ -93,7 +93,7 @@ def is_descriptor(v: Any) -> bool:
 
 
 class _Marked(int):
-    """A length that is told from all others: where a descriptor's parts are found again."""
+    """An integer with an identity, to find a descriptor's fields among the arguments that a launcher passes on."""
 
     @classmethod
     def of(cls, box: Any) -> Any:
@@ -109,7 +109,7 @@ def _begin(passed: Sequence[Any], given: Any) -> int:
 
 
 def _beneath(launch: Any) -> tuple[Start, Callable[[Start], Start]] | None:
-    """The compiled function that a launcher calls, and the same launcher around another function."""
+    """The C function in a launcher's closure, and what makes the same launcher around another function."""
     cells = getattr(launch, "__closure__", None) or ()
     found = [k for k, cell in enumerate(cells) if isinstance(cell.cell_contents, types.BuiltinFunctionType)]
     if len(found) != 1:

@@ -16,11 +16,10 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import linecache
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,14 +46,14 @@ def write_text(text: str) -> Path:
 
 
 def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """The module of a text. Triton is imported by the text itself: nothing else here needs it.
+    """Compile a kernel's text to a Python module. The text itself imports Triton; this file does not.
 
-    ``functions``: by name, what the text calls and does not hold."""
-    return _IDLE if _resting.get() else _loaded(text, functions)
+    ``functions``: by name, functions that the text calls and does not define."""
+    return _IDLE if _resting.get() else _load_text(text, functions)
 
 
 @functools.lru_cache(maxsize=1024)
-def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
+def _load_text(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     path = str(write_text(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
@@ -65,7 +64,7 @@ def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
 
 
 class _Idle:
-    """Stands for a module of kernels, a kernel, and its launch: nothing happens."""
+    """A stand-in for a module of kernels, a kernel and its launch, in a dry run: every use does nothing."""
 
     def __getattr__(self, name: str) -> _Idle:
         return self
@@ -81,14 +80,9 @@ _IDLE = _Idle()
 _resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", default=False)
 
 
-@contextlib.contextmanager
-def skip_launches() -> Iterator[None]:
+def skip_launches() -> contextlib.AbstractContextManager[bool]:
     """First launches inside the block do nothing: for dry runs, which look at allocations alone."""
-    token = _resting.set(True)
-    try:
-        yield
-    finally:
-        _resting.reset(token)
+    return settings.hold(_resting, True)
 
 
 def skips_launches() -> bool:
@@ -108,15 +102,9 @@ class Resources:
 _watching: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextVar("watching", default=None)
 
 
-@contextlib.contextmanager
-def watch_resources() -> Iterator[list[Resources]]:
+def watch_resources() -> contextlib.AbstractContextManager[list[Resources]]:
     """The resources of kernels first launched inside the block."""
-    found: list[Resources] = []
-    token = _watching.set(found)
-    try:
-        yield found
-    finally:
-        _watching.reset(token)
+    return settings.hold(_watching, [])
 
 
 def report_resources(compiled: Any) -> None:
@@ -166,11 +154,11 @@ class Relauncher:
         with use_device(self.device):
             self.watched(*arguments, *self.constants)
 
-    def opened(
+    def open_descriptors(
         self, arguments: Sequence[Any]
     ) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.EncodedByAddress]]:
-        """What starts it where its descriptors were taken apart, and these by their places; ``start`` and none where
-        they are given as they are. Of the arguments descriptors alone are looked at."""
+        """The launch function below Triton's handling of descriptors and, by argument, a cache of encoded descriptors;
+        ``start`` and no caches where that handling cannot be bypassed. Only descriptors in ``arguments`` are read."""
         return encoded_descriptors.bypass_encoding(self.start, (*self.before, None, *self.after), arguments) or (
             self.start,
             {},
@@ -178,8 +166,8 @@ class Relauncher:
 
 
 def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
-    """The compiled function that one of Triton's launchers calls, and what it gives it between stream and arguments;
-    None where a launch does more than that. Found by a copy that calls something else."""
+    """The C function that one of Triton's launchers calls, and the arguments that it inserts between the stream and the
+    kernel's own; None if a launch does more. Found by a copy of the launcher whose C function records its call."""
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 0):
         return None  # memory is allocated for each launch
     seen: list[tuple] = []
@@ -197,7 +185,8 @@ def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., No
 
 @functools.cache
 def find_stream(device: torch.device) -> Callable[[], int | None]:
-    """Says the current stream of a device; None where another device is the current one, or launches are watched."""
+    """A function that returns the current stream of a device, or None if another device is current or a profiler has
+    hooked launches."""
     triton = importlib.import_module("triton")
     runtime, current, now = (
         triton.knobs.runtime,
@@ -215,13 +204,13 @@ def find_stream(device: torch.device) -> Callable[[], int | None]:
 
 
 def _is_hooked(hook: Any) -> bool:
-    """Whether somebody (a profiler) is to be told of launches: Triton has a chain of listeners, or one, or None."""
+    """Whether a profiler has set one of Triton's launch hooks: a chain of them, one function, or None."""
     return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache
 def triton_version() -> tuple[int, ...]:
-    """Triton's."""
+    """The installed version of Triton: major and minor."""
     return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
 
 
@@ -276,15 +265,10 @@ def _widen_interpreted_products() -> None:
     builder.create_dot = lambda x, y, *rest, **options: multiply(widen(x), widen(y), *rest, **options)
 
 
-@contextlib.contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only() -> contextlib.AbstractContextManager[bool]:
     """First launches inside the block compile and load a kernel and do not run it: for recordings, which are replayed
     right away. What such kernels would write is not there, so nothing inside may look at it."""
-    token = _compiles_only.set(True)
-    try:
-        yield
-    finally:
-        _compiles_only.reset(token)
+    return settings.hold(_compiles_only, True)
 
 
 def is_collecting() -> bool:
@@ -299,12 +283,8 @@ def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     if not _can_compile_ahead(device):
         return False
     waiting: _Waiting = {}
-    token = _waiting.set(waiting)
-    try:
-        with contextlib.suppress(Exception):  # the call that follows raises it
-            launches()
-    finally:
-        _waiting.reset(token)
+    with settings.hold(_waiting, waiting), contextlib.suppress(Exception):  # the call that follows raises it
+        launches()
     if len(waiting) > 1:
         with concurrent.futures.ThreadPoolExecutor(min(len(waiting), os.cpu_count() or 1), "compiling") as threads:
             for function, own in waiting.items():
@@ -320,8 +300,8 @@ def _compile(function: Any, launches: list[_Given], device: torch.device) -> Non
 
 
 def _can_compile_ahead(device: torch.device) -> bool:
-    """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
-    watches torch's calls, and no graph is captured."""
+    """Whether a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a torch
+    dispatch mode and outside of CUDA graph capture."""
     if device.type != "cuda" or triton_version() < (3, 4) or skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
@@ -337,7 +317,7 @@ Again = Callable[..., Any]
 class LaunchRecorder(Protocol):
     """What launches on panels are reported to."""
 
-    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+    def add_launch(self, again: Again | None, arguments: Sequence[Any]) -> None:
         """A kernel was launched with these arguments; None: it cannot be launched again."""
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
@@ -351,7 +331,7 @@ def report(again: Again | None, arguments: Sequence[Any]) -> None:
     """Report a launch to the recorder, if there is one."""
     recorder = recording.get()
     if recorder is not None:
-        recorder.launched(again, arguments)
+        recorder.add_launch(again, arguments)
 
 
 class LaunchCache:
@@ -402,7 +382,7 @@ class Kernels:
         found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
         for v in arguments:
             if isinstance(v, int):
-                found += specialized(v)
+                found += specialize_integer(v)
                 given.append(v)
             else:
                 address = v.data_ptr()
@@ -431,25 +411,14 @@ class Kernels:
             return make_relauncher(compiled, grid, tuple(constants.values()), device)
 
 
-def specialized(v: int) -> tuple[bool, ...]:
-    """What a compiled kernel may rely on of an integer."""
+def specialize_integer(v: int) -> tuple[bool, ...]:
+    """What Triton specializes a kernel on, of an integer: 1, a multiple of 16, and whether it fits in 32 bits."""
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
 
 
-# Where kernels can run.
-
-
-@functools.cache
-def available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return (device.type == "cuda" or settings.interprets_kernels()) and available()
-
-
-def launches_on(device: torch.device) -> bool:
-    """Whether kernels run there, and not in an interpreter."""
-    return device.type == "cuda" and runs_on(device)
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU of this machine; (0, 0) of any other device, since plans are also made
+    for GPUs elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

@@ -139,7 +139,7 @@ class RecordedLaunches(NamedTuple):
 
     @property
     def looked(self) -> set[str]:
-        """The names of what is looked at at every launch, or by torch before."""
+        """The names of values that the host reads at every launch, or torch before it."""
         given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
         found = {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
         return found | {name for call in self.calls for name in call.feeds if isinstance(name, str)}
@@ -241,7 +241,7 @@ class ProgramReplay:
             steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
         given_as = dict(self.places)
         for name, look in (copied or {}).items():
-            self.places[name] = self._looked(steps, look, name, "copied")
+            self.places[name] = self._add_view(steps, look, name, "copied")
         for call in recorded.calls:
             looks = [self.seen.get(name) if isinstance(name, str) else None for name in call.feeds]
             run, feeds = LastComputed(functools.partial(_call_on, call.run, looks)), map(self._value, call.feeds)
@@ -255,10 +255,10 @@ class ProgramReplay:
                 viewed = _find_view(views[name], shape, dtype, own)
                 if viewed is not None:  # allocated as what is returned: the memory is the same
                     (shape, own), _ = viewed, views.pop(name)
-            steps.append(self._allocated(name, shape, dtype, own))
+            steps.append(self._add_allocation(name, shape, dtype, own))
         for buffer in (self.kept, self.between):
             if buffer.places:
-                steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
+                steps.append(self._add_allocation(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
         steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
         for name, shape in (summed or {}).items():
@@ -266,7 +266,7 @@ class ProgramReplay:
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
             self.places[name] = place
         for name, look in views.items():
-            self.places[name] = self._looked(steps, look, name, "shown")
+            self.places[name] = self._add_view(steps, look, name, "shown")
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
@@ -279,13 +279,13 @@ class ProgramReplay:
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
 
-    def _looked(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
-        """Make another tensor of one, as a step."""
+    def _add_view(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
+        """A step that computes a tensor from another, such as a view."""
         place = Place(f"{name}_{how}", 0, None, (), ())
         steps.append(Operation(look, (self.places[name],), {}, (place,), False))
         return place
 
-    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
+    def _add_allocation(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
         step = allocate(name, shape, dtype, strides)
         (self.places[name],) = step.made  # type: ignore[assignment]
         return step

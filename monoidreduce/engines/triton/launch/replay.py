@@ -212,14 +212,14 @@ class Recorder(TorchDispatchMode):
             return
         if kind == "varies":
             raise NotRecordable(f"{func} may turn out otherwise")
-        writes, made = kind == "writes", tuple(self._made(t, is_fixed) for t in _tensors(result))
+        writes, made = kind == "writes", tuple(self._place_result(t, is_fixed) for t in _tensors(result))
         if writes and not is_fixed:
             self.fixed -= {p.store for p in given}
         if writes or any(made):
             options = {name: self.symbolic(v) for name, v in named.items()}
             self.steps.append(Operation(func, self.symbolic(args), options, made, writes))
 
-    def launched(self, again: Any, arguments: Sequence[Any]) -> None:
+    def add_launch(self, again: Any, arguments: Sequence[Any]) -> None:
         """A kernel was launched; ``again`` None: it cannot be launched again."""
         try:
             if again is None:
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
             raise NotRecordable("a tensor of nothing lies nowhere")
         return Place(found[0], t.data_ptr() - found[1], t.dtype, tuple(t.shape), t.stride())
 
-    def _made(self, t: Tensor, is_fixed: bool) -> Place | None:
+    def _place_result(self, t: Tensor, is_fixed: bool) -> Place | None:
         """Where a result lies, if a storage was allocated for it."""
         storage = t.untyped_storage()
         if id(storage) in self.stores:
@@ -293,7 +293,7 @@ def record(
             raise NotRecordable(recorder.failure)
         given = {name: Place.whole(name, t) for name, t in named.items()}
         returned = recorder.symbolic(tuple(found))
-        replay = Replay(needed(recorder.steps, returned), given, returned, recorder.constants, device)
+        replay = Replay(drop_unused(recorder.steps, returned), given, returned, recorder.constants, device)
     except NotRecordable:
         return found, None, ()
     return found, replay, tuple(recorder.choices)
@@ -332,7 +332,7 @@ class Replay:
         self.text = writer.text
 
 
-def needed(steps: Sequence[Step], returned: Any) -> list[Step]:
+def drop_unused(steps: Sequence[Step], returned: Any) -> list[Step]:
     """The steps without operations whose results nobody reads."""
     live, found = {p.store for p in places(returned)}, []
     for step in reversed(steps):
@@ -405,7 +405,7 @@ class _Writer(FunctionWriter):
         self.last |= dict.fromkeys((*makes, *self.using), len(self.lines))
         self.lines.append(text)
 
-    def _used(self, name: str) -> str:
+    def _use(self, name: str) -> str:
         self.using.append(name)
         return name
 
@@ -429,25 +429,25 @@ class _Writer(FunctionWriter):
         again, encoded = step.again, dict[int, encoded_descriptors.EncodedByAddress]()
         start, values, first = again, list(step.arguments), 0
         if self.starts:
-            start, encoded = self._encoded(again, step.arguments)
+            start, encoded = self._encode(again, step.arguments)
             values, first = [*again.before, Number("s"), *again.after, *values, *again.constants], len(again.before) + 1
             first += len(again.after)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
             if isinstance(value, (Place, Descriptor, Computed, Number)):
-                given += self._fixed(same)
+                given += self._write_constants(same)
                 given.append(self._argument(value, encoded.get(at)))
                 same = []
             else:
                 same.append(value)
             at += _width(value)
-        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._fixed(same)])})")
+        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(same)])})")
 
-    def _fixed(self, values: list[Any]) -> list[str]:
+    def _write_constants(self, values: list[Any]) -> list[str]:
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
         return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
 
-    def _encoded(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    def _encode(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []
@@ -455,7 +455,7 @@ class _Writer(FunctionWriter):
             templates += [v.template] if isinstance(v, Descriptor) else [None] * _width(v)
         key = (id(again), *(_form(v) for v in templates if v is not None))
         if key not in self.encoded:
-            self.encoded[key] = again.opened(templates)
+            self.encoded[key] = again.open_descriptors(templates)
         return self.encoded[key]
 
     def _argument(self, value: Any, encoded: encoded_descriptors.EncodedByAddress | None) -> str:
@@ -482,33 +482,33 @@ class _Writer(FunctionWriter):
             return self.hold(self.constants[store].data_ptr() + place.offset)
         if key not in self.known:
             self.known[key] = f"{store}_at"
-            self._line(f"{store}_at = {self._used(store)}.data_ptr()")
-        self._used(store)
+            self._line(f"{store}_at = {self._use(store)}.data_ptr()")
+        self._use(store)
         return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
 
     def _view(self, place: Place) -> str:
         if place == self.whole[place.store]:
-            return self._used(place.store)
+            return self._use(place.store)
         if place not in self.known:
             assert place.dtype is not None
-            whole, item = self._typed(place.store, place.dtype), place.dtype.itemsize
+            whole, item = self._view_as(place.store, place.dtype), place.dtype.itemsize
             begin = f"{self._begin(place.store)} + " if place.store in self.given else ""
             name = self.known[place] = f"v{len(self.known)}"
             call = f"{whole}.as_strided({place.shape}, {place.stride}, {begin}{place.offset // item})"
             self._line(f"{name} = {call}", [name])
-        return self._used(self.known[place])
+        return self._use(self.known[place])
 
-    def _typed(self, store: str, dtype: torch.dtype) -> str:
+    def _view_as(self, store: str, dtype: torch.dtype) -> str:
         """A storage as a tensor of a dtype."""
         if self.whole[store].dtype is dtype:
-            return self._used(store)
+            return self._use(store)
         if store in self.given:  # it may begin anywhere
             raise NotRecordable("an input is read as numbers of another type")
         key = (store, dtype)
         if key not in self.known:
             name = self.known[key] = f"{store}_{str(dtype)[6:]}"
-            self._line(f"{name} = {self._used(store)}.view(-1).view({self.hold(dtype, dtype)})", [name])
-        return self._used(self.known[key])
+            self._line(f"{name} = {self._use(store)}.view(-1).view({self.hold(dtype, dtype)})", [name])
+        return self._use(self.known[key])
 
     def _begin(self, store: str) -> str:
         """Where an input begins in its storage."""

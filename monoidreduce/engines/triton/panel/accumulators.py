@@ -238,13 +238,13 @@ class Accumulators:
                 states[place] = [torch.zeros(length, dtype=own[0].dtype, device=own[0].device)]
             states[place][0][rows] += own[0]
             return
-        new = combine.opened(r, [t.unsqueeze(0) for t in own], [rows.stop - rows.start], [rows.start])
+        new = combine.open_state(r, [t.unsqueeze(0) for t in own], [rows.stop - rows.start], [rows.start])
         if self.layout.cols < self.sizes.cols:  # sums: one total for all columns
             if place not in states:
                 states[place] = [t.new_zeros(1, self.sizes.cols, *t.shape[2:]) for t in new]
             states[place][0][:, cols] += new[0]
             return
-        states[place] = combine.merged(r, [states[place], new] if place in states else [new])
+        states[place] = combine.merge_states(r, [states[place], new] if place in states else [new])
 
     def finish_stage(self, at: int) -> list[list[Tensor] | None]:
         """The results of a stage that only all panels complete, None for the others."""
@@ -255,7 +255,7 @@ class Accumulators:
             for place, r in zip(split.places[over], reductions, strict=True):
                 state = self.states[at].get(place)
                 if state is not None:
-                    results[place] = state if over == "cols" else combine.closed(r, state)
+                    results[place] = state if over == "cols" else combine.close_state(r, state)
         return [results.get(place) for place in range(len(self.plan.loop.stages[at].fold.reductions))]
 
 

@@ -73,18 +73,18 @@ def _form(t: Tensor) -> tuple:
 
 
 def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
-    """Hopper, 16 bits, all of it where tensor descriptors can be."""
+    """True on Hopper, for tensors of one 16-bit type that tensor descriptors can copy."""
     kinds = {t.dtype for t in (out, weights, vectors)}
     panel = weights if weights.stride(1) == 1 else weights.mT
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
         and kernel_plan.runs_warp_specialized(out.device)
-        and _copied(out, panel, vectors)
+        and _can_copy(out, panel, vectors)
     )
 
 
-def _copied(*tensors: Tensor) -> bool:
+def _can_copy(*tensors: Tensor) -> bool:
     return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 

@@ -38,11 +38,11 @@ from .arena import Arena, MemoryPlan
 from .epilogue import EpilogueGemm
 from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 
-# Walks over panels, replayed (``launch/replay.py``).
+# Replays of whole loops over panels (``launch/replay.py``).
 #
-# A walk is found by its program, its sizes, the kinds of its tensors, its numbers and the settings. The first of a kind
-# runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory
-# is free: they are chosen each time, and the recording is used only where they are the same.
+# The key is the program, the sizes, dtypes and strides of tensors, the numbers, and the settings. The first run of a
+# key is not recorded, the second is, and from the third on the recording is replayed. Without a budget, panel sizes
+# depend on free memory: they are chosen anew each time, and a recording is used only if they are the same.
 
 _FEW = 4  # recordings of one kind, with different panels
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -74,10 +74,10 @@ class _Kind:
 
 
 _KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of lengths
-_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # walks that ran once: they may not again, and push out no others
+_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # keys seen once: most are not seen again, and evict no recording
 
 
-def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
     """What ``walk`` returns, by a replay where there is one."""
     key = _key(program, inputs, sizes, room)
     kind = None if key is None else _KINDS.find(key) or _second(key, program)
@@ -114,7 +114,7 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
 
 
 def _second(key: tuple, program: Lowered) -> _Kind | None:
-    """The kind of a walk that ran before, to be recorded; None where it did not."""
+    """The kind of a walk from its second run on, which is recorded; None on the first."""
     if _ONCE.pop(key, None) is None:
         _ONCE.keep(key, True)
         return None
@@ -146,7 +146,7 @@ class KernelStep:
 
     @staticmethod
     def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:
-        return repeated(run, *given)
+        return replay_walk(run, *given)
 
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
         self.loop, self.sizes = loop, sizes
@@ -172,7 +172,7 @@ class KernelStep:
             except Unsupported:
                 continue
             found = launch(leaves)
-            jit_module.report(launch.again, (*found, *launch.filled(leaves)))
+            jit_module.report(launch.again, (*found, *launch.fill_arguments(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:

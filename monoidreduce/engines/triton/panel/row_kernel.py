@@ -9,7 +9,6 @@ still be in cache, is read first.
 from __future__ import annotations
 
 import functools
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -399,17 +398,7 @@ def assemble_kernel(
     ``helpers``: the lines of functions that it calls."""
     under = set(topological(spec.fold.reductions))
     used = [e for e in spec.fold.leaves if e in under]
-    names, unspecialized = list_arguments(spec, outs, used)
-    function = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {name}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in lines),
-    ]
-    whole = kernel_text.decorate_functions("\n".join(helpers)) + "\n".join(function)
-    text = "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), whole, ""])
+    text = kernel_text.write_function(spec, name, used, list_arguments(spec, outs, used), lines, helpers)
     return kernel_text.Kernel(name, text, tuple(used))
 
 

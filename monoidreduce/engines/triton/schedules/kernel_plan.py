@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....plan import settings
-from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, MOST_FEW, Family, Tile
+from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, MOST_FEW, Family, Tile
 from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
 from ..launch import jit_module
@@ -69,6 +69,11 @@ def overriding_plans() -> tuple:
     return () if found is None else tuple(found.items())
 
 
+def find_overriding_plan(over: str) -> KernelPlan | None:
+    """The plan that ``use_plan`` fixes for a direction, if it does."""
+    return (settings.current.get().tiles or {}).get(over)
+
+
 def choose_plan(
     kernel: Kernel,
     over: str,
@@ -82,7 +87,7 @@ def choose_plan(
 
     ``copies``: whether tensor descriptors can copy; ``length``: of the kept axis; ``tile``: that of a hand-scheduled
     kernel, where there is one."""
-    asked = (settings.current.get().tiles or {}).get(over)
+    asked = find_overriding_plan(over)
     if asked:
         return asked
     if tile is not None:
@@ -142,13 +147,13 @@ def choose_few_plan(
 
     Where instances are fewer than multiprocessors and long, their tiles are twice as long, so that each has more reads
     in flight (H200, 96 instances of 4096 columns: 49.8 us, else 59.6)."""
-    asked = (settings.current.get().tiles or {}).get(over)
+    asked = find_overriding_plan(over)
     if asked:
         return asked
     family = family or FAMILY
     widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
     block = min(MOST_FEW, max(16, 1 << (lengths[0] - 1).bit_length()))
-    folded, warps, stages = FEW[widest]
+    folded, warps, stages = (FEW_STORED if widens else FEW)[widest]
     plan = KernelPlan(block, folded, warps, stages)
     room, least = family.shared * family.spare, 1 + family.ahead
     while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
@@ -304,9 +309,7 @@ def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
 @functools.cache
 def runs_warp_specialized(device: torch.device) -> bool:
     """True when the device has ``wgmma`` (compute capability 9.0) and this Triton has the Gluon calls we use."""
-    if device.type != "cuda" or jit_module.triton_version() < (3, 6) or not torch.cuda.is_available():
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return jit_module.find_capability(device) == (9, 0) and jit_module.triton_version() >= (3, 6)
 
 
 def has_registers_for_wide_tiles() -> bool:
@@ -319,8 +322,8 @@ def has_registers_for_wide_tiles() -> bool:
 
 
 def compiler_options(consumers: int) -> dict[str, int]:
-    """Options of the compiler for a kernel with so many consumer warp groups beside a producer; none for one without.
+    """Compiler options of a kernel with so many consumer warp groups and a producer; none without a producer.
 
-    A multiprocessor has 65536 registers. When the kernel starts they are shared out evenly, also to the three warps
-    that the producer's warp group leaves idle; ``warp_specialize`` moves them afterwards. They are counted by 8."""
+    A multiprocessor has 65536 registers. At the start every warp group has as many, also the producer's, of which three
+    warps are idle; ``warp_specialize`` then reassigns them. The count is a multiple of 8."""
     return {"maxnreg": 65536 // (128 * (consumers + 1)) // 8 * 8} if consumers else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
+from ..launch import jit_module
 from .vector_conversions import Cast, Conversions, replace_distances, split_fold
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
@@ -38,14 +39,9 @@ _SHORT_PAIRS = 2**22
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
 
-@contextlib.contextmanager
-def as_for(sizes: Sizes) -> Iterator[None]:
+def as_for(sizes: Sizes) -> contextlib.AbstractContextManager[int]:
     """Inside the block kernels are chosen as for so many pairs: the tuner tries on a few rows what will run on all."""
-    token = like.set(sizes.rows * sizes.cols)
-    try:
-        yield
-    finally:
-        like.reset(token)
+    return settings.hold(like, sizes.rows * sizes.cols)
 
 
 def describe_fold(
@@ -58,7 +54,11 @@ def describe_fold(
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold) and e not in fold.tables}
+    vectors = {
+        e: values[e]
+        for e in fold.leaves
+        if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables
+    }
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = k_loop.takes_fold(fold, widest, narrow is not None)
@@ -84,7 +84,7 @@ def describe_fold(
             kind = torch.float32 if e.dtype == "float" and kind is not torch.uint8 else torch.int32
         elif e in fold.packed:
             pass  # widened where it is loaded
-        elif e in _multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
+        elif e in _find_multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
@@ -181,17 +181,13 @@ def family(device: torch.device) -> Family | None:
 @functools.cache
 def has_tanh(device: torch.device) -> bool:
     """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
-    if not _is_present(device) or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (7, 5)
+    return jit_module.find_capability(device) >= (7, 5)
 
 
 @functools.cache
 def multiplies_eight_bits(device: torch.device) -> bool:
     """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
-    if not _is_present(device):
-        return settings.interprets_kernels()
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return jit_module.find_capability(device) >= (8, 9) or (not _is_present(device) and settings.interprets_kernels())
 
 
 @functools.cache
@@ -224,12 +220,12 @@ def _vectors(fold: Fold) -> tuple[Expr, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _used(fold: Fold) -> frozenset[Expr]:
+def _find_used_leaves(fold: Fold) -> frozenset[Expr]:
     return frozenset(e for e in topological([*fold.reductions, *fold.scales]) if e.op == "leaf")
 
 
 @functools.lru_cache(maxsize=1024)
-def _multiplied(fold: Fold) -> frozenset[Expr]:
+def _find_multiplied(fold: Fold) -> frozenset[Expr]:
     """The vector leaves that only ever enter matrix products."""
     walked: set[Expr] = set()
     multiplied: set[Expr] = set()

@@ -44,7 +44,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
-from ..launch.jit_module import Kernels
+from ..launch.jit_module import Kernels, find_capability
 
 _TEXT = """@triton.jit
 def high_third(x):
@@ -156,9 +156,7 @@ def can_split(device: torch.device) -> bool:
     """True on Hopper and newer, which multiply split weights without moving them between threads."""
     if device.type != "cuda":
         return settings.interprets_kernels()
-    if not torch.cuda.is_available() or torch.version.hip is not None:  # a plan for a GPU elsewhere
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return find_capability(device) >= (9, 0)
 
 
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:

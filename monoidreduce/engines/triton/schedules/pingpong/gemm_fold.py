@@ -48,25 +48,39 @@ WIDE_DEEPEST = 8192
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """How an instance of the kernel runs. Two consumers with a tile of 128 kept indices each."""
+    """How an instance of the kernel runs. Two consumers with a tile of 128 kept indices each. A value that cannot run
+    raises when this module is imported."""
 
-    stages: int  # blocks of both operands in the ring: all of shared memory that is left
+    stages: int  # blocks of both operands in the ring: the pipeline depth
     wide: bool = False  # whether tiles have ``EXTRA`` folded indices more
-    registers: tuple[int, int] = (
-        232,
-        40,
-    )  # of a thread: in the second consumer, in the producer; the first has the rest
+    registers: tuple[int, int] = (232, 40)  # of a thread: in the second consumer, in the producer; the first has more
+    writes: bool = False  # whether weights are stored through shared memory
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(f"a ring holds at least 2 blocks, so that copies overlap products, not {self.stages}")
+        if self.shared_bytes > gluon_parts.SHARED_BYTES:
+            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {gluon_parts.SHARED_BYTES}")
 
     @property
     def folded(self) -> int:
         """Folded indices of a tile."""
         return TILE + EXTRA if self.wide else TILE
 
+    @property
+    def shared_bytes(self) -> int:
+        """All that a kernel takes: the ring of 16-bit blocks, what each consumer stores through, and barriers."""
+        ring = self.stages * (TILE + self.folded) * k_loop.DEPTH
+        return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon_parts.SPARE_BYTES
+
 
 # By whether tiles are wide. A fold walks the folded axis for 256 kept indices of its own; weights go through shared
 # memory, which leaves less of it to the ring.
 FOLDS = {False: GemmSchedule(stages=7), True: GemmSchedule(stages=5, wide=True, registers=(240, 24))}
-WRITES = {False: GemmSchedule(stages=6), True: GemmSchedule(stages=4, wide=True, registers=(240, 24))}
+WRITES = {
+    False: GemmSchedule(stages=6, writes=True),
+    True: GemmSchedule(stages=4, wide=True, registers=(240, 24), writes=True),
+}
 
 _K_LOOP = """
 @gluon.jit

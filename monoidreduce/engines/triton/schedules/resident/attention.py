@@ -30,7 +30,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known, make
+from ...codegen.reductions import make, substitute_truths
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     Partitions,
@@ -194,18 +194,18 @@ class _PairValues(ExpressionWriter):
     """Numbers of pairs whose score the first MMA made."""
 
     ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
-    toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
+    dropout: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
     alone = False  # whether this step is of a group that retries, without the producer
     pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
-            return f"({super()._leaf(e)} >> 1)" if self.toss and e is self.toss.mark else super()._leaf(e)
+            return f"({super()._leaf(e)} >> 1)" if self.dropout and e is self.dropout.mark else super()._leaf(e)
         x = leaf_name(e)
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
 
-    def apart(self, at: str) -> str:
+    def index_gap(self, at: str) -> str:
         place = "step * FOLDED" if self.spec.listed and self.spec.listed.logical else "start"
         return f"index_distance(tl.sum({at}, 1), {place}, score)"
 
@@ -215,8 +215,8 @@ class _PairValues(ExpressionWriter):
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
         return "wide_lane", None
 
-    def divided(self, block: str, name: str) -> str:
-        factor = literal(self.toss.factor if self.toss else 1.0)
+    def divide_vectors(self, block: str, name: str) -> str:
+        factor = literal(self.dropout.factor if self.dropout else 1.0)
         layout = f"SUMS{suffix(self.totals.index(block))}"
         return f"{block} * tl.convert_layout({factor} / {name}, tl.SliceLayout(1, {layout}))[:, None]"
 
@@ -230,7 +230,7 @@ class _Text:
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
-        v.toss = (
+        v.dropout = (
             match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
         )
         soft = make(0, *spec.fold.scaled[0], v)
@@ -241,14 +241,14 @@ class _Text:
         self.guesses = soft.level
         self.means = [f"{soft.name}_mean{k}" for k in range(1, len(soft.means))]  # of numbers, beside the vectors'
         # dropout masks weights when they are rounded
-        soft.rounded = [soft.rounded[0] or v.toss is not None, *(False for _ in self.means)]
+        soft.rounded = [soft.rounded[0] or v.dropout is not None, *(False for _ in self.means)]
         soft.compensates = self.guesses and soft.rounded[0]
         if self.stored:
             soft.headroom, soft.above = _LARGEST, -_GUESSED
         self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
         limited = self.ends and listed.find_upper_limits(spec) is not None
         self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
-        logit = known(soft.reduction.args[0], self.truths)
+        logit = substitute_truths(soft.reduction.args[0], self.truths)
         forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
         self.softcap = match_softcap(soft, logit) if forms else None
         self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
@@ -268,7 +268,7 @@ class _Text:
         """How weights get from one step to the next: packed two to a register or, after dropout, joined in words."""
         rounded = f"{self.n}_part.to({self.narrow})"
         self.operand, self.last, self.unpack = "weights", "weights", list[str]()
-        if self.v.toss:
+        if self.v.dropout:
             self.weights, self.operand, self.last = f"join_words({rounded})", "operand", "split_words(weights, WEIGHTS)"
             self.unpack = [f"operand = {self.last}"]
         elif self.stored:
@@ -295,7 +295,7 @@ class _Text:
         """Those that the kernel calls."""
         pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[self.spec.narrow or "bfloat16"]
         holes = {
-            "least": (self.v.toss.least if self.v.toss else 0) * 0x10001,
+            "least": (self.v.dropout.least if self.v.dropout else 0) * 0x10001,
             "narrow": self.spec.narrow,
             "pair": pair,
             "ring": self.schedule.ring,
@@ -316,7 +316,7 @@ class _Text:
     def _producer(self, partitions: Partitions) -> str:
         store = []
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
-            shift = " >> 1" if self.v.toss and e is self.v.toss.mark else ""
+            shift = " >> 1" if self.v.dropout and e is self.v.dropout.mark else ""
             store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
         load, ring = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
         return fill(
@@ -490,7 +490,7 @@ class _Text:
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
-        load = " = load_numbers(" if self.v.toss else " = look_up_band("
+        load = " = load_numbers(" if self.v.dropout else " = look_up_band("
         ahead = dict.fromkeys(line.strip() for line in whole if load in line)
         whole = [line for line in whole if line.strip() not in ahead]
         if not self.spec.bounds and not self.ends:
@@ -516,20 +516,20 @@ class _Text:
         v.loop(masked)
         v.alone = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
-        logit, value, *more = (known(a, truths) for a in soft.reduction.args)
+        logit, value, *more = (substitute_truths(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
         v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
         form.write_weights() if form else soft.weigh(logit)
         (c,) = contractions(value, soft.over)
         weight = move_factors_to_weight(c).weight
-        if v.toss:
-            row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
-            part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
+        if v.dropout:
+            row = f"blended({v.number(v.dropout.row)}, {v.block_of(v.dropout.col)}).to(tl.int32)"
+            part = v.mask_columns(f"drop_pairs({n}_weight, {row}, {v.number(v.dropout.mark)})", "0.0")
         else:
-            part = f"{n}_weight" if weight is ONE else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+            part = f"{n}_weight" if weight is ONE else v.mask_columns(f"{n}_weight * {v.number(weight)}", "0.0")
         for mean, number in zip(self.means, more, strict=True):
-            weighted = v.seen(f"{n}_weight * {v.full(number)}", "0.0")
+            weighted = v.mask_columns(f"{n}_weight * {v.full(number)}", "0.0")
             if soft.guessing:
                 v.inside.append(f"{mean} += lanes({weighted})")
             else:

@@ -24,7 +24,7 @@ from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.kernel_spec import Spec
-from ...codegen.reductions import known
+from ...codegen.reductions import substitute_truths
 from .. import gluon_parts
 from ..gluon_parts import (
     GROUP_ROWS,
@@ -315,12 +315,12 @@ class _Text:
     def _step(self, truths: dict[Expr, bool], masked: bool, tile: str) -> list[str]:
         v, depth, narrow = self.v, self.schedule.ring, self.spec.narrow
         v.loop(masked)
-        first, second = (known(p.weight, truths) for p in self.work.products)
+        first, second = (substitute_truths(p.weight, truths) for p in self.work.products)
         v.inside += [f"slot = step % {depth}", *enter_tile(tile), *self._start_score(1, "slot")]
-        text = v.seen(v.full(first), "0.0")
+        text = v.mask_columns(v.full(first), "0.0")
         v.inside.append(f"weight0 = tl.convert_layout(({text}).to(tl.{narrow}), WEIGHTS)")
         v.inside += [*self._start_sum(0), "score1 = warpgroup_mma_wait(1, deps=[score1])"]
-        text = v.seen(v.full(second), "0.0")
+        text = v.mask_columns(v.full(second), "0.0")
         if (
             self.spec.joint is not None and self.spec.joint.ragged
         ):  # weights of columns that are not there may be infinite

@@ -19,7 +19,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known
+from ...codegen.reductions import substitute_truths
 from .. import gluon_parts
 from ..gluon_parts import (
     GROUP_ROWS,
@@ -96,7 +96,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     body, generated = text.write()
     if any("coin(" in line for line in generated):
         return None
-    functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
+    functions = PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_columns())
     functions += write_look_up_band(spec, GROUP_ROWS) if has_bands(spec.fold.tables) else ""
     functions += INDEX_DISTANCE if "index_distance(" in body else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
@@ -124,7 +124,7 @@ class ScoredPairs(ExpressionWriter):
     def _shift(self, number: Expr, total: Expr) -> str:
         return self.here(f"shift{self.shifts.index((number, total))}")
 
-    def apart(self, at: str) -> str:
+    def index_gap(self, at: str) -> str:
         return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
 
     def product(self, x: Expr, y: Expr) -> str:
@@ -141,8 +141,8 @@ class _PairValues(ScoredPairs):
             return self.full(e)
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.weight(e.args[1])}, 0.0)"
-        row, mark = self.here(leaf_name(found.toss.row)), self.number(found.toss.mark)
-        mark = self.bind((found.toss, "mark"), f"{mark} >> 1", False)
+        row, mark = self.here(leaf_name(found.dropout.row)), self.number(found.dropout.mark)
+        mark = self.bind((found.dropout, "mark"), f"{mark} >> 1", False)
         weight = self.full(found.weight)
         left = self.bind((found.weight, "spared"), f"spared({weight}, {row}, {mark})", True)
         if found.pair is None or found.number is None:
@@ -164,7 +164,7 @@ class _Text:
         self.rows = VectorRows.of(spec.slices(e.feature) for e in kept)
         self.order = TileOrder(spec)
         self.dropped = [match_dropped_weight(p.weight, spec) for p in work.products]
-        self.toss = next((found.toss for found in self.dropped if found is not None), None)
+        self.dropout = next((found.dropout for found in self.dropped if found is not None), None)
         self.load_numbers, self.store_numbers = self._number_lines()
         self.generated: list[str] = []  # lines that come from code generation
 
@@ -174,8 +174,8 @@ class _Text:
         found = [each for each in self.dropped if each is not None]
         rest = [p.weight for p, each in zip(self.work.products, self.dropped, strict=True) if each is None]
         rest += [e for each in found for e in (each.weight, each.pair) if e is not None]
-        own = {e for each in found for e in (each.toss.row, each.number)}
-        one = even and self.spec.over == "rows" and len({each.toss for each in found}) == 1
+        own = {e for each in found for e in (each.dropout.row, each.number)}
+        one = even and self.spec.over == "rows" and len({each.dropout for each in found}) == 1
         return not found or (one and own.isdisjoint(topological(rest)))
 
     def write(self) -> tuple[str, list[str]]:
@@ -199,7 +199,7 @@ class _Text:
         for k, layout in enumerate(self._layout_names("WEIGHTS")):
             begin.append(f"weight{k} = pack_pairs(tl.zeros([KEPT, FOLDED], tl.{spec.narrow}, {layout}))")
         self.generated += [*opening, *v.before, *self.store_numbers]
-        order = "{}" if self.toss is None else "neighbours({})"
+        order = "{}" if self.dropout is None else "neighbours({})"
         text = fill(
             _KERNEL,
             name=plain.name,
@@ -259,11 +259,13 @@ class _Text:
     def _number_lines(self) -> tuple[list[str], list[str]]:
         """Load the next tile's numbers; store them, prepared by one thread instead of by all that need them."""
         load, store = ["next_in = (next_start + line < folded_size) | (not RAGGED)"], []
-        divided = {leaf_name(p.number): p.toss.factor for p in self.dropped if p is not None and p.number is not None}
+        divided = {
+            leaf_name(p.number): p.dropout.factor for p in self.dropped if p is not None and p.number is not None
+        }
         for x, (_, place) in self._number_places().items():
             load.append(f"{x}_next = tl.load({place}, mask=next_in, other=0)")
             text = f"{x}_next"
-            if self.toss is not None and x == leaf_name(self.toss.row):
+            if self.dropout is not None and x == leaf_name(self.dropout.row):
                 text = f"blended({text}, (tile * KEPT) >> 7).to(tl.int32)"
             text += f" * {literal(1 / divided[x])}" if x in divided else ""
             store.append(f"{x}_ring.index(next_slot).store({text})")
@@ -300,7 +302,7 @@ class _Text:
             *self._start_score(1),
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
-        weights = [known(p.weight, truths) for p in self.work.products]
+        weights = [substitute_truths(p.weight, truths) for p in self.work.products]
         for e in topological(weights):
             if e.op == "lookup":  # loaded while scores are made
                 v.full(e)
@@ -323,7 +325,7 @@ class _Text:
     def _weigh(self, k: int, weight: Expr) -> None:
         """Write the weights of a sum, as they are multiplied."""
         v, first = self.v, len(self.v.inside)
-        text = f"({v.seen(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
+        text = f"({v.mask_columns(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
         layout = self._layout_names("WEIGHTS")[k]
         v.inside.append(f"weight{k} = pack_pairs(tl.convert_layout({text}, {layout}))")
         self.generated += v.inside[first:]
@@ -356,7 +358,7 @@ class _Text:
         layouts = self._layout_names()
         for p, found, sums, layout in zip(self.work.products, self.dropped, self.sums, layouts, strict=True):
             scale, slices = self.spec.fold.scaled[p.place][1], self.spec.slices(p.vector.feature)
-            factors = [] if found is None else [literal(found.toss.factor)]
+            factors = [] if found is None else [literal(found.dropout.factor)]
             texts = [" * ".join([total, *factors]) for total in sums]
             if scale is not ONE:
                 factor = self.v.number(scale)

@@ -24,7 +24,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import known
+from ...codegen.reductions import substitute_truths
 from .. import gluon_parts, kernel_plan, spec_from_tensors
 from ..gluon_parts import (
     GROUP_ROWS,
@@ -111,12 +111,12 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     text = _KernelText(spec, work, names, plain.shifts, even)
     groups = [_ConsumerText(text, k).write() for k in range(len(work))]
     generated = [line for _, lines in groups for line in lines]
-    if text.toss is not None and any("coin(" in line for line in generated):  # random bits of two columns differ
+    if text.dropout is not None and any("coin(" in line for line in generated):  # random bits of two columns differ
         return write_kernel(spec, False)
-    if text.depth < 1 or (text.toss is not None and spec.diagonals is not None):
+    if text.depth < 1 or (text.dropout is not None and spec.diagonals is not None):
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
-    functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
+    functions = PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_rows())
     functions += write_look_up_band(spec, SCHEDULE.folded) if has_bands(spec.fold.tables) else ""
     functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
@@ -137,17 +137,17 @@ class _PairValues(ExpressionWriter):
     def _leaf(self, e: Expr) -> str:
         return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
 
-    def drop(self, e: Expr) -> str:
+    def drop_weight(self, e: Expr) -> str:
         """A weight with dropout of two columns at once, without the dropout's factor."""
         if e.op == "where":  # what a condition hides
-            return f"tl.where({self.number(e.args[0])}, {self.drop(e.args[1])}, 0.0)"
+            return f"tl.where({self.number(e.args[0])}, {self.drop_weight(e.args[1])}, 0.0)"
         found = match_dropped_weight(e, self.spec)
         assert found is not None and found.pair is not None and found.number is not None
-        toss, number = found.toss, self.number(found.number)
-        less = self.bind((found.number, "less"), f"{number} * {literal(-1 / toss.factor)}", False)
-        row = f"blended({self.number(toss.row)}, {self.block_of(toss.col)}).to(tl.int32)"
+        dropout, number = found.dropout, self.number(found.number)
+        less = self.bind((found.number, "less"), f"{number} * {literal(-1 / dropout.factor)}", False)
+        row = f"blended({self.number(dropout.row)}, {self.block_of(dropout.col)}).to(tl.int32)"
         pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
-        return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(toss.mark)})", True)
+        return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(dropout.mark)})", True)
 
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
@@ -165,8 +165,8 @@ class _KernelText:
         even: bool,
     ):
         self.spec, self.work, self.shares_kept, self.shifts = spec, work, len(work) == 2, shifts
-        found = {_find_toss(p.weight, spec) for group in work for p in group.products} if even else {None}
-        self.toss = found.pop() if len(found) == 1 else None  # the dropout of all weights, two columns at once
+        found = {_find_dropout(p.weight, spec) for group in work for p in group.products} if even else {None}
+        self.dropout = found.pop() if len(found) == 1 else None  # the dropout of all weights, two columns at once
         self.dots = tuple(e for group in work for e in group.dots)
         self.kept = [list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in group.dots)) for group in work]
         self.numbers = tuple(e for e in folded_numbers(spec) if not any(e in pair for pair in shifts))
@@ -179,7 +179,9 @@ class _KernelText:
         users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
         self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
         self.order = TileOrder(spec)
-        self.rows = VectorRows.of(spec.slices(e.feature) for e in dict.fromkeys((*self._kept(), *self._summed())))
+        self.rows = VectorRows.of(
+            spec.slices(e.feature) for e in dict.fromkeys((*self._list_kept(), *self._list_summed()))
+        )
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
         ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
@@ -187,10 +189,10 @@ class _KernelText:
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
         self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
 
-    def _kept(self) -> list[Expr]:
+    def _list_kept(self) -> list[Expr]:
         return [e for each in self.kept for e in each]
 
-    def _summed(self) -> list[Expr]:
+    def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]
 
     def _resident_tiles(self) -> dict[str, int]:
@@ -221,7 +223,7 @@ class _KernelText:
         self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
         self.depths = dict.fromkeys(copied, self.depth)
         if self.depth == 1:
-            self.depths |= dict.fromkeys(self._summed(), 2)
+            self.depths |= dict.fromkeys(self._list_summed(), 2)
             self.depth = 2 if sum(self.depths[e] * block[e] for e in copied) <= room else 0
 
     def _read(self, group: GroupWork) -> list[Expr]:
@@ -254,7 +256,7 @@ class _KernelText:
         """In the producer: numbers that were loaded ahead go into their rings."""
         lines = []
         for x in self.ringed_numbers:
-            shift = " >> 1" if self.toss is not None and x == leaf_name(self.toss.mark) else ""
+            shift = " >> 1" if self.dropout is not None and x == leaf_name(self.dropout.mark) else ""
             lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x}{shift})"]
             lines.append(f"mbarrier.arrive({x}_full.index(slot))")
         return lines
@@ -504,8 +506,8 @@ class _ConsumerText:
         """The arithmetic of a tile, from its scores to its weights, ``next{k}``; what is sent comes first."""
         work, v, narrow, depth = self.work, self.v, self.spec.narrow, self.text.depth
         v.loop(masked)
-        write = v.full if self.text.toss is None else v.drop
-        seen = lambda e: v.seen_name(write(known(e, truths)), "0.0")
+        write = v.full if self.text.dropout is None else v.drop_weight
+        seen = lambda e: v.bind_masked(write(substitute_truths(e, truths)), "0.0")
         for x in self.text.ringed_numbers:
             v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
             v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
@@ -533,7 +535,7 @@ class _ConsumerText:
         lines = []
         for p in {p.place: p for p in self.work.products}.values():
             scale, like = self.spec.fold.scaled[p.place][1], self.text.find_memory(self.at, p)
-            factors = [] if self.text.toss is None else [literal(self.text.toss.factor)]
+            factors = [] if self.text.dropout is None else [literal(self.text.dropout.factor)]
             factors += [] if scale is ONE else [self.v.number(scale)]
             totals = []
             for k, total in enumerate(self._sums(p)):
@@ -551,7 +553,7 @@ def _barriers(x: str) -> list[str]:
     return [f"{x}_full", f"{x}_empty"]
 
 
-def _find_toss(weight: Expr, spec: Spec) -> DropoutFactor | None:
+def _find_dropout(weight: Expr, spec: Spec) -> DropoutFactor | None:
     """The dropout of a weight, where it can take two columns at once."""
     found = match_dropped_weight(weight, spec)
-    return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None
+    return found.dropout if found is not None and found.number is not None and spec.keeps(found.number) else None

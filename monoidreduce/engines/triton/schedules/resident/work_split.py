@@ -120,7 +120,9 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
 def divide_joint_work(spec: Spec) -> GroupWork | None:
     """The work of each of two consumer groups on kept indices of their own, beside a sum over these (``Spec.joint``);
     None where there is no such kernel."""
-    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+    if spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+        return None
+    if spec.narrow not in ("bfloat16", "float16"):
         return None
     products, under, numbers = list(_products(spec, 1)), topological(spec.fold.reductions), folded_numbers(spec)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
@@ -195,14 +197,14 @@ def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
                 or c.minus is not None
                 or c.vector is None
                 or not c.weight.is_pair
-                or not _copied(c.vector, spec, least)
+                or not _is_copied(c.vector, spec, least)
             ):
                 return
             found.append(Product(place, c.weight, c.vector))
     yield from found
 
 
-def _copied(e: Expr, spec: Spec, least: int) -> bool:
+def _is_copied(e: Expr, spec: Spec, least: int) -> bool:
     """True for a leaf of the folded axis, of so many features (0: as many as gain), whose blocks descriptors copy."""
     least = least or (_NARROW_TABLES if spec.fold.tables else _NARROW) + 1
     return e in spec.box_of and spec.folds(e) and count_features(e, spec) >= least
@@ -213,7 +215,7 @@ def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:
     if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
         return False
     kept, folded = kept_and_folded(e, spec)
-    return spec.keeps(kept) and _copied(folded, spec, least)
+    return spec.keeps(kept) and _is_copied(folded, spec, least)
 
 
 def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
