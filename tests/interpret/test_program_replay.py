@@ -127,12 +127,12 @@ def test_cotangents_of_every_form(by_address):
         assert_close(torch.autograd.grad(y, args, one, retain_graph=True), wanted)
 
 
-def test_scales_of_stored_vectors_are_launches_too(by_address):
-    """One number leaves the fold, and multiplies its results as they are written in the type that is expected."""
+def test_scales_of_stored_vectors_need_no_launch_of_their_own(by_address):
+    """One number leaves the sums, and multiplies the mean as it is written in the type that is expected."""
     q, *others = drawn((2, 7, 16), (2, 9, 16), (2, 9, 16), dtype=torch.float16)
     k, v = (mr.scaled((20 * t.detach()).to(torch.int8), 0.05) for t in others)
     found = [attention(q.detach(), k, v) for _ in range(4)]
-    assert by_address[-2:] == ["fold_over_cols", "side"]
+    assert by_address and set(by_address) == {"fold_over_cols"}
     assert all(torch.equal(one, found[0]) and one.dtype is torch.float16 for one in found)
     assert_close(found[-1:], [torch.softmax(q.float() @ k.dequantize().mT, -1) @ v.dequantize()], 5e-3)
 

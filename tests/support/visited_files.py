@@ -22,7 +22,8 @@ SHAPES = {"h200": (2, 4, 256, 64)}  # of 16-bit tensors; small ones of float32 e
 def visited(engine: str) -> dict[str, list[list[str]]]:
     """The files that each of the calls visits, in order: of "forward" and of "backward", which runs both."""
     command = [sys.executable, "-m", "tests.support.visited_files", engine]
-    environment = {k: v for k, v in os.environ.items() if k != "MONOIDREDUCE_ENGINE"}  # ``main`` chooses it
+    own = {"MONOIDREDUCE_ENGINE"} | ({"TRITON_INTERPRET"} if engine == "eager" else set())  # ``main`` chooses it
+    environment = {k: v for k, v in os.environ.items() if k not in own}
     root = Path(__file__).parents[2]
     found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root, env=environment)
     return json.loads(found.stdout.splitlines()[-1])
