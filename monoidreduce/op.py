@@ -29,7 +29,7 @@ from .engines.stream import ChunkedProgram
 from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, TableError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
-from .plan import panel_layout, settings
+from .plan import panel_layout
 from .plan.budget import budget
 from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
@@ -141,7 +141,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         device = call_context.autocast_device(args or kwargs.values())
         if device is not None:
             return call_context.call_in_autocast(self, self.parameters, device, args, kwargs)
-        if settings.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):
+        if call_context.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):
             return self._divided(args, kwargs)
         plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
@@ -195,7 +195,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         device = call_context.autocast_device(given)
         if device is not None:
             return call_context.call_in_autocast(self.total, self.parameters, device, args, kwargs)
-        engine, divided = registry.engine(), settings.is_divided() or dtensors.any_dtensor(given)
+        engine, divided = registry.engine(), call_context.is_divided() or dtensors.any_dtensor(given)
         if divided or engine == "reference":
             return _summed(self(*args, **kwargs))
         plan, bound = self._planned(args, kwargs, engine, total=True)
@@ -495,7 +495,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            divided = settings.is_divided()
+            divided = call_context.is_divided()
             sizes, out = sizes_of(self.parameters, values, divided and agreement.pairs_have_all_columns())
             traced = self._programs.trace(values)
             sizes = agreement.place_call(sizes, traced.outputs, values) if divided else sizes

@@ -39,7 +39,7 @@ from .engines.common.subproblem import finish_states as closed
 from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
-from .plan import settings
+from .runtime import call_context
 from .saved_runs import SavedRun, check_apart, check_out
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 from .stored_vectors import WIDE, Scaled
@@ -515,7 +515,7 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def _check_not_sharded() -> None:
-    if settings.is_divided():
+    if call_context.is_divided():
         raise StreamError(
             detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
         )

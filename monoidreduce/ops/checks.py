@@ -209,7 +209,7 @@ def cache_check(check: Callable) -> Callable:
 
 def _check_key(given: tuple) -> tuple | None:
     """What such a check depends on, as a key; None where there is no cheap key."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or settings.is_divided():
+    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or call_context.is_divided():
         return None
     found: list[Any] = []
     for value in given:
@@ -459,7 +459,7 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
 
 def is_undivided() -> bool:
     """True where a call is not sharded: this process has all rows and columns."""
-    return not settings.is_divided()
+    return not call_context.is_divided()
 
 
 class PublicLayer(Protocol[Given, Result]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..engines.common.point_tree import PointTree
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..plan import budget, disk, settings
+from ..plan import budget, disk
 from ..runtime import call_context, nearest, registry
 from . import checks
 
@@ -174,7 +174,7 @@ class PreparedPoints:
             return False
         if torch.compiler.is_compiling():  # a compiler cannot look at settings
             return True
-        if registry.engine() != "auto" or settings.is_divided():
+        if registry.engine() != "auto" or call_context.is_divided():
             return False
         return call_context.are_plain([x, y])
 
@@ -234,7 +234,7 @@ def _build_trees(points: Tensor) -> tuple[list[PointTree], float]:
     *batch, count, features = points.shape
     if count < MIN_POINTS or not 0 < features <= nearest.MOST_FEATURES or not torch.Size(batch).numel():
         return [], 1.0
-    if settings.is_divided() or not call_context.are_plain([points]):
+    if call_context.is_divided() or not call_context.are_plain([points]):
         return [], 1.0
     found, shares = [], []
     with torch.no_grad():

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..errors import ArgumentError, EngineError
 
 ENGINES = ("auto", "eager", "panel", "reference", "triton")
@@ -60,12 +58,6 @@ class Settings:
 # How rows and columns are divided over ranks (``engines/ranks/agreement.py``); None where they are not. No part of the
 # settings, since torch.compile does not trace it.
 layout: contextvars.ContextVar[Any] = contextvars.ContextVar("layout", default=None)
-
-
-def is_divided() -> bool:
-    """Whether rows and columns are divided over ranks, or come in chunks; False while torch.compile traces."""
-    return not torch.compiler.is_dynamo_compiling() and layout.get() is not None
-
 
 _DEFAULT = Settings()
 current: contextvars.ContextVar[Settings] = contextvars.ContextVar("settings", default=_DEFAULT)

@@ -29,6 +29,11 @@ from ..program.declarations import Parameter
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
+def is_divided() -> bool:
+    """Whether rows and columns are divided over ranks, or come in chunks; False while torch.compile traces."""
+    return not torch.compiler.is_dynamo_compiling() and settings.layout.get() is not None
+
+
 def is_untraced() -> bool:
     """Whether nothing traces or transforms torch's calls: no compiler, fake tensors, transform, forward-mode level."""
     return not (

@@ -77,7 +77,7 @@ class StreamedCall(Layout):
 
 def current_layout() -> Layout | None:
     """The current layout; None while torch.compile traces, and where nothing is divided."""
-    return settings.layout.get() if settings.is_divided() else None
+    return None if torch.compiler.is_dynamo_compiling() else settings.layout.get()
 
 
 @contextlib.contextmanager
