@@ -36,10 +36,10 @@ from .engines import stream
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states as closed
+from .engines.ranks import agreement
 from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
-from .runtime import call_context
 from .saved_runs import SavedRun, check_apart, check_out
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 from .stored_vectors import WIDE, Scaled
@@ -515,7 +515,7 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def _check_not_sharded() -> None:
-    if call_context.is_divided():
+    if agreement.current_layout() is not None:
         raise StreamError(
             detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
         )
