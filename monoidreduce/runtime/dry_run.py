@@ -366,13 +366,12 @@ class _CallCounter(ScaledMemory):
         up = self.scale.up
         moved = sum(up(_numbers_read(t)) * t.element_size() for t in tensors)
         made = max((up(t.numel()) for t in tensors), default=0)
-        packet = func._overloadpacket
         found, rates = self.found, self.rates
         found.bytes += moved
         found.launches += 1
         time = moved / (rates.bandwidth if moved > rates.near else max(rates.bandwidth, rates.plain * 4))
-        if (count := _flop_counts().get(packet)) is not None:
-            flops = up(count(*args, **kwargs, out_val=result))
+        if (count := _count_flops(name, args, result)) is not None:
+            flops = up(count)
             found.flops += flops
             sides = [up(n) for t in tensors[-3:] for n in t.shape[-2:]]  # two operands and the result: each side twice
             share = rates.efficiency(*sorted(sides)[::2])
@@ -423,12 +422,15 @@ def _count_plain(name: str, tensors: Sequence[Tensor]) -> float:
     return 5.0 if short else 1.0
 
 
-@functools.cache
-def _flop_counts() -> dict[Any, Callable[..., int]]:
-    """Torch's own counts of operations, by operator. Not imported above: that module imports all of Triton."""
-    from torch.utils.flop_counter import flop_registry
+# Products by operator, and which argument is the first factor. Torch's own table, ``torch.utils.flop_counter``, imports
+# Triton; convolutions and attention, which it has too, are no operators of a fold.
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 
-    return flop_registry
+
+def _count_flops(name: str, args: tuple, result: Any) -> int | None:
+    """The floating-point operations of a product; None for other operators."""
+    at = _PRODUCTS.get(name.split(".")[0].rstrip("_"))
+    return None if at is None else 2 * result.numel() * args[at].shape[-1]
 
 
 def _numbers_read(t: Tensor) -> int:
