@@ -39,6 +39,7 @@ _MOST_SCORES = 3  # of a tile
 # How many numbers per folded index there may be, by the counts of scores and sums. With one score and two of them these
 # kernels take 1.07 of the time of the compiler's schedule, with one 0.82 (H200; docs/internals/mlp-kernels.md).
 _NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 5}
+_JOINT_NUMBERS = 3  # of the joint kernel: plain attention's. With more, as statistics have, it was not measured
 _REGISTERS = 224  # of a thread, for what a group holds
 
 
@@ -128,7 +129,7 @@ def divide_joint_work(spec: Spec) -> GroupWork | None:
     dots = tuple(e for e in under if e.op in OF_VECTORS)
     slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     slow |= not any(e.op == "exp" for e in under)  # other layers than attention were not measured
-    ringed = len(numbers) <= _NUMBERS[2, 2] and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
+    ringed = len(numbers) <= _JOINT_NUMBERS and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
     if slow or not ringed or not all(_multiplies(e, spec, 1) for e in dots):
         return None
     found = _single_group(spec, dots, products)
