@@ -73,13 +73,14 @@ def test_statistics(seen, rows, cols):
 
 
 def test_slices_of_wider_vectors(seen):
-    """A cotangent that lies in a slice, at no multiple of 16 bytes: it is copied, and the same kernels run."""
+    """A cotangent that lies in a slice, at no multiple of 16 bytes: it is copied, and the same kernels run. (Without a
+    budget the other one has the joint kernel, which reads no copies.)"""
     (q, k, v), draw = problem(130, 140)
     given = [t.requires_grad_() for t in (q, k, v)]
     wide = torch.randn(2, 2, 130, 131, generator=draw).bfloat16()
-    with mr.use(engine="triton"):
+    with mr.use(engine="triton"), mr.budget("64MB"):
         grads = [
             torch.autograd.grad(ops.attention(*given), given, g) for g in (wide[..., :128], wide[..., :128].clone())
         ]
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
-    assert len(seen) == 4 and all(call.kernel.staged for call in seen)  # a forward, and one for all gradients
+    assert len(seen) == 6  # all of them hand-scheduled
