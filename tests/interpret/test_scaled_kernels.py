@@ -142,6 +142,21 @@ def test_pages_of_4_bits():
     torch.testing.assert_close(found, ops.attention_paged(q, *widen((k, v), torch.float32), pages))
 
 
+def test_decoding_from_pages_of_8_bits_is_one_kernel(monkeypatch):
+    """A store may hold far more columns than a call reads: nothing is computed of it before."""
+    q = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16)
+    k, v = (store(torch.randn(9, 16, 2, 16), torch.int8, "vector") for _ in range(2))
+    pages = mr.pages(torch.tensor([[4, 1], [2, 0]]), torch.tensor([32, 3]), page=16)
+    exact = ops.attention_paged(q.double(), *widen((k, v), torch.float64), pages)
+    with mr.use(engine="triton"), torch.no_grad():
+        found = ops.attention_paged(q, k, v, pages)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+        internals.forget_launches(monkeypatch)
+        launches = internals.collect_launches(monkeypatch)
+        ops.attention_paged(q, k, v, pages)
+    assert [one.kernel.name for one in launches] == ["fold_over_cols"]
+
+
 EDGES = mr.edges.from_neighbours((torch.arange(20)[:, None] * 3 + torch.arange(5)) % 37)
 
 
