@@ -373,7 +373,9 @@ class _CallCounter(ScaledMemory):
             found.flops, found.bytes = found.flops + cost.flops, found.bytes + cost.bytes
             found.seconds += cost.seconds
             self.peak = max(self.peak, self.total + cost.peak)
-        return [torch.zeros_like(v) if w and isinstance(v, Tensor) else None for v, w in zip(leaves, wanted, strict=True)]
+        return [
+            torch.zeros_like(v) if w and isinstance(v, Tensor) else None for v, w in zip(leaves, wanted, strict=True)
+        ]
 
     def on_operation(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = func.__name__

@@ -43,7 +43,12 @@ def statistics(q: Row["f"], k: Col["f"], t: Row["e"], u: Col["e"]):
     s, other = q @ k, t @ u
     z, z2 = mr.logsumexp(s), mr.logsumexp(other)
     distance = mr.softmax_mean(s, (mr.row_index - mr.col_index).abs())
-    return mr.sum(torch.exp(s - z), over="rows"), z - mr.softmax_mean(s, s), distance, mr.softmax_mean(s, s - other) - z + z2
+    return (
+        mr.sum(torch.exp(s - z), over="rows"),
+        z - mr.softmax_mean(s, s),
+        distance,
+        mr.softmax_mean(s, s - other) - z + z2,
+    )
 
 
 def dense_statistics(q, k, t, u):
