@@ -181,7 +181,7 @@ def late() -> None:
 
 
 # Rows, columns, warps, stages
-LATE_TILES = [(32, 128, 4, 3), (32, 128, 4, 2), (32, 128, 4, 1), (32, 128, 2, 2), (32, 64, 4, 2), (64, 128, 4, 1)]
+LATE_TILES = [(64, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 1), (32, 128, 2, 2), (32, 64, 4, 2), (32, 64, 2, 3)]
 # Columns, warps, stages, splits
 PAGE_TILES = [(64, 4, 4, 8), (64, 4, 3, 8), (64, 4, 2, 8), (64, 4, 2, 4), (64, 4, 1, 8), (64, 2, 3, 8), (64, 4, 4, 2)]
 # Columns, warps, stages, splits: longer tiles read the queries from shared memory less often; fewer warps wait for each
