@@ -19,7 +19,7 @@ def run(*command: object, timeout: float = 500) -> subprocess.CompletedProcess[s
 
 
 def check_with_pyright(*scripts: Path) -> list[list[str]]:
-    """Pyright's errors in each; skips where it cannot start (its wheel brings no node, and asks the network for one)."""
+    """Pyright's errors in each; skips where it cannot start (its wheel has no node, and asks the network for one)."""
     program = BIN / "pyright"
     if not program.exists():
         pytest.skip("pyright is not installed")
