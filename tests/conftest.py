@@ -81,8 +81,7 @@ gc.disable()  # until all tests are collected: nearly all that collecting makes 
 
 
 def pytest_collection_finish():
-    """Ten thousand tests live to the end of a run: the garbage collector need not look at them again each time."""
-    gc.collect()
+    """Ten thousand tests live to the end of a run: the garbage collector need not look at them, ever."""
     gc.freeze()
     gc.enable()
 
