@@ -207,6 +207,8 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     tile = b * r * c
     far = tile * case.wide * 2 > rates.cache / 2
     plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
+    if any(kind_of(r).folds_trees for r in case.fold.reductions):
+        plain = torch_number_seconds(rates, case.wide)
     products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, case.widest))
     seconds = pairs * (products + work.plain * plain + work.special / rates.special)
     seconds += number * (STEPS + case.steps) * rates.launch
@@ -217,6 +219,12 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     held = tile * case.tile
     peak = held + case.fixed + 2 * _count_result_bytes(case, work)
     return Estimate(work.flops * pairs, traffic, seconds, held, peak)
+
+
+def torch_number_seconds(rates: DeviceRates, size: int) -> float:
+    """Seconds of one number of an operator of torch on tensors in memory: it reads two, of ``size`` bytes, and writes
+    one, whose line is read first."""
+    return max(1 / rates.plain, 4 * size / rates.bandwidth)
 
 
 def _product_dtype(case: Case) -> str:

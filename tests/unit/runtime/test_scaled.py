@@ -343,3 +343,11 @@ def test_streams_refuse_what_they_cannot_do():
         cases.best.stream(torch.randn(3, 8)).over(trained)
     with pytest.raises(mr.ArgumentError, match="among columns that are stored"):
         cases.attention.stream(torch.randn(3, 8)).over(kept, master[1:])
+
+
+def test_an_error_of_a_call_with_stored_vectors_names_the_users_file():
+    stored = mr.scaled(torch.zeros(5, 8, dtype=torch.int8), torch.ones(5))
+    with pytest.raises(mr.ShapeError, match="equal sizes") as error:
+        cases.best(torch.zeros(3, 9), stored)
+    said = str(error.value)
+    assert "in best, scaled_cases.py, called with x=float32[3, 9], y=int8[5, 8]" in said and "_scale_" not in said
