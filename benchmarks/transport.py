@@ -29,7 +29,8 @@ def divergence(x: Tensor, y: Tensor, tolerance: float, iterations: int = 1000) -
     x, y = x / math.sqrt(2), y / math.sqrt(2)
 
     def transport(a: Tensor, b: Tensor) -> Tensor:
-        return ops.sinkhorn(a, b, eps=BLUR**2, iterations=iterations, tolerance=tolerance).value
+        scaling = 1.0 if a is b else 0.5
+        return ops.sinkhorn(a, b, eps=BLUR**2, iterations=iterations, tolerance=tolerance, scaling=scaling).value
 
     return transport(x, y) - (transport(x, x) + transport(y, y)) / 2
 
