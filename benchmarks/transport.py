@@ -21,7 +21,7 @@ from monoidreduce import ops
 from .cpu import environment, write_results
 from .points import cpu_ms
 
-BLUR, TOLERANCES, SCALINGS = 0.1, (1e-3, 1e-5), (0.5, 0.9, 0.99)
+BLUR, TOLERANCES, SCALINGS = 0.1, (1e-2, 1e-3, 1e-5), (0.5, 0.9, 0.99)
 
 
 def divergence(x: Tensor, y: Tensor, tolerance: float, iterations: int = 1000) -> Tensor:
