@@ -16,6 +16,7 @@ from ..domains import Domain
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ConvergenceWarning, ShapeError
 from ..files import open_arrays
+from ..runtime import call_context
 from ..sources import AlongAxis
 from . import checks
 from . import language as mr
@@ -177,7 +178,7 @@ def softmin(
     The same as ``-eps * torch.logsumexp(h - torch.cdist(x, y) ** 2 / eps, -1)``, without ever allocating the M × N
     costs or their gradient. The cost is the distance, or its square.
 
-    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs. ``eps`` is
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs and under autocast. ``eps`` is
     a number above 0, or a 0-dim tensor of one. ``cols``: which pairs there are (truncated transport).
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
@@ -193,7 +194,8 @@ def softmin(
     checks.floating(x=x, y=y, h=h)
     checks.positive("eps", eps)
     checks.one_of("cost", cost, COSTS)
-    return _softmin(*map(_as_float32, (x, y, h)), eps, cost, **checks.listed(cols))
+    with call_context.without_autocast((x,)):
+        return _softmin(*map(_as_float32, (x, y, h)), eps, cost, **checks.listed(cols))
 
 
 def _as_float32(t: Any) -> Any:

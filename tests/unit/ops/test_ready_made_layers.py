@@ -245,6 +245,13 @@ def test_torch_manual_seed_repeats_a_perceptrons_dropout():
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
+def test_soft_minima_keep_their_digits_under_autocast():
+    x, y, h = torch.rand(20, 3), torch.rand(30, 3), torch.zeros(30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ops.softmin(x, y, h, eps=0.01), ops.softmin(x.bfloat16(), y, h, eps=0.01)
+    assert_close(found, tuple(ops.softmin(t, y, h, eps=0.01) for t in (x, x.bfloat16().float())))
+
+
 def test_sinkhorn_says_whether_it_converged(tmp_path):
     x = torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():
