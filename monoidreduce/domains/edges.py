@@ -32,9 +32,15 @@ class Edges(base.Domain):
 
     kind = "edges"
     rowptr: Tensor
-    index: Tensor
+    index: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.index is None:
+            raise ArgumentError(
+                detail=f"mr.edges was given {shown(self.rowptr)} alone",
+                fix="Give rowptr and index; of a CSR tensor, PyG's edge_index or columns [M, K], mr.edges.from_csr, "
+                "from_edge_index and from_neighbours make them",
+            )
         base.integers("rowptr", self.rowptr, "[..., M + 1]", 1)
         base.integers("index", self.index, "[..., E]", 1)
         base.one_device(rowptr=self.rowptr, index=self.index)
@@ -84,7 +90,9 @@ class Edges(base.Domain):
         """
         if not isinstance(matrix, Tensor) or matrix.layout is not torch.sparse_csr:
             raise ArgumentError(
-                detail=f"matrix was given {shown(matrix)}", fix="Give a tensor made by .to_sparse_csr()"
+                detail=f"matrix was given {shown(matrix)}"
+                + (f", laid out as {matrix.layout}" if isinstance(matrix, Tensor) else ""),
+                fix="Give a tensor made by .to_sparse_csr()",
             )
         return cls(matrix.crow_indices(), matrix.col_indices())
 

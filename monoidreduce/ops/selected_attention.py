@@ -73,7 +73,9 @@ def select_blocks(
     with torch.no_grad():
         queries = _means(q, rows)
         keys = _means(k, block)
-        if enable_gqa:
+        if not enable_gqa:
+            grouping.check_ungrouped(q, k)
+        else:
             layout = grouping.Groups.of(q, k, k)
             queries = queries if layout is None else queries.unflatten(-3, (layout.shared, layout.group)).mean(-3)
         start = torch.arange(queries.shape[-2], device=q.device) * rows

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
-from ..domains.base import is_plain
+from ..domains.base import is_plain, not_a_domain
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
 from ..errors import ArgumentError, ShapeError, shown
@@ -52,11 +52,7 @@ def parameters_over(form: tuple, parameters: Mapping[str, Parameter]) -> dict[st
 def check_domain(domain: Any) -> Domain:
     """What was given as ``cols``, if it is a domain."""
     if not isinstance(domain, Domain):
-        raise ArgumentError(
-            detail=f"cols was given {shown(domain)}",
-            fix="Give mr.blocks, mr.pages, mr.jagged or mr.edges; mr.blocks.from_block_mask takes FlexAttention's "
-            "BlockMask, mr.blocks.from_mask booleans",
-        )
+        raise not_a_domain("cols", domain)
     return domain
 
 
