@@ -169,7 +169,8 @@ def not_a_domain(name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages
         fix += "; mr.blocks.from_mask takes one truth value for each block of pairs"
     elif isinstance(value, Tensor):
         fix += "; mr.edges.from_neighbours takes columns [M, K], mr.edges.from_edge_index PyG's edge_index"
-    return ArgumentError(detail=f"{name} was given {repr(value) if isinstance(value, Domain) else shown(value)}", fix=fix)
+    given = repr(value) if isinstance(value, Domain) else shown(value)
+    return ArgumentError(detail=f"{name} was given {given}", fix=fix)
 
 
 def integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:

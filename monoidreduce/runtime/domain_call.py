@@ -20,7 +20,7 @@ from ..domains import Domain, Edges, Jagged, Pages
 from ..domains.base import is_plain, not_a_domain
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
-from ..errors import ArgumentError, ShapeError, shown
+from ..errors import ArgumentError, ShapeError
 from ..program.declarations import Parameter, inputs_of
 from . import layer_replay
 
