@@ -273,7 +273,7 @@ def tile_ranges(
         if not isinstance(v, Tensor):
             fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
             continue
-        if e.is_pair:  # reading it would cost as much as the tile
+        if e.is_pair or v.is_meta:  # reading it would cost as much as the tile, or there is nothing to read
             fixed[e] = EITHER if e.dtype == "bool" else NAN
             continue
         if not e.rows and not e.cols:
