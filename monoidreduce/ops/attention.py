@@ -530,6 +530,15 @@ def _check_domain(cols: Any, **given: Any) -> None:
             )
 
 
+def list_options(cols: Domain | None, q: Tensor, options: dict[str, Any], **given: Any) -> None:
+    """Add what ``cols`` says to the options of a call that takes lists of columns in memory order."""
+    if cols is not None:
+        checks.domain("cols", cols, "blocks", "jagged", "edges")
+        _check_domain(cols, **given)
+        _align(cols, options, q)
+        options["cols"] = cols
+
+
 def _align(cols: Any, options: dict[str, Any], q: Tensor) -> None:
     """Put each sequence's last row beside its last column where that is asked."""
     if "lower_right" in options and cols.kind == "pages":  # rows are a sequence's last as it is
