@@ -350,9 +350,9 @@ def _attend(
     if cols is not None:
         _align(cols, options, q)
         options["cols"] = cols
-    layout = None
-    if cols is None or cols.kind != "pages":
-        layout = grouping.Groups.of(q, k, v) if enable_gqa else grouping.check_ungrouped(q, k)
+    layout = grouping.Groups.of(q, k, v) if enable_gqa and (cols is None or cols.kind != "pages") else None
+    if not enable_gqa and (cols is None or cols.kind != "pages"):
+        checks.own_keys(q, k)
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
     result = _attention(q, k, v, scale, bool(return_lse), **options)

@@ -268,6 +268,16 @@ def listed(cols: Any) -> dict[str, Any]:
     return {"cols": cols}
 
 
+def own_keys(q: Any, k: Any) -> None:
+    """Raise ShapeError where k has fewer heads, as if q's shared them, and nobody said so."""
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.dim(), k.dim()) > 2:
+        many, few = q.shape[-3], k.shape[-3]
+        if many > few > 1 and not many % few:
+            raise ShapeError(
+                detail=f"q has {many} heads and k {few}", fix="Give enable_gqa=True where heads of q share one of k"
+            )
+
+
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
     """The arguments of a linear head, whose logits are ``x @ weight.T + bias``; ``prefix`` of their names."""
     vectors(f"{prefix}x", x, "[..., D]", 1)

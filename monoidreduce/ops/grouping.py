@@ -54,16 +54,6 @@ def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:
     return found
 
 
-def check_ungrouped(q: Any, k: Any) -> None:
-    """Raise ShapeError where k has fewer heads, as if q's shared them, and nobody said so."""
-    if isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.dim(), k.dim()) > 2:
-        many, few = q.shape[-3], k.shape[-3]
-        if many > few > 1 and not many % few:
-            raise ShapeError(
-                detail=f"q has {many} heads and k {few}", fix="Give enable_gqa=True where heads of q share one of k"
-            )
-
-
 @dataclass(frozen=True)
 class Groups:
     """``shared`` heads of keys and values, each for ``group`` heads of queries: [H] is seen as [shared, group]."""

@@ -74,7 +74,7 @@ def select_blocks(
         queries = _means(q, rows)
         keys = _means(k, block)
         if not enable_gqa:
-            grouping.check_ungrouped(q, k)
+            checks.own_keys(q, k)
         else:
             layout = grouping.Groups.of(q, k, k)
             queries = queries if layout is None else queries.unflatten(-3, (layout.shared, layout.group)).mean(-3)

@@ -353,7 +353,7 @@ def _make_index_table(
     """The table of a fold whose conditions read indices and ``named`` numbers alone, its variants and its tiles."""
     found: dict[TileCode, int] = {}
     counts: Counts = collections.Counter()
-    return _make_table(compile_fold(fold, scalars), dict(named), *rest, found, counts), found, counts
+    return _make_table(compile_fold(fold, scalars), dict(named), *rest, found=found, counts=counts), found, counts
 
 
 def _make_table(

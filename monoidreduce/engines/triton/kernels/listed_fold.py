@@ -258,10 +258,12 @@ class ListedFold:
             results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
         return results
 
-    def recipes(self, leaves: Sequence[Any], places: Sequence[int] | None = None) -> list[Made] | None:
-        """How a replay makes the launches again; None where it cannot. ``places``: of this fold's leaves among those of
-        a call, if it is a part of one."""
-        places = range(len(leaves)) if places is None else places
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """How a replay makes the launches again; None where it cannot."""
+        return self.recipes_among(leaves, range(len(leaves)))
+
+    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[Made] | None:
+        """The same of a part of a call; ``places``: of this fold's leaves among those of the call."""
         given, asked = [leaves[places[k]] for k in self.asked], tuple(places[k] for k in self.asked)
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
             return None
@@ -330,7 +332,7 @@ class PagedFold(ListedFold):
             return FoundAtLaunch(asked, find, 2 + spec.ends + spec.entries)
 
         theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
-        mine = [] if self.by_row is None else self.by_row.recipes(leaves, at(self.by_row.fold))
+        mine = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
         if theirs is None or mine is None or any(m.after or m.before for m in theirs):
             return None
         outputs = self.fold.outputs.index
