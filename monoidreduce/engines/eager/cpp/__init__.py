@@ -334,7 +334,7 @@ def _make_tables(
         tables = []
         for where in evaluate.iterate_outer(shape):
             own = [{e: v[where][b : b + 1] for e, v in parts.items()} | numbers for b in range(shape[-1])]
-            tables.append(torch.stack([_make_table(code, t, lengths, *rest, 1, found, counts) for t in own]))
+            tables.append(torch.stack([_make_table(code, t, found, counts, lengths, *rest, 1) for t in own]))
     else:
         named = tuple((e, numbers.get(e, _ANY_PAIR)) for e in code.ranged)
         small = sizes.rows * sizes.cols <= _CACHED_TILES * block[0] * block[1]
@@ -353,19 +353,19 @@ def _make_index_table(
     """The table of a fold whose conditions read indices and ``named`` numbers alone, its variants and its tiles."""
     found: dict[TileCode, int] = {}
     counts: Counts = collections.Counter()
-    return _make_table(compile_fold(fold, scalars), dict(named), *rest, found=found, counts=counts), found, counts
+    return _make_table(compile_fold(fold, scalars), dict(named), found, counts, *rest), found, counts
 
 
 def _make_table(
     code: FoldCode,
     leaves: Mapping[Expr, Any],
+    found: dict[TileCode, int],
+    counts: Counts,
     lengths: tuple[int, int, int, int],
     begin: int,
     block: tuple[int, int],
     swapped: bool,
     many: int,
-    found: dict[TileCode, int],
-    counts: Counts,
 ) -> Tensor:
     """Which variant each tile has, in a table that all of ``many`` batch elements read; adds to ``found`` and
     ``counts``. ``lengths``: rows and columns that are here, and in all."""

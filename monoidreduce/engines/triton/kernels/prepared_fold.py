@@ -285,7 +285,8 @@ def _share_one_launch(
 
 def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
     """In the order in which they run: labels that are gathered, then the fold of each kernel with its direction."""
-    found = _directions(fold)
+    widens = any(spec_from_tensors.pays_widening(e, "cols", fold.leaves, sizes) for e in fold.leaves if e.is_stored)
+    found = _directions(fold, widens)
     return [r for *_, picks in found for r in picks], [
         (o, f) for o, part, _ in found for f in _fit_registers(part, sizes)
     ]
@@ -308,13 +309,15 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
-    """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one."""
+def _directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
+    """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one; with ``widens``,
+    where columns are widened before the launch, all labels: beside scales, their kernel has no registers for them."""
     found = []
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        picks = tuple(r for r in mine if not kind_of(r).walks(r, whole.reductions))
+        apart = lambda r: widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)
+        picks = tuple(r for r in mine if apart(r) or not kind_of(r).walks(r, whole.reductions))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import settings, tiles
+from ....plan import budget, settings, tiles
 from ....plan.tiles import Family
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
@@ -36,6 +37,7 @@ _SHORT = {64: 256, 128: 128}
 # and 96 us (59 and 106 where blocks are loaded), 256 rows 60 and 115 (68 and 128), 512 rows 46 and 74 (49 and 77).
 _SHORT_MASKED = {64: 512, 128: 512}
 _SHORT_PAIRS = 2**22
+_WIDENED = 1024  # kept indices from which widening stored vectors first takes a small share of their products' time
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
 
@@ -85,7 +87,7 @@ def describe_fold(
         elif e in fold.packed:
             pass  # widened where it is loaded
         elif e in _find_multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
-            if narrow and kind is torch.float32:
+            if narrow and (kind is torch.float32 or (wide and pays_widening(e, over, fold.leaves, sizes))):
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
             if v.stride(-1) == 1 and (row % 16 or (many and _is_unaligned(v))) and (wide or v.shape[-1] <= WIDEST):
@@ -118,6 +120,21 @@ def describe_fold(
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
+
+
+def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> bool:
+    """Whether stored vectors of many features are widened before the launch: where they meet so many kept indices that
+    products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which have
+    products by whole warp groups; ``leaves``: of the fold."""
+    kept, length = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+    if not (e.is_stored and (e.cols if over == "cols" else e.rows)) or e.packing is not None:
+        return False
+    if all(v.is_stored for v in leaves if v.feature is not None):  # products of 8 bits
+        return False
+    width = sizes.of(str(e.feature))
+    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or budget.requested() is not None:
+        return False
+    return 2 * length * width <= budget.allowed_bytes(lambda: matmul.free_memory(sizes.device))
 
 
 def describe_as_given(
