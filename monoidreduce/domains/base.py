@@ -165,11 +165,12 @@ def not_a_domain(name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages
         fix = "mr.blocks.from_block_mask takes FlexAttention's BlockMask"
     elif isinstance(value, Tensor) and value.layout is torch.sparse_csr and "edges" in kinds:
         fix = "mr.edges.from_csr takes a CSR tensor"
-    elif isinstance(value, Tensor) and value.dtype is torch.bool and "blocks" in kinds:
-        fix += "; mr.blocks.from_mask takes one truth value for each block of pairs"
-    elif isinstance(value, Tensor):
+    elif isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
         fix += "; mr.edges.from_neighbours takes columns [M, K], mr.edges.from_edge_index PyG's edge_index"
-    given = repr(value) if isinstance(value, Domain) else shown(value)
+    elif isinstance(value, Tensor):
+        fix += "; mr.blocks.from_block_mask takes FlexAttention's BlockMask, mr.blocks.from_mask one truth value for "
+        fix += "each block of pairs"
+    given = repr(value) if isinstance(value, (Domain, str)) else shown(value)
     return ArgumentError(detail=f"{name} was given {given}", fix=fix)
 
 

@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit(domain, words):
         (lambda: torch.eye(2).to_sparse_csr(), "mr.edges.from_csr takes a CSR tensor"),
         (lambda: SimpleNamespace(kv_num_blocks=1), "mr.blocks.from_block_mask takes FlexAttention's BlockMask"),
         (lambda: I([0, 1]), "mr.edges.from_neighbours takes columns [M, K]"),
-        (lambda: I([0, 1]).bool(), "mr.blocks.from_mask takes one truth value"),
+        (lambda: I([0, 1]).bool(), "mr.blocks.from_mask one truth value"),
     ],
     ids=["csr", "block mask", "indices", "mask"],
 )
