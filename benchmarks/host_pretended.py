@@ -119,6 +119,8 @@ def stored_and_listed() -> Iterator[tuple[str, str, str]]:
     keys, values = (torch.zeros(8, 64, 2, 64, dtype=_BF16) for _ in range(2))
     one = torch.zeros(2, 8, 1, 64, dtype=_BF16)
     calls["pages, grouped queries"] = lambda: ops.attention_paged(one, keys, values, pages)
+    x, y, z = moving = [t.clone().requires_grad_() for t in (one, keys, values)]
+    calls["pages, with their gradients"] = lambda: torch.autograd.grad(ops.attention_paged(x, y, z, pages), moving, one)
     for name, call in calls.items():
         yield name, f"{microseconds(call):.0f}", ""
 

@@ -240,8 +240,9 @@ class ListedPairs:
 
     def __str__(self) -> str:
         share = 100 * self.average / max(1, self.cols)
+        digits = 3 if share > 99 else 2
         return (
-            f"over {self.kind}: {self.average:.3g} of {self.cols} columns a row ({share:.2g} % of the pairs), "
+            f"over {self.kind}: {self.average:.3g} of {self.cols} columns a row ({share:.{digits}g} % of the pairs), "
             f"at most {self.longest}"
         )
 
