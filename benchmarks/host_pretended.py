@@ -45,6 +45,9 @@ class Started(jit_module.Relauncher):
     def __call__(self, *arguments: Any) -> None:
         pass
 
+    def on_grid(self, grid: tuple[int, ...]) -> Started:
+        return Started(None, grid, self.constants, self.device)
+
     def open_descriptors(self, arguments: Any) -> Any:
         places = [k for k, v in enumerate(arguments) if encoded_descriptors.is_descriptor(v)]
         return self.start, {k: encoded_descriptors.EncodedByAddress(lambda at: (at, 1, 2, 3, 4)) for k in places}

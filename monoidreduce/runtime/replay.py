@@ -293,7 +293,10 @@ class ProgramSteps:
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)
-        return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
+        if ready is None:
+            return [], None
+        made = ready(leaves) if fold.domain is not None else ready.compile(leaves)
+        return made, ready.recipes(leaves)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.
