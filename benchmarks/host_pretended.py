@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast, no_type_check
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,16 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, ops
+from monoidreduce import ops
 from monoidreduce.domains import base
 from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
 from monoidreduce.ops import checks
 from monoidreduce.plan import settings
 
-from . import pretend
+from . import host, pretend
 
 _BF16 = torch.bfloat16
-_MET = (1000, 1001, 1002, 1004, 1008, 1024, 1050, 1052, 2048, 1111)  # lengths before those that are timed
 
 
 class Started(jit_module.Relauncher):
@@ -127,58 +123,9 @@ def stored_and_listed() -> Iterator[tuple[str, str, str]]:
         yield name, f"{microseconds(call):.0f}", ""
 
 
-def first_calls(call: Callable[..., Tensor], make: Callable[[int], list[Tensor]]) -> str:
-    """Milliseconds of the first call of a new length: of the forward, and of forward and backward."""
-    timed, found = list(range(1100, 1740, 16)), list[tuple[float, float]]()
-    random.Random(0).shuffle(timed)
-    for n in (*_MET, *timed):
-        given = make(n)
-        start = time.process_time()
-        y = call(*given)
-        forward = time.process_time() - start
-        wanted, cotangent = [t for t in given if t.requires_grad], torch.zeros_like(y)
-        start = time.process_time()
-        torch.autograd.grad(y, wanted, cotangent)
-        found.append((forward, forward + time.process_time() - start))
-    forward, whole = (statistics.median(t[k] for t in found[len(_MET) :]) * 1e3 for k in (0, 1))
-    return f"{forward:.1f} / {whole:.1f} ms"
-
-
-def numbers(*shape: int, grad: bool = True, dtype: torch.dtype = _BF16) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, requires_grad=grad)
-
-
-def head(n: int) -> list[Tensor]:
-    return [numbers(n, 512), numbers(4096, 512), torch.zeros(n, dtype=torch.int64)]
-
-
-@mr.op
-@no_type_check
-def nearby(x: Row["d"], y: Col["d"], v: Col["e"]):
-    """An op of a user's."""
-    return mr.weighted_mean(torch.sigmoid(x @ y), v)
-
-
 def lengths() -> Iterator[tuple[str, str, str]]:
-    attend = cast(Callable[..., Tensor], ops.attention)
-    cases: tuple[tuple[str, dict[str, Any], tuple[int, int, int], bool], ...] = (
-        ("attention", {}, (4, 4, 4), False),
-        ("causal, split heads", dict(is_causal=True), (4, 4, 4), True),
-        ("causal, split heads, grouped queries", dict(is_causal=True, enable_gqa=True), (8, 2, 2), True),
-    )
-    for name, options, counts, split in cases:
-        call = functools.partial(attend, **options)
-        yield f"a new length, {name}", first_calls(call, lambda n, c=counts, s=split: heads(n, c, s)), ""  # type: ignore[misc]
-    yield "a new length, linear_cross_entropy", first_calls(ops.linear_cross_entropy, head), ""
-    yield "a new length, an op of a user's", first_calls(nearby, lambda n: [numbers(n, 64) for _ in range(3)]), ""
-
-
-def lengths_on_cpu() -> Iterator[tuple[str, str, str]]:
-    """The same by the eager engine of this CPU, of few pairs, so that next to nothing is computed."""
-    small = lambda n: [numbers(1, 2, n // 16, 16, dtype=torch.float32) for _ in range(3)]
-    attend, causal = cast(Callable[..., Tensor], ops.attention), functools.partial(ops.attention, is_causal=True)
-    yield "a new length on a CPU, attention", first_calls(attend, small), ""
-    yield "a new length on a CPU, causal", first_calls(cast(Any, causal), small), ""
+    for name, found in host.lengths(torch.device("cpu"), _BF16):
+        yield f"a new length, {name}", found, ""
 
 
 def main() -> None:
@@ -187,9 +134,6 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print("| call | ours, forward / with gradients | SDPA |\n|---|---|---|")
-    if asked.lengths:
-        for row in lengths_on_cpu():
-            print(f"| {' | '.join(row)} |", flush=True)
     with started():
         for part in (lengths,) if asked.lengths else (attention, stored_and_listed):
             for row in part():

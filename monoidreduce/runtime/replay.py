@@ -295,8 +295,9 @@ class ProgramSteps:
         ready = READY[self.engine](fold, leaves, sizes)
         if ready is None:
             return [], None
-        made = ready(leaves) if fold.domain is not None else ready.compile(leaves)
-        return made, ready.recipes(leaves)
+        if isinstance(ready, triton.ListedFold):
+            return ready(leaves), ready.recipes(leaves)
+        return (ready.compile(leaves), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.

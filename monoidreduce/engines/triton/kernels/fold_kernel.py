@@ -153,14 +153,14 @@ class FoldLaunch:
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
         """This launch for other lengths, as a new one would be: what does not depend on them is not asked again, and
         what was compiled is launched on another grid. None where it may be another kernel."""
-        if type(self) is not FoldLaunch or batch != self.batch or self.few is not None or any(self.before):
+        if type(self) is not FoldLaunch or batch != self.batch or self.few is not None:
             return None
         one = copy.copy(self)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
         if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
             return None
-        one.spec = self.described
+        one.spec, one.copied = self.described, None if any(self.before) else self.copied
         one.prepare(values)
         one.again = self._relaunch(one)
         return one

@@ -140,17 +140,22 @@ class PreparedFold:
             found += one(leaves, views)
         return [found[k] for k in self.order]
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing but launches is done: no labels are gathered, no bands are made, no leaves are converted."""
+        plain = not self.picks and self.bands is None and self.sums is None
+        return plain and all(one.is_repeatable for one in self.launches)
+
     def compile(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Results in their form, of launches that are compiled: not run, where all of them were before."""
-        plain = not self.picks and self.bands is None and self.sums is None
-        found = [one.allocate() for one in self.launches] if plain else [None]
+        found = [one.allocate() for one in self.launches]
         made = [t for outputs in found for t in outputs or ()]
         return self(leaves) if None in found else [made[k] for k in self.order]
 
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
-        """How a replay makes the launches again, and which results each writes; None where labels are gathered, or
-        bands made, too."""
-        if self.picks or self.bands is not None or self.sums is not None:
+        """How a replay makes the launches again, once they are compiled, and which results each writes; None where it
+        cannot."""
+        if not self.is_repeatable:
             return None
         found, first = [], 0
         for one in self.launches:
