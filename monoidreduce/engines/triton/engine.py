@@ -209,6 +209,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     found = store.get(key)
     if found is None:
         kinds = [spec_from_tensors.describe_leaf(e, v) for e, v in zip(fold.leaves, leaves, strict=True)]
+        kinds += [spec_from_tensors.list_thresholds(over, sizes.batch, sizes) for over in ("cols", "rows")]
         alike = (id(store), *asked, *sizes.letters.values(), *kinds)
         other = _OTHER_LENGTHS.find(alike)
         found = None if other is None or other.fold is not fold else other.at_lengths(leaves, sizes)

@@ -75,7 +75,7 @@ class PreparedFold:
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         histograms = _list_histograms(fold)
-        rewritten = self.picks or histograms or self.bands is not None or self.sums is not None
+        rewritten = histograms or self.bands is not None or self.sums is not None
         single = all(len(folds) == 1 for folds in ways.values())
         self.alone = None if rewritten or not single else self.launches  # one a direction, before they are joined
         self._join_directions(values, layouts)
