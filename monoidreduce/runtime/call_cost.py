@@ -415,7 +415,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
     asked = (budget.requested(), DENSE_LIMIT, plan_records.generation(), matmul.float32_precision())
-    key = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
+    key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
     if found is None:  # the program is kept, so that its id stays its own

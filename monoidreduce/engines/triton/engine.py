@@ -104,7 +104,7 @@ prepare_best_products = topk.prepare_best_products
 _warned: set[tuple[Fold, str]] = set()
 _MOST = 4096
 # The last fold prepared for some lengths, by all else that folds are prepared for
-_OTHER_LENGTHS: BoundedCache[tuple, PreparedFold] = BoundedCache(1024)
+_OTHER_LENGTHS: BoundedCache[tuple, tuple[dict, PreparedFold]] = BoundedCache(1024)
 
 
 def run(
@@ -212,8 +212,9 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
         kinds += [spec_from_tensors.list_thresholds(over, sizes.batch, sizes) for over in ("cols", "rows")]
         alike = (id(store), *asked, *sizes.letters.values(), *kinds)
         other = _OTHER_LENGTHS.find(alike)
-        found = None if other is None or other.fold is not fold else other.at_lengths(leaves, sizes)
-        found = store[key] = _OTHER_LENGTHS.keep(alike, PreparedFold(fold, leaves, sizes) if found is None else found)
+        found = None if other is None else other[1].at_lengths(leaves, sizes)
+        found = store[key] = PreparedFold(fold, leaves, sizes) if found is None else found
+        _OTHER_LENGTHS.keep(alike, (store, found))  # the store is held, so that its id stays its own
         while len(store) > _MOST:
             del store[next(iter(store))]
     return found

@@ -129,6 +129,7 @@ class FoldLaunch:
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
     least_masked = _LEAST_MASKED
+    copied: tuple | None = None  # per leaf of the fold, the batch dimensions of its descriptor; None: not yet asked
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class FoldLaunch:
         self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self._describe(values)
-        self.described, self.copied = self.spec, None
+        self.described = self.spec
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
@@ -172,7 +173,8 @@ class FoldLaunch:
 
     def _relaunch(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
-        if other.kernel is not self.kernel or (other.plan, other.how) != (self.plan, self.how) or not other.grid:
+        alike = other.kernel is self.kernel and (other.plan, other.how) == (self.plan, self.how)
+        if not alike or not other.grid or self.asked:  # tables of conditions on data have strides of their own
             return None
         pairs = zip(self.template[: self.specialized], other.template[: other.specialized], strict=True)
         if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):

@@ -154,8 +154,10 @@ class Relauncher:
         with use_device(self.device):
             self.watched(*arguments, *self.constants)
 
-    def on_grid(self, grid: tuple[int, ...]) -> Relauncher:
-        """What launches the same kernel on another grid."""
+    def on_grid(self, grid: tuple[int, ...]) -> Relauncher | None:
+        """What launches the same kernel on another grid; None where it stands for a launch of a dry run."""
+        if self.compiled is _IDLE:
+            return None
         found = copy.copy(self)
         found.before = (*grid, 1, 1)[:3]
         found.watched = self.compiled[found.before]
