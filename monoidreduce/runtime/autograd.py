@@ -32,7 +32,7 @@ from ..engines.common.gradient_program import (
     load_saved,
     zero_gradient,
 )
-from ..engines.common.matmul import SIXTEEN
+from ..engines.common.matmul import are_narrow
 from ..engines.common.others import other_gradients, other_results, split_cotangents
 from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
@@ -597,8 +597,7 @@ def _pass_gradients(
         return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
-    narrow = any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in leaves])
-    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, narrow)
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, are_narrow(leaves))
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)

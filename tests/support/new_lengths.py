@@ -11,7 +11,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def main() -> None:
     from benchmarks.pretend import h200
     from monoidreduce import ops
 
-    def heads(n: int, split: bool = False) -> list[Any]:
-        shape = (1, n, 4, 64) if split else (1, 4, n, 64)
+    def heads(n: int, split: bool = False, batch: int = 1, count: int = 4) -> list[Any]:
+        shape = (batch, n, count, 64) if split else (batch, count, n, 64)
         made = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         return [t.transpose(1, 2) for t in made] if split else made
 
@@ -85,9 +85,9 @@ def main() -> None:
                     found["calls"][name] = sum(ran.values())
             if name not in ("causal", "split heads", "perceptron"):
                 continue
-            known = {n: launches(call, n, step, forget=False) for n in BOUNDARIES}
-            fresh = {n: launches(call, n, step, forget=True) for n in BOUNDARIES}
-            found["different"][name] = [n for n in BOUNDARIES if known[n] != fresh[n] or not known[n]]
+            found["different"][name] = different(call, BOUNDARIES, step)
+        joined = lambda n: ops.attention(*heads(n, batch=2, count=16))
+        found["different"]["two kernels of gradients, then one for both"] = different(joined, (2048, 4096), step)
         found["held"] = held(calls["causal"], step)
     print(json.dumps(found))
 
@@ -104,6 +104,13 @@ def functions_of(call: Callable[[], object]) -> dict[str, int]:
 
     run_noting(call, note)
     return seen
+
+
+def different(call: Callable[[int], Any], lengths: Sequence[int], step: Callable) -> list[int]:
+    """Of these lengths, one after the other, those whose launches are others than in a process that met no other."""
+    known = {n: launches(call, n, step, forget=False) for n in lengths}
+    fresh = {n: launches(call, n, step, forget=True) for n in lengths}
+    return [n for n in lengths if known[n] != fresh[n] or not known[n]]
 
 
 def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
@@ -123,15 +130,17 @@ def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -
     clear_caches()  # so that folds are prepared again, by the choices that are known
     engine._OTHER_LENGTHS.update(others)
     step(call, n)
-    made = [one for ready in triton.prepared_folds().values() for one in ready.launches if one.again is not None]
+    every = triton.prepared_folds().values()
+    made = [(one, ready.order) for ready in every for one in ready.launches if one.again is not None]
     return [
         (
             *(one.over, hash(one.kernel.text), one.plan, one.grid, one.how, one.outputs, one.strides, one.cuts),
             [v for v in one.template if v],
             [(leaf, box.shape, box.strides, box.block_shape) for leaf, box in one.boxes],
             [v.tolist() if isinstance(v, Tensor) else v for v in one.edges or ()],
+            order,
         )
-        for one in made
+        for one, order in made
     ]
 
 

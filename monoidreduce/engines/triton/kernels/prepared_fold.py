@@ -76,14 +76,19 @@ class PreparedFold:
         self.launches = [one for launches in made for one in launches]
         histograms = _list_histograms(fold)
         rewritten = histograms or self.bands is not None or self.sums is not None
+        rewritten = rewritten or any(e.is_stored for e in fold.leaves)  # what they are widened to follows free memory
         single = all(len(folds) == 1 for folds in ways.values())
         self.alone = None if rewritten or not single else self.launches  # one a direction, before they are joined
         self._join_directions(values, layouts)
         for one in histograms:
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
+        self.order = self._find_order()
+
+    def _find_order(self) -> list[int]:
+        """Per result of the fold, its place among those of picks and launches."""
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
-        self.order = [found.index(o) for o in fold.outputs]
+        return [found.index(o) for o in self.inner.outputs]
 
     def at_lengths(self, leaves: Sequence[Any], sizes: Sizes) -> PreparedFold | None:
         """This fold prepared for leaves of other lengths, as a new one would be; None where more may be different."""
@@ -97,6 +102,7 @@ class PreparedFold:
         other.given = other.sizes = sizes
         other.alone = other.launches = [one for one in found if one is not None]
         other._join_directions(values, layouts)
+        other.order = other._find_order()  # joined launches have theirs in another order
         return other
 
     def _join_directions(self, values: Leaves, layouts: Layouts) -> None:
@@ -316,7 +322,8 @@ def _share_one_launch(
 
 def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
     """In the order in which they run: labels that are gathered, then the fold of each kernel with its direction."""
-    found = _directions(fold)
+    widens = any(spec_from_tensors.pays_widening(e, "cols", fold.leaves, sizes) for e in fold.leaves if e.is_stored)
+    found = _directions(fold, widens)
     return [r for *_, picks in found for r in picks], [
         (o, f) for o, part, _ in found for f in _fit_registers(part, sizes)
     ]
@@ -339,13 +346,15 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
-    """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one."""
+def _directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
+    """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one; with ``widens``,
+    where columns are widened before the launch, all labels: beside scales, their kernel has no registers for them."""
     found = []
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        picks = tuple(r for r in mine if not kind_of(r).walks(r, whole.reductions))
+        apart = lambda r: widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)
+        picks = tuple(r for r in mine if apart(r) or not kind_of(r).walks(r, whole.reductions))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)

@@ -259,19 +259,26 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given
 
 @functools.cache
 def _widen_interpreted_products() -> None:
-    """Let Triton's interpreter multiply bfloat16 blocks in float32, which holds their products exactly.
+    """Let Triton's interpreter multiply bfloat16 blocks in float32, which holds their products exactly, and convert
+    integers to bfloat16 (and back) by way of float32.
 
-    NumPy has no bfloat16: the interpreter stores its bits as integers, and its ``dot`` multiplies those."""
+    NumPy has no bfloat16: the interpreter stores its bits as integers, and multiplies and converts those."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
-    multiply, language = builder.create_dot, interpreter.tl
+    multiply, convert, language = builder.create_dot, builder.cast_impl, interpreter.tl
 
     def widen(block: Any) -> Any:
         if block.dtype.scalar != language.bfloat16:
             return block
         return handle((block.data.astype("uint32") << 16).view("float32"), language.float32)
 
+    def convert_by_float32(x: Any, kind: Any) -> Any:
+        if language.bfloat16 in (x.dtype.scalar, kind.scalar):
+            x = convert(x, language.float32)
+        return convert(x, kind)
+
     builder.create_dot = lambda x, y, *rest, **options: multiply(widen(x), widen(y), *rest, **options)
+    builder.cast_impl = convert_by_float32
 
 
 def compile_only() -> contextlib.AbstractContextManager[bool]:
