@@ -542,7 +542,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         hidden = {n for n, p in self.parameters.items() if p.stored == "scale"}
-        told = "called with " + ", ".join(f"{public_name(n)}={shown(v)}" for n, v in given if n not in hidden)
+        there = [(n, v) for n, v in given if v is not None and n not in hidden]
+        told = "called with " + ", ".join(f"{public_name(n)}={shown(v)}" for n, v in there)
         if self.function.__module__.startswith(f"{__package__}.ops."):  # inside a ready-made layer: not the user's line
             return told
         return f"{find_place(self.function).split(':')[0]}, {told}"

@@ -87,6 +87,7 @@ class Cost:
     dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
     backward: bool
     own: str = ""  # the schedule under which each fold runs by its own choice
+    prefers_dense: bool | None = None  # as decided for all lengths of a class; None: by these seconds
 
     @property
     def chosen(self) -> Scheduled:
@@ -97,9 +98,10 @@ class Cost:
         folds.sort(key=lambda s: s.schedule != self.own)
         fold = next((s for s in folds if self.allows(s)), folds[-1])
         dense = self.get("dense")
-        if dense is not None and self.allows(dense) and dense.seconds <= CLEARLY * fold.seconds:
-            return dense
-        return fold
+        if dense is None or not self.allows(dense):
+            return fold
+        faster = dense.seconds <= CLEARLY * fold.seconds if self.prefers_dense is None else self.prefers_dense
+        return dense if faster else fold
 
     def allows(self, scheduled: Scheduled) -> bool:
         """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""

@@ -48,7 +48,8 @@ def check_kind(p: Parameter, value: Any) -> None:
                 fix="Add the missing axis, or change the declaration",
             )
         if value.is_complex() or value.is_sparse or value.is_quantized:
-            raise DTypeError(detail=f"{p.name} is {shown(value)}", fix="Give a dense tensor of real numbers")
+            kind = "" if value.is_complex() else ", sparse" if value.is_sparse else ", quantised"
+            raise DTypeError(detail=f"{p.name} is {shown(value)}{kind}", fix="Give a dense tensor of real numbers")
     elif p.axis == "number":
         if isinstance(value, Tensor):
             if value.dim() != 0:
@@ -148,6 +149,8 @@ def sizes_of(
             fix="Divide the rows alone: mr.shard(rows=...)",
         )
     sizes = {k: s for k, (_, s) in found.items() if k != _ALL}
+    if "rows" not in sizes and isinstance(ends := values.get("_cols_rowptr"), Tensor):
+        sizes["rows"] = ends.shape[-1] - 1
     for p in parameters.values():
         if len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
             sizes[str(p.feature)] = sizes[names[0]] * sizes[names[1]]

@@ -196,7 +196,7 @@ def test_blocks_in_batches_lists_and_transforms():
     torch.testing.assert_close(torch.vmap(run)(q, k.values, k.scale), cases.attention(q, plain[0], plain[1][:1]))
     whole = torch.compile(lambda q, k, v: cases.attention(q, k, v), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(whole(q, k, v), cases.attention(q, *plain))
-    x = q[0].requires_grad_()
+    x = q[0, :2].requires_grad_()
     stored = cases.store_blocks(torch.randn(9, 32, dtype=torch.float64), 16)
     assert torch.autograd.gradcheck(lambda x: cases.best(x, stored), x)
     assert torch.autograd.gradgradcheck(lambda x: cases.attention(x, stored, stored), x)
