@@ -219,7 +219,8 @@ class ListedLaunch(FoldLaunch):
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
         if most <= _FEW and item == 2 and plainly.widths.folded:
-            plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1)
+            widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
+            plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
         else:
             plan = choose_plan(plainly, self.over, item, family, copies, group, None)
         if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence

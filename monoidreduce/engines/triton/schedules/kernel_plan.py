@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....plan import settings
-from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, MOST_FEW, Family, Tile
+from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, FEW_STORED_PAGES, MOST_FEW, Family, Tile
 from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
 from ..launch import jit_module
@@ -142,9 +142,11 @@ def choose_few_plan(
     count: int,
     processors: int,
     widens: bool = False,
+    pages: bool = False,
 ) -> KernelPlan:
     """The plan of a kernel of few kept indices, with its splits; ``lengths``: of the kept and the folded axis,
-    ``count``: batch elements; ``widens``: whether vectors of the folded axis are stored in 8 bits or fewer.
+    ``count``: batch elements; ``widens``: whether vectors of the folded axis are stored in 8 bits or fewer; ``pages``:
+    whether they lie in pages.
 
     Where instances are fewer than multiprocessors and long, their tiles are twice as long, so that each has more reads
     in flight (H200, 96 instances of 4096 columns: 49.8 us, else 59.6)."""
@@ -154,7 +156,8 @@ def choose_few_plan(
     family = family or FAMILY
     widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
     block = min(MOST_FEW, max(16, 1 << (lengths[0] - 1).bit_length()))
-    folded, warps, stages = (FEW_STORED if widens else FEW)[widest]
+    stored = FEW_STORED_PAGES if pages else FEW_STORED
+    folded, warps, stages = (stored if widens else FEW)[widest]
     plan = KernelPlan(block, folded, warps, stages)
     room, least = family.shared * family.spare, 1 + family.ahead
     while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, 2, family) > room:
