@@ -1,7 +1,8 @@
 """Candidate schedules of stored vectors on a GPU, timed in turns as CUDA graphs (no host), beside bfloat16.
 
 ``python -m benchmarks.stored_schedules fp8`` times FP8 attention by each schedule; ``... decode`` decoding from an INT8
-or FP8 cache by each tile. Every candidate's error against float64 on the same stored numbers is printed beside it.
+or FP8 cache by each tile, ``... pages`` the same from INT8 pages, ``... late`` INT8 late interaction. Every candidate's
+error against float64 on the same stored numbers is printed beside it.
 """
 
 from __future__ import annotations
@@ -140,6 +141,49 @@ def decode(kind: str) -> None:
     compare(candidates, lambda out: wanted if out is None else out[:1, :4].double())
 
 
+def pages() -> None:
+    """One query row of 16 sequences of 32 heads over 8, 8192 columns in INT8 pages of 64, by each tile."""
+    q = torch.randn(16, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(16 * 128, 64, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(16 * 128, device="cuda").view(16, 128)
+    lengths = torch.full((16,), 8192, device="cuda")
+    stored = [mr.scaled(*int8_with_scales(t)) for t in (k, v)]
+    own = [t.dequantize(torch.float64)[table[0], :, 0].reshape(-1, 128) for t in stored]
+    wanted = torch.softmax(q[0, :4, 0].double() @ own[0].mT * 128**-0.5, -1) @ own[1]
+    call = lambda k, v: ops.attention_paged(q, k, v, mr.pages(table, lengths, page=64))
+    candidates: dict[str, Candidate] = {
+        "bfloat16": (lambda: call(k, v), nullcontext()),
+        "shipped": (lambda: call(stored[0], stored[1]), nullcontext()),
+    }
+    for folded, warps, stages, parts in PAGE_TILES:
+        plan = {"cols": KernelPlan(16, folded, warps, stages, parts=parts)}
+        name = f"{folded} columns, {warps} warps, {stages} stages, {parts} splits"
+        candidates[name] = (lambda: call(stored[0], stored[1]), use_plan(plan))
+    print("decoding from int8 pages", flush=True)
+    compare(candidates, lambda out: wanted if out is None else out[0, :4, 0].double())
+
+
+def late() -> None:
+    """INT8 late interaction of a query of 32 tokens with 8192 documents of 128, by each tile."""
+    q = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
+    d = torch.randn(8192, 128, 128, device="cuda", dtype=torch.bfloat16)
+    stored = [mr.scaled(*int8_with_scales(t)) for t in (q, d)]
+    exact = [t.dequantize(torch.float64) for t in (stored[0], mr.scaled(*int8_with_scales(d[:64])))]
+    wanted = (exact[0] @ exact[1].mT).amax(-1).sum(-1)
+    candidates: dict[str, Candidate] = {
+        "bfloat16": (lambda: ops.maxsim(q, d), nullcontext()),
+        "shipped": (lambda: ops.maxsim(*stored), nullcontext()),
+    }
+    for plan in LATE_TILES:
+        candidates[str(plan)] = (lambda: ops.maxsim(*stored), use_plan({"cols": KernelPlan(*plan)}))
+    print("late interaction of int8", flush=True)
+    compare(candidates, lambda out: wanted if out is None else out.reshape(-1)[:64].double())
+
+
+# Rows, columns, warps, stages
+LATE_TILES = [(64, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 1), (32, 128, 2, 2), (32, 64, 4, 2), (32, 64, 2, 3)]
+# Columns, warps, stages, splits
+PAGE_TILES = [(64, 4, 4, 8), (64, 4, 3, 8), (64, 4, 2, 8), (64, 4, 2, 4), (64, 4, 1, 8), (64, 2, 3, 8), (64, 4, 4, 2)]
 # Columns, warps, stages, splits: longer tiles read the queries from shared memory less often; fewer warps wait for each
 # other less; one stage reads straight into registers.
 TILES = [
@@ -165,6 +209,10 @@ def main() -> None:
     if "fp8" in sys.argv[1:]:
         fp8(64, 4096)
         fp8(16, 16384)
+    if "pages" in sys.argv[1:]:
+        pages()
+    if "late" in sys.argv[1:]:
+        late()
     for kind in ("int8", "fp8"):
         if "decode" in sys.argv[1:]:
             decode(kind)

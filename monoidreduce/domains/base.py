@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -156,6 +156,22 @@ def is_plain(*tensors: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and all(type(t) is Tensor and t.device.type != "meta" for t in tensors)
     )
+
+
+def not_a_domain(name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages", "jagged", "edges")) -> ArgumentError:
+    """The error of ``value``, given where a domain of one of these ``kinds`` belongs."""
+    fix = "Give " + " or ".join(f"mr.{kind}(...)" for kind in kinds)
+    if hasattr(value, "kv_num_blocks") and "blocks" in kinds:
+        fix = "mr.blocks.from_block_mask takes FlexAttention's BlockMask"
+    elif isinstance(value, Tensor) and value.layout is torch.sparse_csr and "edges" in kinds:
+        fix = "mr.edges.from_csr takes a CSR tensor"
+    elif isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
+        fix += "; mr.edges.from_neighbours takes columns [M, K], mr.edges.from_edge_index PyG's edge_index"
+    elif isinstance(value, Tensor):
+        fix += "; mr.blocks.from_block_mask takes FlexAttention's BlockMask, mr.blocks.from_mask one truth value for "
+        fix += "each block of pairs"
+    given = repr(value) if isinstance(value, (Domain, str)) else shown(value)
+    return ArgumentError(detail=f"{name} was given {given}", fix=fix)
 
 
 def integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:

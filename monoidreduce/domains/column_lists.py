@@ -101,7 +101,7 @@ def pack(index: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     # What is not kept goes to one place beyond the end, which is cut off.
     at = torch.where(kept, offsets[:-1].unsqueeze(1) + place, groups * most)
     items = torch.zeros(groups * most + 1, dtype=index.dtype, device=index.device)
-    items.scatter_(0, at.view(-1), torch.where(kept, index, 0).view(-1))
+    items = items.scatter(0, at.reshape(-1), torch.where(kept, index, 0).reshape(-1))  # in place, nothing is mapped
     return offsets, items[:-1]
 
 

@@ -32,9 +32,15 @@ class Edges(base.Domain):
 
     kind = "edges"
     rowptr: Tensor
-    index: Tensor
+    index: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.index is None:
+            raise ArgumentError(
+                detail=f"mr.edges was given {shown(self.rowptr)} alone",
+                fix="Give rowptr and index; of a CSR tensor, PyG's edge_index or columns [M, K], mr.edges.from_csr, "
+                "from_edge_index and from_neighbours make them",
+            )
         base.integers("rowptr", self.rowptr, "[..., M + 1]", 1)
         base.integers("index", self.index, "[..., E]", 1)
         base.one_device(rowptr=self.rowptr, index=self.index)
@@ -84,7 +90,9 @@ class Edges(base.Domain):
         """
         if not isinstance(matrix, Tensor) or matrix.layout is not torch.sparse_csr:
             raise ArgumentError(
-                detail=f"matrix was given {shown(matrix)}", fix="Give a tensor made by .to_sparse_csr()"
+                detail=f"matrix was given {shown(matrix)}"
+                + (f", laid out as {matrix.layout}" if isinstance(matrix, Tensor) else ""),
+                fix="Give a tensor made by .to_sparse_csr()",
             )
         return cls(matrix.crow_indices(), matrix.col_indices())
 
@@ -138,18 +146,25 @@ class Edges(base.Domain):
     def _check_values(self, rows: int, cols: int) -> None:
         edges = self.index.shape[-1]
         base.offsets_rise("rowptr", self.rowptr, edges, "edges")
+        self._check_elements()
+        used = None if self.batch else torch.arange(edges, device=self.index.device) < self.rowptr[-1]
+        base.within("index", self.index, cols - 1, "columns", used)
+
+    def _check_elements(self) -> None:
+        """Raise ColumnListError unless the lists of every element of the batch end with its last edge."""
+        edges = self.index.shape[-1]
         if self.batch and self.rowptr.numel() and int(self.rowptr[..., -1].min()) < edges:
             raise ColumnListError(
                 detail=f"rowptr ends at {int(self.rowptr[..., -1].min())} for one element of the batch, but index has "
                 f"{edges} edges",
                 fix="Give all elements of a batch equally many edges, or their union as one graph",
             )
-        used = None if self.batch else torch.arange(edges, device=self.index.device) < self.rowptr[-1]
-        base.within("index", self.index, cols - 1, "columns", used)
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
         if not self.batch:
             return ColumnLists(self.rowptr, self.index, 1, 1)
+        if base.can_inspect(self.rowptr):  # those of a mapped call were not checked
+            self._check_elements()
         edges, count = self.index.shape[-1], torch.Size(self.batch).numel()
         first = torch.arange(count, device=self.rowptr.device).unsqueeze(1) * edges
         starts = (self.rowptr[..., :-1].flatten(0, -2) + first).reshape(-1)

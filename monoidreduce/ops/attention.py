@@ -351,6 +351,8 @@ def _attend(
         _align(cols, options, q)
         options["cols"] = cols
     layout = grouping.Groups.of(q, k, v) if enable_gqa and (cols is None or cols.kind != "pages") else None
+    if not enable_gqa and (cols is None or cols.kind != "pages"):
+        checks.own_keys(q, k)
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
     result = _attention(q, k, v, scale, bool(return_lse), **options)
@@ -526,6 +528,15 @@ def _check_domain(cols: Any, **given: Any) -> None:
             raise ArgumentError(
                 detail=f"{name} was given beside {cols!r}", fix=f"Drop {name}: cols says which columns a sequence has"
             )
+
+
+def list_options(cols: Domain | None, q: Tensor, options: dict[str, Any], **given: Any) -> None:
+    """Add what ``cols`` says to the options of a call that takes lists of columns in memory order."""
+    if cols is not None:
+        checks.domain("cols", cols, "blocks", "jagged", "edges")
+        _check_domain(cols, **given)
+        _align(cols, options, q)
+        options["cols"] = cols
 
 
 def _align(cols: Any, options: dict[str, Any], q: Tensor) -> None:

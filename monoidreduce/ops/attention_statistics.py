@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from ..domains import Domain
 from ..errors import ArgumentError, ShapeError
 from . import checks, grouping
 from . import language as mr
-from .attention import Causal, Documents, Window, chosen_options, default_scale, score_options, scores
+from .attention import Causal, Documents, Window, chosen_options, default_scale, list_options, score_options, scores
 
 Statistic = Literal["lse", "entropy", "distance", "column_sums"]
 _STATISTICS: tuple[Statistic, ...] = ("lse", "entropy", "distance", "column_sums")
@@ -62,11 +63,12 @@ def _statistics(
     lengths: mr.Batch | None = None,
     row_documents: mr.Row | None = None,
     col_documents: mr.Col | None = None,
+    row_shift: mr.Row | None = None,
 ):
     options = {
         "softcap": softcap, "bias": bias, "attn_mask": attn_mask, "mask": mask, "alibi_slopes": alibi_slopes,
         "lower_right": lower_right, "causal": causal, "left": left, "right": right, "lengths": lengths,
-        "row_documents": row_documents, "col_documents": col_documents,
+        "row_documents": row_documents, "col_documents": col_documents, "row_shift": row_shift,
     }  # fmt: skip
     s, shown, ahead = scores(q, k, scale, **options)
     z, names = mr.logsumexp(s), wanted.split()
@@ -104,6 +106,7 @@ def attention_statistics(
     alibi_slopes: Tensor | None = None,
     documents: Documents | None = None,
     lengths: Tensor | None = None,
+    cols: Domain | None = None,
 ) -> AttentionStatistics:
     """Statistics of attention's weights p, with the attention itself where ``v`` is given.
 
@@ -121,6 +124,7 @@ def attention_statistics(
     Shapes: ``q`` [..., M, f], ``k`` [..., N, f] and ``v`` [..., N, d] give numbers [..., M], column sums [..., N] and
     values [..., M, d]. A row that sees nothing has entropy and distance 0, and adds nothing to the column sums. The
     other options are those of :func:`attention`; with ``enable_gqa`` there are statistics for each head of the queries.
+    ``cols`` (``mr.blocks``, ``mr.jagged`` or ``mr.edges``): of listed pairs alone.
 
     Raises :class:`ArgumentError` for a statistic that there is not, and otherwise as :func:`attention`.
 
@@ -138,9 +142,10 @@ def attention_statistics(
     checks.floating(q=q, k=k, v=v)
     options: dict[str, Any] = dict(chosen_options(causal, False, window, softcap, 0.0))
     options |= score_options(
-        q, k, attn_mask, mask_hides, bias, softcap=softcap, alibi_slopes=alibi_slopes, lengths=lengths,
+        q, k, attn_mask, mask_hides, bias, cols, softcap=softcap, alibi_slopes=alibi_slopes, lengths=lengths,
         documents=documents,
     )  # fmt: skip
+    list_options(cols, q, options, lengths=lengths)
     scale = default_scale(q) if scale is None else scale
     layout = grouping.Groups.of(q, k, k if v is None else v) if enable_gqa else None
     if layout is not None:
@@ -188,10 +193,12 @@ def _kl(
     lengths: mr.Batch | None = None,
     row_documents: mr.Row | None = None,
     col_documents: mr.Col | None = None,
+    row_shift: mr.Row | None = None,
 ):
     hides = {
         "attn_mask": attn_mask, "mask": mask, "lower_right": lower_right, "causal": causal, "left": left,
         "right": right, "lengths": lengths, "row_documents": row_documents, "col_documents": col_documents,
+        "row_shift": row_shift,
     }  # fmt: skip
     s, shown, _ = scores(q, k, scale, softcap=softcap, **hides)
     t, teacher, _ = scores(teacher_q, teacher_k, teacher_scale, softcap=teacher_softcap, **hides)
@@ -222,6 +229,7 @@ def attention_kl(
     window: Window | None = None,
     documents: Documents | None = None,
     lengths: Tensor | None = None,
+    cols: Domain | None = None,
 ) -> Tensor:
     """The Kullback-Leibler divergence KL(teacher ‖ student) of two attentions, row by row; in reverse KL(student ‖
     teacher).
@@ -236,7 +244,7 @@ def attention_kl(
     Shapes: ``q`` [..., M, f], ``k`` [..., N, f], ``teacher_q`` [..., M, g], ``teacher_k`` [..., N, g] give [..., M];
     leading dimensions (batch, heads) broadcast. ``scale`` and ``teacher_scale`` are 1/√f and 1/√g if left out;
     ``attn_mask`` is boolean. With ``enable_gqa``, both sides may have fewer heads of keys than of queries. The other
-    options are those of :func:`attention`.
+    options are those of :func:`attention`, ``cols`` as in :func:`attention_statistics`.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -259,7 +267,8 @@ def attention_kl(
             detail="attn_mask holds numbers to add", fix="Give truth values: a mask hides pairs from both attentions"
         )
     options: dict[str, Any] = dict(chosen_options(causal, False, window, softcap, 0.0))
-    options |= score_options(q, k, attn_mask, mask_hides, None, lengths=lengths, documents=documents)
+    options |= score_options(q, k, attn_mask, mask_hides, None, cols, lengths=lengths, documents=documents)
+    list_options(cols, q, options, lengths=lengths)
     student = (q, k, default_scale(q) if scale is None else scale, softcap)
     teacher = (
         teacher_q,

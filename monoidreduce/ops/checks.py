@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import arrays
 from ..domains import Domain, nested
+from ..domains.base import not_a_domain
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
@@ -256,11 +257,7 @@ def vectors(name: str, value: Any, shape: str, least: int, most: int | None = No
 def domain(name: str, value: Any, *kinds: str) -> None:
     """Raise ArgumentError unless ``value`` says which columns exist; ``kinds``: in one of these ways."""
     if not isinstance(value, Domain) or (kinds and value.kind not in kinds):
-        made = [f"mr.{kind}(...)" for kind in kinds or ("blocks", "pages", "jagged", "edges")]
-        raise ArgumentError(
-            detail=f"{name} was given {repr(value) if isinstance(value, Domain) else _shown(value)}",
-            fix=f"Give {' or '.join(made)}",
-        )
+        raise not_a_domain(name, value, *((kinds,) if kinds else ()))
 
 
 def listed(cols: Any) -> dict[str, Any]:
@@ -269,6 +266,16 @@ def listed(cols: Any) -> dict[str, Any]:
         return {}
     domain("cols", cols)
     return {"cols": cols}
+
+
+def own_keys(q: Any, k: Any) -> None:
+    """Raise ShapeError where k has fewer heads, as if q's shared them, and nobody said so."""
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.dim(), k.dim()) > 2:
+        many, few = q.shape[-3], k.shape[-3]
+        if many > few > 1 and not many % few:
+            raise ShapeError(
+                detail=f"q has {many} heads and k {few}", fix="Give enable_gqa=True where heads of q share one of k"
+            )
 
 
 def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:

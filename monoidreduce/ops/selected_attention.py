@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..domains import Blocks, Edges
+from ..domains import Blocks, Domain, Edges
 from ..errors import ArgumentError
 from . import checks, grouping
 from . import language as mr
@@ -73,7 +73,9 @@ def select_blocks(
     with torch.no_grad():
         queries = _means(q, rows)
         keys = _means(k, block)
-        if enable_gqa:
+        if not enable_gqa:
+            checks.own_keys(q, k)
+        else:
             layout = grouping.Groups.of(q, k, k)
             queries = queries if layout is None else queries.unflatten(-3, (layout.shared, layout.group)).mean(-3)
         start = torch.arange(queries.shape[-2], device=q.device) * rows
@@ -166,7 +168,9 @@ def _lightning_indexer(q: mr.Row["h", "f"], k: mr.Col["f"], weight: mr.Row["h"],
 
 
 @checks.public_layer(rows={"q": "several", "weight": "vectors"}, cols={"k": "vectors"})
-def lightning_indexer(q: Tensor, k: Tensor, weight: Tensor, best: int, *, causal: bool = False) -> TopK:
+def lightning_indexer(
+    q: Tensor, k: Tensor, weight: Tensor, best: int, *, causal: bool = False, cols: Domain | None = None
+) -> TopK:
     """The ``best`` columns of each row by a weighted sum of its heads' positive products, best first.
 
     With ``s = torch.einsum("...mhf,...nf->...mnh", q, k).relu()`` the same as
@@ -176,7 +180,8 @@ def lightning_indexer(q: Tensor, k: Tensor, weight: Tensor, best: int, *, causal
 
     Shapes: ``q`` [..., M, H, f], ``k`` [..., N, f] and ``weight`` [..., M, H] give values and int64 indices
     [..., M, best]; leading dimensions broadcast. With ``causal`` row i sees columns j ≤ i; a place for which a row sees
-    no column has the value minus infinity and the index -1.
+    no column has the value minus infinity and the index -1. ``cols``: which columns a row chooses among: of packed
+    sequences (``mr.jagged``) the indices are those of the packed columns, of ``mr.pages`` positions in the sequence.
 
     Raises :class:`TopKError` where ``best`` > N, :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or
     :class:`ArgumentError` for arguments that do not fit.
@@ -191,7 +196,7 @@ def lightning_indexer(q: Tensor, k: Tensor, weight: Tensor, best: int, *, causal
     """
     checks.floating(q=q, k=k, weight=weight)
     checks.whole("best", best, 1)
-    return TopK(*_lightning_indexer(q, k, weight, int(best), bool(causal)))
+    return TopK(*_lightning_indexer(q, k, weight, int(best), bool(causal), **checks.listed(cols)))
 
 
 # Attention over the edges of a graph (GAT).

@@ -155,15 +155,15 @@ class _Linear:
         return total if self.factor is None else apply("mul", self.factor, total)
 
 
-def collect_weights(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def collect_weights(gradients: Sequence[Expr | None]) -> list[Expr | None]:
     """Write the weights of sums with as few numbers per row or column as there are terms, where that is fewer."""
     done: dict[Expr, Expr] = {}
-    for e in topological(roots):
+    for e in topological([e for e in gradients if e is not None]):
         args = tuple(done[a] for a in e.args)
         if e.op == "reduce" and e.attrs[0] == "sum":
             args = tuple(map(_collect_sum, args))
         done[e] = rebuild(e, args)
-    return tuple(done[r] for r in roots)
+    return [None if e is None else done[e] for e in gradients]
 
 
 def _collect_sum(e: Expr) -> Expr:

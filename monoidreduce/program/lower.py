@@ -269,7 +269,8 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
     tables = {e.args[0] for e in topological(fields, stop=_is_fed) if e.op == "lookup"}
     tables |= {r.args[2] for r in reductions if r.attrs[0] == "histogram"}
-    feeds, derived = _find_feeds(fields, tables)
+    listed = constructors.find_listed(fields)
+    feeds, derived = _find_feeds(fields, tables, listed is not None and listed.attrs[0][0] == "pages")
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves: dict[Expr, Expr] = {}
     for k, e in enumerate(feeds):  # the scales of packed vectors come before these
@@ -297,9 +298,10 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     return Pass(fold, tuple(feeds), results)
 
 
-def _find_feeds(fields: list[Expr], tables: set[Expr]) -> tuple[list[Expr], list[Expr]]:
+def _find_feeds(fields: list[Expr], tables: set[Expr], paged: bool) -> tuple[list[Expr], list[Expr]]:
     """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed.
-    ``tables``: what is looked up, which is fed as it is."""
+    ``tables``: what is looked up, which is fed as it is. ``paged``: columns lie in pages. Their numbers times a factor
+    (scales of stored keys) are made where they are read, since a store holds more columns than a call reads."""
     found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
@@ -311,6 +313,7 @@ def _find_feeds(fields: list[Expr], tables: set[Expr]) -> tuple[list[Expr], list
         scaled = e.op == "mul" and e.dtype == "float" and e not in tables
         again = scaled and any(a.feature is not None and a in whole for a in e.args)
         stored = constructors.split_scale(e)[1].is_stored and not e.is_stored
+        again |= paged and scaled and e.cols and e.feature is None and any(not (a.rows or a.cols) for a in e.args)
         if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or stored or e in indices:
             derived.add(e)
             stack += e.args[::-1]

@@ -32,7 +32,7 @@ from ..engines.common.gradient_program import (
     load_saved,
     zero_gradient,
 )
-from ..engines.common.matmul import SIXTEEN
+from ..engines.common.matmul import are_narrow
 from ..engines.common.others import other_gradients, other_results, split_cotangents
 from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError
@@ -41,7 +41,7 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
-from .registry import FOLDERS, can_record
+from .registry import FOLDERS, OTHERS, can_record
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
 from .torch_replay import TorchReplays, replay_calls
 
@@ -590,15 +590,15 @@ def _pass_gradients(
     """The gradients of a pass, one per leaf (None where not asked)."""
     if any(other_results(context.fold)) and any(g is not None for g in split_cotangents(context.fold, cotangents)[1]):
         local, others = split_cotangents(context.fold, cotangents)
-        grads = other_gradients(context.fold, leaves, context.sizes, wanted, others)
+        differentiate = OTHERS.get(context.engine, other_gradients)
+        grads = differentiate(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)
             grads = [g if m is None else m if g is None else g + m for g, m in zip(grads, more, strict=True)]
         return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
-    narrow = any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in leaves])
-    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, narrow)
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, are_narrow(leaves))
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)

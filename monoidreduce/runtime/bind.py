@@ -152,6 +152,8 @@ def sizes_of(
             fix="Divide the rows alone: mr.shard(rows=...)",
         )
     sizes = {k: s for k, (_, s) in found.items() if k != _ALL}
+    if "rows" not in sizes and isinstance(ends := values.get("_cols_rowptr"), Tensor):
+        sizes["rows"] = ends.shape[-1] - 1
     for p in parameters.values():
         if len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
             sizes[str(p.feature)] = sizes[names[0]] * sizes[names[1]]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
-from ..domains.base import is_plain
+from ..domains.base import is_plain, not_a_domain
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
-from ..errors import ArgumentError, ShapeError, shown
+from ..errors import ArgumentError, ShapeError
 from ..program.declarations import Parameter, inputs_of
 from . import layer_replay
 
@@ -52,11 +52,7 @@ def parameters_over(form: tuple, parameters: Mapping[str, Parameter]) -> dict[st
 def check_domain(domain: Any) -> Domain:
     """What was given as ``cols``, if it is a domain."""
     if not isinstance(domain, Domain):
-        raise ArgumentError(
-            detail=f"cols was given {shown(domain)}",
-            fix="Give mr.blocks, mr.pages, mr.jagged or mr.edges; mr.blocks.from_block_mask takes FlexAttention's "
-            "BlockMask, mr.blocks.from_mask booleans",
-        )
+        raise not_a_domain("cols", domain)
     return domain
 
 
@@ -66,6 +62,14 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
     if isinstance(domain, Pages):
         return _bind_pages(parameters, values, given, domain)
     rows, cols = (_length(parameters, given, axis) for axis in ("rows", "cols"))
+    if rows is None and isinstance(domain, Edges):
+        rows = domain.rowptr.shape[-1] - 1
+    if rows is None or cols is None:
+        side, what = ("Row", "rows") if rows is None else ("Col", "columns")
+        raise ShapeError(
+            detail=f"no argument says how many {what} there are",
+            fix=f"Declare a parameter mr.{side} or mr.Pair and use it in the body",
+        )
     domain.check(rows, cols)
     form = domain.form
     if isinstance(domain, Jagged):
@@ -110,10 +114,17 @@ def _is_long(domain: Jagged, rows: int, cols: int) -> bool:
     return domain.device.type == "cuda" and min(traced_length(rows), traced_length(cols)) >= least
 
 
-def _length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], axis: str) -> int:
-    """How many rows or columns there are, by the first argument that has them."""
-    found = [(v, parameters[n].tail) for n, v in given.items() if parameters[n].axis == axis]
-    return found[0][0].shape[found[0][1].index(axis) - len(found[0][1])] if found else 1
+def _length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], axis: str) -> int | None:
+    """How many rows or columns there are, by the first argument that has them; numbers per pair may be broadcast."""
+    several = None
+    for name, value in given.items():
+        p = parameters[name]
+        if p.axis in (axis, "pairs"):
+            length = value.shape[p.tail.index(axis) - len(p.tail)]
+            if p.axis == axis:
+                return length
+            several = length if several in (None, 1) else several
+    return several
 
 
 def _check_numbers_of_edges(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], domain: Edges) -> None:
@@ -133,7 +144,7 @@ def _bind_pages(
     parameters: Mapping[str, Parameter], values: Mapping[str, Any], given: Mapping[str, Tensor], domain: Pages
 ) -> DomainCall:
     sequences = len(domain.lengths)
-    heads, query_heads, pages = 1, 1, 0
+    heads, query_heads, pages = 1, 0, 0
     for name, value in given.items():
         p = parameters[name]
         vector = p.feature is not None
@@ -153,12 +164,14 @@ def _bind_pages(
                     fix=f"Give [{sequences}, heads, M{', features' if vector else ''}]",
                 )
             query_heads = max(query_heads, lead[1])
+    query_heads = query_heads or heads
     if query_heads % heads:
         raise ShapeError(
             detail=f"there are {query_heads} heads of rows and {heads} of columns",
             fix="Give a multiple of the columns' heads",
         )
-    domain.check(_length(parameters, given, "rows"), pages * domain.page)
+    rows = _length(parameters, given, "rows")
+    domain.check(1 if rows is None else rows, pages * domain.page)
     grouped = query_heads != heads
     split = (heads, query_heads // heads) if grouped else (heads,)
     moved = dict(values)

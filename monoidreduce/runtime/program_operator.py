@@ -25,6 +25,7 @@ from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import load_saved, zero_gradient
+from ..engines.common.matmul import are_narrow
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
@@ -286,7 +287,7 @@ def _backward(
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
-        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results))
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results), are_narrow(values))
         runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
         leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
         forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
@@ -374,7 +375,7 @@ class TracedProgram:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
-            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs))
+            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs), are_narrow(values))
         except NoGradientError:  # torch may have one
             return False
         return True

@@ -32,10 +32,12 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram
+from ..engines.common.matmul import are_narrow
 from ..engines.common.torch_code import BatchArithmetic, Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
+from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
@@ -203,6 +205,7 @@ class ProgramSteps:
     numbers: frozenset[str]
     total: bool = False
     gradients: dict[tuple, GradientProgram] = field(default_factory=dict)
+    failed: BoundedCache[tuple, bool] = field(default_factory=functools.partial(BoundedCache, MOST))  # to be recorded
 
     @functools.cached_property
     def script(self) -> Script:
@@ -259,16 +262,19 @@ class ProgramSteps:
         floats = {k for k in self.tensors if self.inputs[k].dtype == "float"}
         return all(found == floats for found in self.moving or ())
 
-    def gradient(self, needs: Needs, given: tuple[bool, ...], results: int) -> GradientProgram:
-        """The gradients that are needed as a program of the inputs, its pass's ``results`` and the cotangents given."""
-        found = self.gradients.get((needs, given, results))
+    def gradient(self, needs: Needs, given: tuple[bool, ...], results: int, narrow: bool) -> GradientProgram:
+        """The gradients that are needed as a program of the inputs, its pass's ``results`` and the cotangents given.
+
+        ``narrow``: whether vectors have 16 bits, so that weights may be multiplied out."""
+        found = self.gradients.get((needs, given, results, narrow))
         if found is None:
-            outputs = differentiate_program(self.program, self.inputs, needs, given)
+            outputs: Sequence[Expr | None] = differentiate_program(self.program, self.inputs, needs, given)
+            outputs = collect_weights(outputs) if narrow else outputs
             others = [*(f"P{k}" for k in range(results)), *(f"c{k}" for k in range(len(given)))]
             numbers = tuple(name in self.numbers for name in self.script.inputs)
             leaves = number_leaves("x", self.inputs)
             found = GradientProgram.of(leaves, others, outputs, needs, numbers, self.program.exact)
-            self.gradients[needs, given, results] = found
+            self.gradients[needs, given, results, narrow] = found
         return found
 
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
@@ -284,6 +290,16 @@ class ProgramSteps:
         ``forms``: those in which the outputs are expected."""
         if not self.are_launches:
             return None
+        numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
+        key = (launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
+        if key in self.failed:
+            return None
+        found = self._record(values, sizes, forms)
+        if found is None:
+            self.failed.keep(key, True)
+        return found
+
+    def _record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form]) -> triton.RecordedLaunches | None:
         with torch.no_grad(), triton.compile_only():
             known = dict(zip(self.script.names, values, strict=True))
             folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
@@ -293,7 +309,11 @@ class ProgramSteps:
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)
-        return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
+        if ready is None:
+            return [], None
+        if isinstance(ready, triton.ListedFold):
+            return ready(leaves), ready.recipes(leaves)
+        return (ready.compile(leaves), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.
@@ -358,7 +378,7 @@ class ForwardReplays:
         launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
         if saved_row_gradients.many(sizes) and not launches.lean:
             return None
-        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept)
+        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
         formed = tuple(recorded.forms[name] for name in made.returned) == self.forms
@@ -392,7 +412,8 @@ class ForwardReplays:
             copied=copied,
             shown_as=shown,
         )
-        backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, views)
+        narrow = replay.backwards.narrow
+        backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, narrow, views)
         backwards.recorded_before = replay.backwards.recorded_before
         return replace(replay, launches=launches, backwards=backwards)
 
@@ -459,10 +480,11 @@ class BackwardReplays:
         sizes: Sizes,
         recorded: triton.RecordedLaunches,
         kept: triton.Buffer,
+        narrow: bool,
         views: CallViews | None = None,
     ):
         self.steps, self.sizes, self.recorded, self.kept, self.views = steps, sizes, recorded, kept, views
-        self.results = recorded.results
+        self.results, self.narrow = recorded.results, narrow
         # by the kind of the program's inputs; with and without views the launches are the same
         self.recorded_before: BoundedCache[tuple, triton.RecordedLaunches | None] = BoundedCache(MOST)
         self.settings = settings.now()
@@ -492,7 +514,7 @@ class BackwardReplays:
 
     def program(self, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
         """The gradients that are needed as a program of the inputs, the pass's results and the cotangents given."""
-        return self.steps.gradient(needs, given, len(self.results))
+        return self.steps.gradient(needs, given, len(self.results), self.narrow)
 
     def leaves(self, saved: Saved) -> list[Any]:
         """The program's inputs in their order."""

@@ -200,13 +200,16 @@ register_operator(_SCHEMA, _run, _fake)
 def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
     """Leaves with a mapped dimension as the first batch dimension.
 
-    Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape.
+    Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape,
+    and so are all tensors of a domain where one is mapped, for each element then has lists of its own.
     """
     found: list[Any] = []
+    lists = () if fold.domain is None else fold.domain.args
+    mapped = any(d is not None for e, d in zip(fold.leaves, dims, strict=True) if e in lists)
     for e, v, d in zip(fold.leaves, leaves, dims, strict=True):
         if isinstance(v, Tensor):
             v = v.unsqueeze(0) if d is None else v.movedim(d, 0)
-            v = v.expand(size, *v.shape[1:]) if d is None and e.is_pair else v
+            v = v.expand(size, *v.shape[1:]) if d is None and (e.is_pair or (mapped and e in lists)) else v
         found.append(v)
     return found
 

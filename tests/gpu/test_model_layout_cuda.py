@@ -22,7 +22,8 @@ def test_against_float64(width, causal, fused):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_no_column_gradients_of_every_head(width):
-    """Memory of a forward and a backward: the result, the gradients, and a few numbers per row."""
+    """Memory of a forward and a backward: the result, the gradients, those of queries in float32 too, and a few numbers
+    per row. Column gradients of every head would be twice the queries' bytes more, or four times in float32."""
     model = Model(4, 32, 4, 4096, width)
     given, y = model.inputs(torch.bfloat16, "cuda")
     for _ in range(2):
@@ -32,4 +33,4 @@ def test_no_column_gradients_of_every_head(width):
         found = model.run(attend("triton", causal=True), given, y)
         peak = torch.cuda.max_memory_allocated() - before
         del found
-    assert peak <= 1.15 * (y.nbytes + sum(x.nbytes for x in given)) + 2**20
+    assert peak <= 1.15 * (y.nbytes + sum(x.nbytes for x in given)) + 2 * given[0].nbytes + 2**20

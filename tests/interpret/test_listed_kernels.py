@@ -255,8 +255,8 @@ PAGED = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PAGED)
-def test_gradients_of_pages(run, name):
-    """Along the transposed table: shared pages, an empty sequence, NaN in what nobody reads; twice the same."""
+def test_gradients_of_pages(run, by_address, name):
+    """Along the transposed table: shared pages, an empty sequence, NaN in what nobody reads; run, and as replayed."""
     op, rows, page, groups, plans = PAGED[name]
     most = 128 // page
     domain, k, v = paged(page, most, torch.tensor([max(rows, 70), 128, 0, 77]))

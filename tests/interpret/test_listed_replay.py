@@ -1,6 +1,7 @@
 """Calls over lists are recorded and replayed: with other tensors, other lists of the same form, and lists that change
 in place."""
 
+import functools
 import sys
 
 import pytest
@@ -109,6 +110,34 @@ def test_decoding(by_address, groups):
         with mr.use(engine="reference"), torch.no_grad():
             torch.testing.assert_close(found, causal(q, k, v, cols=domain), rtol=1e-5, atol=1e-5)
         lengths += 7
+
+
+@mr.op
+def scaled_causal(q: Row["f"], k: Col["f"], v: Col["d"], scale: mr.Batch):
+    s = torch.where(mr.col_index <= mr.row_index, q @ k * scale, -torch.inf)
+    return mr.softmax_mean(s, v)
+
+
+@pytest.mark.parametrize("heads, rows", [(1, 1), (2, 1), (2, 5)])
+def test_gradients_of_pages(monkeypatch, by_address, heads, rows):
+    """Rows of all sequences are copied by kernels; only the first calls run the engine."""
+    asked, counts, make = [], [], torch.Generator().manual_seed(0)
+    run = listed_fold.PagedFold.__call__
+    monkeypatch.setattr(listed_fold.PagedFold, "__call__", lambda *given: asked.append(1) or run(*given))
+    table, lengths = torch.tensor([[3, 1, 0], [3, 2, 5]]), torch.tensor([20, 41])
+    for step in range(4):
+        domain = mr.pages(table.flip(1) if step == 2 else table, lengths, page=16)
+        shapes = (2, 2 * heads, rows, 16), (6, 16, heads, 16), (6, 16, heads, 8)
+        args, scale = [torch.randn(s, generator=make).requires_grad_() for s in shapes], torch.rand(2, 2 * heads)
+        y = scaled_causal(*args, scale, cols=domain)
+        found = [y, *torch.autograd.grad(y, args, torch.cos(y.detach()))]
+        scaled = functools.partial(scaled_causal, scale=scale)
+        for one, other in zip(found, expected(scaled, args, domain, torch.cos(y.detach())), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+        counts.append((len(asked), len(by_address)))
+        lengths += 1
+    *_, (some, early), (last, late) = counts
+    assert 0 < some == last and late - early > 2 + (heads > 1)  # all kernels, and those that copy
 
 
 def test_lists_change_in_place(by_address):

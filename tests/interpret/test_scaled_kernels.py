@@ -1,5 +1,6 @@
 """Vectors stored in 8 bits with scales, in kernels, beside the same layers on plain tensors."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -140,6 +141,40 @@ def test_pages_of_4_bits():
         warnings.simplefilter("error")
         found = ops.attention_paged(q, k, v, pages)
     torch.testing.assert_close(found, ops.attention_paged(q, *widen((k, v), torch.float32), pages))
+
+
+def test_decoding_from_pages_of_8_bits_is_one_kernel(monkeypatch):
+    """A store may hold far more columns than a call reads: nothing is computed of it before."""
+    q = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16)
+    k, v = (store(torch.randn(9, 16, 2, 16), torch.int8, "vector") for _ in range(2))
+    pages = mr.pages(torch.tensor([[4, 1], [2, 0]]), torch.tensor([32, 3]), page=16)
+    exact = ops.attention_paged(q.double(), *widen((k, v), torch.float64), pages)
+    with mr.use(engine="triton"), torch.no_grad():
+        found = ops.attention_paged(q, k, v, pages)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+        internals.forget_launches(monkeypatch)
+        launches = internals.collect_launches(monkeypatch)
+        ops.attention_paged(q, k, v, pages)
+    assert [one.kernel.name for one in launches] == ["fold_over_cols"]
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=lambda k: str(k)[6:])
+def test_wide_columns_of_many_rows_are_widened_once(kind, monkeypatch):
+    """Without a budget: their kernels are those of plain vectors, and labels are gathered. With one, in every tile."""
+    monkeypatch.setattr("monoidreduce.engines.triton.schedules.spec_from_tensors._WIDENED", 16)
+    torch.manual_seed(0)
+    x, target = torch.randn(20, 320, dtype=torch.bfloat16) / 8, torch.randint(0, 37, (20,))
+    w = store(torch.randn(37, 320), kind)
+    exact = ops.linear_cross_entropy(x.double(), w.dequantize(torch.float64), target, reduction="none")
+    widened = internals.watch_prepared(
+        monkeypatch, lambda launch: [c[1] for c in launch.before.casts if c[0].is_stored]
+    )
+    for budget, expected in ((None, [torch.bfloat16]), ("64MB", [])):
+        with mr.use(engine="triton"), torch.no_grad(), mr.budget(budget) if budget else contextlib.nullcontext():
+            found = ops.linear_cross_entropy(x, w, target, reduction="none")
+        torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=2e-2)  # the loss is bfloat16
+        assert expected in widened
+        widened.clear()
 
 
 EDGES = mr.edges.from_neighbours((torch.arange(20)[:, None] * 3 + torch.arange(5)) % 37)

@@ -12,6 +12,9 @@ CASES = [  # batch, query heads, heads, rows, columns, features, options
     (1, 2, 2, 300, 300, 128, {"is_causal": True}),
     (1, 4, 2, 256, 256, 128, {"is_causal": True}),
     (1, 2, 2, 150, 130, 128, {"softcap": 5.0}),
+    (1, 4, 2, 300, 200, 64, {}),
+    (1, 2, 2, 300, 300, 64, {"is_causal": True}),
+    (2, 1, 1, 200, 150, 64, {"softcap": 5.0}),
 ]
 
 

@@ -88,10 +88,7 @@ def build_gradient_program(
     prepared = dict(saved)
     rest = tuple(want and k not in prepared for k, want in enumerate(wanted))
     results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
-    if narrow:
-        collected = iter(collect_weights(tuple(e for e in others if e is not None)))
-        others = [None if e is None else next(collected) for e in others]
-    outputs = [prepared.get(k, e) for k, e in enumerate(others)]
+    outputs = [prepared.get(k, e) for k, e in enumerate(collect_weights(others) if narrow else others)]
     names = [*(e.attrs[0] for e in (*results, *cotangents)), *saved_names]
     return GradientProgram.of(fold.leaves, names, outputs, wanted, numbers or (False,) * len(wanted), fold.exact)
 

@@ -188,7 +188,9 @@ class BatchChunk:
             return
         rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
         cols = split_range(self.sizes.cols, self.tiles.cols)
-        row_ranges, col_ranges, fixed = tile_ranges(self.code, self.leaves, self.sizes, self.rows.start, rows, cols)
+        row_ranges, col_ranges, fixed = tile_ranges(
+            self.code, self.leaves, (self.sizes.rows, self.sizes.cols), self.rows.start, rows, cols
+        )
         hulls = merge_ranges(col_ranges)
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
@@ -250,22 +252,28 @@ class BatchChunk:
 
 
 def tile_ranges(
-    code: FoldCode, leaves: Mapping[Expr, Any], sizes: Sizes, begin: int, rows: list[slice], cols: list[slice]
+    code: FoldCode,
+    leaves: Mapping[Expr, Any],
+    lengths: tuple[int, int],
+    begin: int,
+    rows: list[slice],
+    cols: list[slice],
 ) -> tuple[list[dict], list[dict], dict]:
     """Minimum and maximum, per tile, of every index and leaf that a condition reads; one host read per leaf.
-    ``begin``: the index of the first row that the leaves hold."""
+    ``lengths``: how many rows and columns there are in all; ``begin``: the index of the first row that the leaves
+    hold."""
     row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
     col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
     fixed: dict[Expr, tuple[float, float]] = {
-        size("rows"): (sizes.rows,) * 2,
-        size("cols"): (sizes.cols,) * 2,
+        size("rows"): (lengths[0],) * 2,
+        size("cols"): (lengths[1],) * 2,
     }
     for e in code.ranged:
         v = leaves[e]
         if not isinstance(v, Tensor):
             fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
             continue
-        if e.is_pair:  # reading it would cost as much as the tile
+        if e.is_pair or v.is_meta:  # reading it would cost as much as the tile, or there is nothing to read
             fixed[e] = EITHER if e.dtype == "bool" else NAN
             continue
         if not e.rows and not e.cols:

@@ -37,6 +37,13 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
     tensors = [given[a] for a in fold.domain.args]
+    if sizes.device.type == "meta":  # lists without numbers: shapes alone
+        return [
+            _zeros_per_pair(given[r.args[1]], sizes, edges)
+            if kind_of(r).per_pair
+            else torch.empty(result_form(r, k, sizes)[0], dtype=result_form(r, k, sizes)[1], device="meta")
+            for r, k in fold.outputs
+        ]
     if edges and chosen_edges.can_run(fold, sizes, tensors):
         return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
     results: list[Any] = [None] * len(fold.reductions)

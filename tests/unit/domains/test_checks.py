@@ -1,5 +1,7 @@
 """What is no list of columns is refused with one clear error; what GPUs would have to wait for only when asked."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -28,7 +30,8 @@ BAD_TENSORS = [
     (lambda: mr.edges(I(), I(0, 1)), mr.ShapeError, "[M + 1]"),
     (lambda: mr.edges.from_neighbours(I(0, 1)), mr.ShapeError, "[..., M, K] was expected"),
     (lambda: mr.edges.from_neighbours(I([0, 1]), I(3)), mr.ColumnListError, "count holds 3. Give numbers from 0 to 2"),
-    (lambda: mr.edges.from_csr(I([0, 1])), mr.ArgumentError, "to_sparse_csr"),
+    (lambda: mr.edges.from_csr(I([0, 1])), mr.ArgumentError, "laid out as torch.strided. Give a tensor made by .to_"),
+    (lambda: mr.edges(I([0, 1], [1, 0])), mr.ArgumentError, "mr.edges.from_csr, from_edge_index and from_neighbours"),
     (lambda: mr.edges.from_edge_index(I([0], [1], [2]), 3), mr.ShapeError, "[2, E] was expected"),
     (lambda: mr.edges.from_edge_index(I([0], [3]), 3), mr.ColumnListError, "edge_index[1][0] is 3"),
     (lambda: mr.edges.from_edge_index(I([0], [1]), -1), mr.ArgumentError, "Give the number of targets"),
@@ -81,6 +84,25 @@ def test_sizes_that_do_not_fit(domain, words):
     with pytest.raises(mr.ShapeError) as caught:
         domain.check(5, 4)
     assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make,words",
+    [
+        (lambda: torch.eye(2).to_sparse_csr(), "mr.edges.from_csr takes a CSR tensor"),
+        (lambda: SimpleNamespace(kv_num_blocks=1), "mr.blocks.from_block_mask takes FlexAttention's BlockMask"),
+        (lambda: I([0, 1]), "mr.edges.from_neighbours takes columns [M, K]"),
+        (lambda: I([0, 1]).bool(), "mr.blocks.from_mask one truth value"),
+    ],
+    ids=["csr", "block mask", "indices", "mask"],
+)
+def test_what_others_call_a_list(make, words):
+    cols, x = make(), torch.zeros(2, 2)
+    for call in (mr.ops.attention, mr.ops.kernel_sum):
+        with pytest.raises(mr.ArgumentError) as caught:
+            call(x, x, x, cols=cols)
+        assert words in str(caught.value) and "None" not in str(caught.value)
 
 
 def test_numbers_are_read_again_only_when_they_change():

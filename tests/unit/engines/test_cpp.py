@@ -1,6 +1,7 @@
 """Folds as generated C++, against the reference engine in float64: layers, extremes, layouts, threads, the cache."""
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -181,6 +182,29 @@ def test_top_k_with_nan_infinities_and_ties():
         seen = value.isfinite()
         assert torch.equal(place[seen], sorted_values.indices[:, :5][seen])
     assert torch.equal(first, s.argmax(-1))
+
+
+@mr.op
+def windowed(q: Row["f"], k: Col["f"], v: Col["d"], left: int, slope: mr.Batch):
+    i, j = mr.row_index, mr.col_index
+    return mr.softmax_mean(torch.where((j <= i) & (i - j <= left), q @ k + slope, -torch.inf), v)
+
+
+def test_tables_of_tiles_are_kept_where_only_indices_decide(monkeypatch):
+    """Of packed sequences one for each; another window makes others, and data is read in every call."""
+    made, decide = [], cpp.decide_tiles
+    monkeypatch.setattr(cpp, "decide_tiles", lambda *given: made.append(1) or decide(*given))
+    monkeypatch.setattr(cpp, "_make_index_table", functools.lru_cache(cpp._make_index_table.__wrapped__))
+    x, ends = R(2, 700, 8), torch.tensor([0, 300, 700])
+    for left, count in ((50, 2), (50, 0), (400, 2), (50, 0)):
+        made.clear()
+        with mr.use(engine="eager"):
+            y = windowed(x, x, x, left, R(2), cols=mr.jagged(ends))
+        assert bool(made) == bool(count)
+        near = (torch.arange(700)[:, None] - torch.arange(700)).abs()[:, None] <= left
+        near = near.squeeze(1) & (torch.arange(700)[:, None] >= torch.arange(700))
+        same = (torch.arange(700) < 300)[:, None] == (torch.arange(700) < 300)
+        torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x, near & same, scale=1.0))
 
 
 def test_layouts_batches_and_broadcast_inputs():

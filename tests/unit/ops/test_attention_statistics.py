@@ -50,6 +50,40 @@ def test_statistics_and_their_gradients(name, engine, seed):
         torch.testing.assert_close(a, b.nan_to_num(0.0))  # torch's own is NaN where a row sees nothing
 
 
+LISTS = {
+    "blocks": mr.blocks(torch.tensor([[0, 2], [1, 0], [2, 1]]), torch.tensor([2, 0, 1]), rows=3, cols=3),
+    "jagged": mr.jagged(torch.tensor([0, 4, 4, 9])),
+    "edges": mr.edges.from_neighbours(torch.arange(27).view(9, 3) * 4 % 9),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_listed_pairs(kind, engine, seed):
+    """As under a mask; of packed sequences as one by one, each from its own start or back from its end."""
+    q, k, v = tensors()
+    seen, cols = LISTS[kind].mask(9, 9).bool(), LISTS[kind]
+    found = attention_statistics(q, k, v, causal=True, enable_gqa=True, cols=cols)
+    torch.testing.assert_close(found, attention_statistics(q, k, v, seen, causal=True, enable_gqa=True))
+    x, y = R(9, 4).requires_grad_(), R(9, 4).requires_grad_()
+    losses = [attention_kl(x, y, 0.5 * x, x + y, **options) for options in ({"cols": cols}, {"attn_mask": seen})]
+    grads = [torch.autograd.grad(t.square().sum(), (x, y)) for t in losses]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads)
+
+
+def test_packed_sequences_of_other_lengths(seed):
+    q, k, rows, cols = R(7, 4), R(9, 4), (0, 2, 7), (0, 5, 9)
+    given = {"causal": "lower_right", "cols": mr.jagged(torch.tensor(rows), torch.tensor(cols))}
+    found, loss = attention_statistics(q, k, **given), attention_kl(q, k, 2 * q, k, **given)
+    for a, b, c, d in zip(rows, rows[1:], cols, cols[1:], strict=False):
+        one = attention_statistics(q[a:b], k[c:d], causal="lower_right")
+        torch.testing.assert_close([t[a:b] for t in found[1:4]], [*one[1:4]])
+        torch.testing.assert_close(found.column_sums[c:d], one.column_sums)
+        torch.testing.assert_close(loss[a:b], attention_kl(q[a:b], k[c:d], 2 * q[a:b], k[c:d], causal="lower_right"))
+    with pytest.raises(mr.ArgumentError, match=r"mr.pages.*Give mr.blocks"):
+        attention_statistics(q, k, cols=mr.pages(torch.tensor([[0]]), torch.tensor([1])))
+
+
 @pytest.mark.parametrize("names", [["entropy"], ["distance"], ["column_sums"], ["entropy", "column_sums"]])
 def test_derivatives(names, seed):
     q, k = R(4, 3).requires_grad_(), R(5, 3).requires_grad_()

@@ -286,7 +286,7 @@ def test_kernels_and_perceptrons_over_blocks(engine):
 @pytest.mark.parametrize(
     "call,words",
     [
-        (lambda t, c: ops.attention(t, t, t, cols="some"), "cols was given 'some'. Give mr.blocks"),
+        (lambda t, c: ops.attention(t, t, t, cols="some"), "cols was given 'some'. Give mr.blocks(...)"),
         (lambda t, c: ops.attention(t, t, t, cols=c, lengths=torch.tensor([2])), "Drop lengths: cols says"),
         (lambda t, c: ops.graph_attention(t[0], t[0], t, torch.zeros(2)), "Give mr.edges"),
         (lambda t, c: ops.attention_paged(t, t, t, c), "Give mr.pages"),

@@ -162,6 +162,15 @@ def test_lightning_indexer(causal):
     torch.testing.assert_close(ours, plain)
 
 
+def test_lightning_indexer_of_packed_sequences():
+    q, k, w = tensors("q k w", 7, 7, 3, 4, EXACT)
+    found = ops.lightning_indexer(q, k, w, 2, causal=True, cols=mr.jagged(torch.tensor([0, 3, 7])))
+    for a, b in ((0, 3), (3, 7)):
+        one = ops.lightning_indexer(q[:, a:b], k[:, a:b], w[:, a:b], 2, causal=True)
+        torch.testing.assert_close(found.values[:, a:b], one.values)
+        assert torch.equal(found.indices[:, a:b], torch.where(one.indices < 0, -1, one.indices + a))
+
+
 def two_letters(q: Row["h", "f"], d: Col["g", "f"]):
     return mr.sum((q @ d).sum())
 

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils import _pytree as pytree
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Pair, Row
 from tests.support import listed_cases
 
 
@@ -117,3 +118,121 @@ def test_transformed_pages():
         for one, other in zip(found, zip(*one_by_one, strict=True), strict=True):
             torch.testing.assert_close(one, torch.stack(other))
     assert torch.autograd.gradgradcheck(call, args, fast_mode=True)
+
+
+def mapped_calls():
+    """Calls of one element of a batch, whose lists or some tensors of these differ from element to element."""
+    make = torch.Generator().manual_seed(0)
+    index = lambda high, *shape: torch.randint(0, high, shape, generator=make)
+    rising = lambda *shape: F.pad(index(9, *shape).cumsum(1), (1, 0))
+    rows, lists = torch.arange(7) * 4, index(9, 3, 6, 4)
+    ends = rising(3, 6).clamp(max=24)
+    ends[:, -1] = 24
+    blocks, count = index(3, 3, 3, 2), index(3, 3, 3)
+    yield "neighbours", lambda x, y, v, i: attention(x, y, v, cols=mr.edges.from_neighbours(i)), (lists,)
+    yield "rowptr", lambda x, y, v, r: attention(x, y, v, cols=mr.edges(r, lists[0].flatten())), (ends,)
+    yield "index", lambda x, y, v, i: attention(x, y, v, cols=mr.edges(rows, i.flatten())), (lists,)
+    yield "blocks", lambda x, y, v, i: attention(x, y, v, cols=mr.blocks(i, count[0], 2, 3)), (blocks,)
+    yield "count", lambda x, y, v, n: attention(x, y, v, cols=mr.blocks(blocks[0], n, 2, 3)), (count,)
+    yield "both", lambda x, y, v, i, n: attention(x, y, v, cols=mr.blocks(i, n, 2, 3)), (blocks, count)
+    yield "jagged", lambda x, y, v, o: attention(x, y, v, cols=mr.jagged(o, ends[0] // 3)), (ends.clamp(max=6),)
+    table, lengths = torch.rand(3, 2, 4, generator=make).argsort(-1)[..., :2], index(5, 3, 2)
+    yield "table", lambda x, y, v, t: paged(x, y, v, mr.pages(t, lengths[0], 2)), (table,)
+    yield "lengths", lambda x, y, v, n: paged(x, y, v, mr.pages(table[0], n, 2)), (lengths,)
+
+
+def paged(x, y, v, domain):
+    store = lambda t: t[:8].view(4, 2, 1, -1)
+    return attention(x.expand(2, 1, *x.shape), store(y), store(v), cols=domain)
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of what torch expands to map it
+@pytest.mark.parametrize("name, call, lists", [*mapped_calls()], ids=lambda v: v if isinstance(v, str) else "")
+def test_lists_of_each_mapped_element(name, call, lists):
+    make = torch.Generator().manual_seed(1)
+    args = [torch.randn(3, *shape, dtype=torch.float64, generator=make) for shape in ((6, 3), (9, 3), (9, 2))]
+    gradient = torch.func.grad(lambda *given: call(*given).square().sum(), argnums=(0, 1, 2))
+    for function in (lambda *given: (call(*given),), gradient):
+        found = torch.vmap(function)(*args, *lists)
+        one_by_one = [function(*(t[k] for t in (*args, *lists))) for k in range(3)]
+        for one, other in zip(found, zip(*one_by_one, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(other))
+
+
+def test_mapped_elements_have_equally_many_edges():
+    """Which no check before the call can read."""
+    x, index = torch.randn(2, 3, 4), torch.zeros(2, 3, 2).long()
+    call = lambda x, count: attention(x, x, x, cols=mr.edges.from_neighbours(index[0], count))
+    with pytest.raises(mr.ColumnListError, match="rowptr ends at 4 for one element of the batch, but index has 6"):
+        torch.vmap(call)(x, torch.tensor([[2, 2, 2], [1, 2, 1]]))
+
+
+@mr.op
+def weigh(w: Pair, h: Col["d"]):
+    return mr.sum(w * h), mr.logsumexp(w, over="rows")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("engine", ["auto", "eager", "reference"])
+def test_numbers_of_edges_count_rows(engine):
+    """No argument is a row: a product with a sparse matrix."""
+    make = torch.Generator().manual_seed(0)
+    dense = torch.randn(5, 4, dtype=torch.float64, generator=make)
+    dense[2] = 0
+    csr = torch.where(dense > 0, dense, 0.0).to_sparse_csr()
+    w, h = (
+        csr.values().clone().requires_grad_(),
+        torch.randn(4, 3, dtype=torch.float64, generator=make).requires_grad_(),
+    )
+    plain = csr.to_dense().requires_grad_()
+    with mr.use(engine=engine):
+        y, total = weigh(w, h, cols=mr.edges.from_csr(csr))
+        torch.testing.assert_close(y, plain @ h)
+        torch.testing.assert_close(total, torch.where(plain > 0, plain, -torch.inf).logsumexp(0))
+        found = torch.autograd.grad(y.square().sum(), (w, h))
+    wanted = torch.autograd.grad((plain @ h).square().sum(), (plain, h))
+    torch.testing.assert_close(found[0], wanted[0][plain > 0])
+    torch.testing.assert_close(found[1], wanted[1])
+    given = mr.blocks(torch.tensor([[1], [0]]), rows=3, cols=2)
+    with mr.use(engine=engine):
+        torch.testing.assert_close(weigh(dense, h, cols=given)[0], (dense * given.mask(5, 4)) @ h)
+
+
+@mr.op
+def store_total(h: Col["d"]):
+    return mr.sum(h), mr.mean(h)
+
+
+def test_columns_alone():
+    store = torch.arange(24.0).view(3, 2, 2, 2)
+    held = mr.pages(torch.tensor([[2, 0]]), torch.tensor([3]), page=2)
+    total, mean = store_total(store, cols=held)
+    torch.testing.assert_close(total, held.gather(store).sum(2, keepdim=True))
+    torch.testing.assert_close(mean, total / 3)
+    torch.testing.assert_close(
+        store_total(store[0, 0], cols=mr.edges(*torch.tensor([[0, 2], [0, 1]])))[0], store[0, 0].sum(0, True)
+    )
+    for domain in (mr.blocks(torch.tensor([[0]])), mr.jagged(torch.tensor([0, 2]))):
+        with pytest.raises(mr.ShapeError, match="no argument says how many rows there are"):
+            store_total(store[0, 0], cols=domain)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", [*DOMAINS, "numbers of edges"])
+def test_meta_tensors_have_shapes(kind):
+    """A model on the meta device, with its lists there too."""
+    if kind == "numbers of edges":
+        csr = torch.eye(4).to_sparse_csr()
+        call, domain, args = (
+            weigh,
+            mr.edges.from_csr(csr),
+            [csr.values().requires_grad_(), torch.randn(4, 3).requires_grad_()],
+        )
+    else:
+        given, args = problem(kind)
+        call, domain = attention, given.domain
+    there = [t.detach().to("meta").requires_grad_() for t in args]
+    flat = pytree.tree_leaves
+    wanted, found = flat(call(*args, cols=domain)), flat(call(*there, cols=domain.to("meta")))
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in wanted]
+    assert [g.shape for g in torch.autograd.grad(found[0].sum(), there)] == [t.shape for t in args]

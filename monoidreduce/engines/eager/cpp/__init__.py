@@ -39,6 +39,8 @@ BLOCK, FOLDED, CONDITIONAL = 128, 512, 256  # a tile of 256 kB stays in the L2 c
 PACK_ROWS = 1024  # kept indices from which the copy is cheap
 PACK_BYTES = 2**24  # of copies, at most
 LEAST_BLOCK = 16
+_CACHED_TILES = 4096  # of a table that is kept
+_ANY_PAIR = torch.empty(0)  # in the place of a number per pair, which no table reads
 WIDE, WIDE_BLOCK = 256, 512  # features beyond which a tile's operands, read again for every block, are the most
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PAIR_KINDS = {
@@ -293,13 +295,16 @@ def _pack_number(e: Expr, v: Any) -> bytes:
 # Variants of tiles ------------------------------------------------------------------------------------------------
 
 
+Counts = collections.Counter[tuple[bool, int, int, int]]  # tiles, by whether they are computed, batch, rows and columns
+
+
 @dataclass
 class Tables:
     """The variants that tiles have, and for each outer batch index which tile has which (0: none)."""
 
     variants: tuple[tuple[Reducer, ...], ...]
     tables: list[Tensor]
-    counts: Mapping[tuple[bool, int, int, int], int]  # tiles, by whether they are computed, batch, rows and columns
+    counts: Counts
 
 
 def _reducers(code: TileCode) -> tuple[Reducer, ...]:
@@ -316,44 +321,69 @@ def _make_tables(
     swapped: bool,
 ) -> Tables:
     sizes, whole, begin = where_rows
-    batch = torch.Size(shape).numel()
+    batch, rest = torch.Size(shape).numel(), (begin, block, swapped)
     if not code.conditions:
         only = code.variant({})
         if only is None:
             raise Unsupported("nothing to do")
-        return Tables((_reducers(only),), [], {(True, batch, sizes.rows, sizes.cols): 1})
-    steps = block[::-1] if swapped else block
-    rows, cols = split_range(sizes.rows, steps[0]), split_range(sizes.cols, steps[1])
+        return Tables((_reducers(only),), [], collections.Counter({(True, batch, sizes.rows, sizes.cols): 1}))
+    lengths = (sizes.rows, sizes.cols, whole.rows, whole.cols)
     found: dict[TileCode, int] = {}
-    counts: collections.Counter[tuple[bool, int, int, int]] = collections.Counter()
-    by_data = any(isinstance(parts.get(e), Tensor) and not e.is_pair for e in code.ranged)
-    tables: list[Tensor] = []
-    for where in evaluate.iterate_outer(shape):
-        own = {e: v[where] for e, v in parts.items()} | numbers
-        chunks = [slice(b, b + 1) for b in range(shape[-1])] if by_data else [slice(0, shape[-1])]
-        if not by_data and tables:
-            tables.append(tables[0])
-            continue
-        layers = []
-        for chunk in chunks:
-            part = {e: v[chunk] if isinstance(v, Tensor) else v for e, v in own.items()}
-            row_ranges, col_ranges, fixed = tile_ranges(code, part, whole, begin, rows, cols)
-            table, many, hulls = [], 1 if by_data else batch, merge_ranges(col_ranges)
-            for i, row in enumerate(rows):
-                line: list[int] = []
-                height, last = row.stop - row.start, cols[-1].stop - cols[-1].start
-                for start, stop, tile in decide_tiles(code, {**fixed, **row_ranges[i]}, hulls):
-                    line += [0 if tile is None else found.setdefault(tile, len(found) + 1)] * (stop - start)
-                    ends = int(stop == len(cols))  # the last tile may be narrower
-                    counts[tile is not None, many, height, steps[1]] += stop - start - ends
-                    counts[tile is not None, many, height, last] += ends
-                table.append(line)
-            layer = torch.tensor(table, dtype=torch.int8)
-            layers.append(layer.mT.contiguous() if swapped else layer)
-        tables.append(torch.stack(layers) if by_data else layers[0])
+    counts: Counts = collections.Counter()
+    if any(isinstance(parts.get(e), Tensor) and not e.is_pair for e in code.ranged):
+        tables = []
+        for where in evaluate.iterate_outer(shape):
+            own = [{e: v[where][b : b + 1] for e, v in parts.items()} | numbers for b in range(shape[-1])]
+            tables.append(torch.stack([_make_table(code, t, found, counts, lengths, *rest, 1) for t in own]))
+    else:
+        named = tuple((e, numbers.get(e, _ANY_PAIR)) for e in code.ranged)
+        small = sizes.rows * sizes.cols <= _CACHED_TILES * block[0] * block[1]
+        make = _make_index_table if small else _make_index_table.__wrapped__
+        table, found, counts = make(code.fold, code.scalars, named, lengths, *rest, batch)
+        tables = [table] * torch.Size(shape[:-1]).numel()
     if not found or len(found) > 16:
         raise Unsupported("no variant, or too many")
     return Tables(tuple(map(_reducers, found)), tables, counts)
+
+
+@functools.lru_cache(maxsize=512)
+def _make_index_table(
+    fold: Fold, scalars: frozenset[Expr], named: tuple[tuple[Expr, Any], ...], *rest: Any
+) -> tuple[Tensor, dict[TileCode, int], Counts]:
+    """The table of a fold whose conditions read indices and ``named`` numbers alone, its variants and its tiles."""
+    found: dict[TileCode, int] = {}
+    counts: Counts = collections.Counter()
+    return _make_table(compile_fold(fold, scalars), dict(named), found, counts, *rest), found, counts
+
+
+def _make_table(
+    code: FoldCode,
+    leaves: Mapping[Expr, Any],
+    found: dict[TileCode, int],
+    counts: Counts,
+    lengths: tuple[int, int, int, int],
+    begin: int,
+    block: tuple[int, int],
+    swapped: bool,
+    many: int,
+) -> Tensor:
+    """Which variant each tile has, in a table that all of ``many`` batch elements read; adds to ``found`` and
+    ``counts``. ``lengths``: rows and columns that are here, and in all."""
+    steps = block[::-1] if swapped else block
+    rows, cols = split_range(lengths[0], steps[0]), split_range(lengths[1], steps[1])
+    row_ranges, col_ranges, fixed = tile_ranges(code, leaves, lengths[2:], begin, rows, cols)
+    table, hulls = [], merge_ranges(col_ranges)
+    for i, row in enumerate(rows):
+        line: list[int] = []
+        height, last = row.stop - row.start, cols[-1].stop - cols[-1].start
+        for start, stop, tile in decide_tiles(code, {**fixed, **row_ranges[i]}, hulls):
+            line += [0 if tile is None else found.setdefault(tile, len(found) + 1)] * (stop - start)
+            ends = int(stop == len(cols))  # the last tile may be narrower
+            counts[tile is not None, many, height, steps[1]] += stop - start - ends
+            counts[tile is not None, many, height, last] += ends
+        table.append(line)
+    layer = torch.tensor(table, dtype=torch.int8)
+    return layer.mT.contiguous() if swapped else layer
 
 
 @functools.lru_cache(maxsize=512)

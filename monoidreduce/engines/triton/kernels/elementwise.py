@@ -119,7 +119,8 @@ class ElementwiseLaunch:
     """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
     ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order.
-    ``types``: by their places, of vectors among the outputs that are not written in the arithmetic's type."""
+    ``types``: by their places, of vectors among the outputs that are not written in the arithmetic's type.
+    ``contiguous``: outputs are, whatever the memory order of the leaves."""
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class ElementwiseLaunch:
         sizes: Sizes,
         total: bool = False,
         types: Mapping[int, torch.dtype] | None = None,
+        contiguous: bool = False,
     ):
         over = "cols" if side.axis == "rows" else "rows"
         tensors = [v for v in leaves if isinstance(v, Tensor)]
@@ -140,7 +142,7 @@ class ElementwiseLaunch:
         cast = tuple(k for k, dtype in sorted((types or {}).items()) if dtype is not forms[k][1])
         forms = [(found, (types or {}).get(k, dtype)) for k, (found, dtype) in enumerate(forms)]
         strides = [
-            None if total else self._strides(e, side, leaves, form[0])
+            None if total or contiguous else self._strides(e, side, leaves, form[0])
             for e, form in zip(side.outputs, forms, strict=True)
         ]
         laid = {k: found for k, found in enumerate(strides) if found is not None}

@@ -31,7 +31,7 @@ from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
-from ..schedules.resident.joint_gradients import FOLDED, KEPT
+from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
 from .split_combine import Joined
 
@@ -51,14 +51,16 @@ def set_counters(buffer, first, blocks, count, BLOCK: tl.constexpr):
 @triton.jit
 def round_sums(
     out, buffer, first, scale, total, start, blocks, length, n1, n2, n3, s0, s1, s2, s3, step,
-    ROWS: tl.constexpr, HALF: tl.constexpr, NOBODY: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, PART: tl.constexpr, NOBODY: tl.constexpr,
+    SCALED: tl.constexpr, DECAYED: tl.constexpr,
 ):
     block = tl.program_id(0) % blocks
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.arange(0, ROWS)
-    lane = tl.arange(0, 2 * HALF)
-    at = buffer + (start + (tl.program_id(0).to(tl.int64) * 2 + lane // HALF) * ROWS)[None, :] * HALF
-    sums = tl.load(at + row[:, None] * HALF + (lane % HALF)[None, :]).to(tl.float32, bitcast=True)
+    lane = tl.arange(0, FEATURES)
+    part = (row // PART * (FEATURES // PART))[:, None] + (lane // PART)[None, :]
+    at = start + (tl.program_id(0).to(tl.int64) * 2 + part) * PART + (row % PART)[:, None]
+    sums = tl.load(buffer + at * PART + (lane % PART)[None, :]).to(tl.float32, bitcast=True)
     sums = tl.where(tl.load(first + block) < NOBODY, sums, 0.0)
     at = (block * ROWS + row).to(tl.int64)
     if SCALED:  # weights may have the row's decay already
@@ -87,8 +89,10 @@ class JointLaunch(FoldLaunch):
 
     def __init__(self, own: FoldLaunch, other: FoldLaunch, values: Leaves, layouts: Layouts):
         self.own, self.other = own, other
-        if not _may_join(own, other):
+        schedule = _find_schedule(own, other)
+        if schedule is None:
             raise Unsupported("the sums of rows and columns have kernels of their own")
+        self.schedule = schedule
         found = _match_sums(own.fold, other.fold)
         if found is None:
             raise Unsupported("the sums of rows and columns have no weights in common")
@@ -131,8 +135,8 @@ class JointLaunch(FoldLaunch):
         self.spec = replace(self.spec, joint=joint)
 
     def _choose_hand_scheduled(self, spec: Spec, count: int) -> Tile | None:
-        enough = _keeps_busy(self, count)
-        return (KEPT, FOLDED, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
+        enough = _keeps_busy(self, count, self.schedule)
+        return (KEPT, self.schedule.rows, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
     def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
@@ -146,18 +150,17 @@ class JointLaunch(FoldLaunch):
 
     def _lay_out_arguments(self, values: Leaves) -> None:
         super()._lay_out_arguments(values)
-        self.blocks_of_rows = -(-self.lengths[1] // FOLDED)
+        self.blocks_of_rows = -(-self.lengths[1] // self.schedule.rows)
         self.counters = math.prod(self.batch) * self.blocks_of_rows
-        half = self.sizes.of(str(self.vector.feature)) // 2
-        start = -(-self.counters // half)
-        rows = start + self.counters * 2 * FOLDED
-        self.room = Allocator(((rows * half,), torch.int32), self.sizes.device)
-        self.joint_box = descriptors.make_buffer_descriptor(rows, half, FOLDED, self.sizes.device)
+        start = -(-self.counters // PART)
+        rows = start + self.counters * 2 * PART
+        self.room = Allocator(((rows * PART,), torch.int32), self.sizes.device)
+        self.joint_box = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
         layout = self.other._layout(self.other.fold.outputs[0])
-        width = 2 * half
+        width = self.schedule.features
         steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
         *steps, step = layout.steps if layout is not None else (*steps, width)
         missing = _RANK - len(self.batch)
@@ -188,7 +191,7 @@ class JointLaunch(FoldLaunch):
         return _kernels("set_counters", grid, given, dict(BLOCK=1024))
 
     def _round(self, out: Tensor, buffer: Tensor, leaves: Sequence[Any]) -> Any:
-        constants = dict(ROWS=FOLDED, HALF=self.sizes.of(str(self.vector.feature)) // 2, NOBODY=_NOBODY)
+        constants = dict(ROWS=self.schedule.rows, FEATURES=self.schedule.features, PART=PART, NOBODY=_NOBODY)
         constants |= dict(SCALED=self.row_scale is not None, DECAYED=self.decay is not ONE)
         numbers = [leaves[self.fold.leaves.index(e)] for e in self._row_numbers()]
         numbers += [self.first] * (2 - len(numbers))  # never read
@@ -256,10 +259,10 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
     return (weight, sum_of_rows[1], decay, scale) if decay is ONE or by_row else None
 
 
-def _keeps_busy(launch: FoldLaunch, count: int) -> bool:
+def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
     tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
-    steps = -(-launch.lengths[1] // FOLDED) * (math.prod(launch.batch) // max(count, 1))
+    steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
 
 
@@ -285,12 +288,15 @@ def _factors(e: Expr) -> list[Expr]:
     return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]
 
 
-def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
-    """True when both launches are of plain sums on a device that has such kernels, and memory is not limited."""
+def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
+    """How both launches run as one: of plain sums, on a device that has such kernels, where memory is not limited."""
     layouts = [other._layout(o) for o in other.fold.outputs]
-    widths = {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
-    return (
-        kernel_plan.runs_warp_specialized(own.sizes.device)
+    schedule = joint_gradients.schedule_of(
+        {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
+    )
+    joins = (
+        schedule is not None
+        and kernel_plan.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1
@@ -298,6 +304,6 @@ def _may_join(own: FoldLaunch, other: FoldLaunch) -> bool:
         and not any(layout is not None and layout.summed for layout in layouts)
         and all(r.attrs[0] == "sum" for one in (own, other) for r in one.fold.reductions)
         and len(own.batch) <= _RANK
-        and widths in [{s.features} for s in joint_gradients.SCHEDULES]
-        and _keeps_busy(own, own.count)
+        and _keeps_busy(own, own.count, schedule)
     )
+    return schedule if joins else None

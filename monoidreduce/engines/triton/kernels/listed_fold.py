@@ -27,7 +27,7 @@ from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch.devices import available
-from ..launch.launch_recipes import FoundAtLaunch
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
@@ -260,20 +260,25 @@ class ListedFold:
 
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
         """How a replay makes the launches again; None where it cannot."""
+        return self.recipes_among(leaves, range(len(leaves)))
+
+    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[Made] | None:
+        """The same of a part of a call; ``places``: of this fold's leaves among those of the call."""
+        given, asked = [leaves[places[k]] for k in self.asked], tuple(places[k] for k in self.asked)
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
             return None
-        if not all(t.is_contiguous() for t in _find_domain(self.fold, leaves)):  # copies would not live until a launch
+        if not all(t.is_contiguous() for t in given):  # copies would not live until a launch
             return None
-        lists = functools.partial(self._find_lists, _find_domain(self.fold, leaves))
-        return self.ready.recipes(leaves, self.local.places, lists)
+        lists = functools.partial(self._find_lists, given, asked)
+        return self.ready.recipes(leaves, [places[k] for k in self.local.places], lists)
 
-    def _find_lists(self, given: Sequence[Tensor], one: ListedLaunch) -> FoundAtLaunch:
+    def _find_lists(self, given: Sequence[Tensor], asked: tuple[int, ...], one: ListedLaunch) -> FoundAtLaunch:
         assert one.spec.listed is not None
         key = one.over, one.spec.listed.entries
         if key not in self.found:  # one function for all launches along a list, which is called once for them
             self.found[key] = self._make_finder(given, *key)
         find, by_address = self.found[key]
-        return FoundAtLaunch(self.asked, find, 2 + one.spec.listed.ends + one.spec.listed.entries, by_address)
+        return FoundAtLaunch(asked, find, 2 + one.spec.listed.ends + one.spec.listed.entries, by_address)
 
     def _make_finder(self, given: Sequence[Tensor], over: str, entries: bool) -> tuple[Callable[..., tuple], bool]:
         """What finds the lists of one direction at a launch, for tensors like these; and whether it asks them for their
@@ -308,8 +313,43 @@ class PagedFold(ListedFold):
         return [made[o] for o in self.fold.outputs]
 
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
-        """None: rows of all sequences are put in one order before a launch."""
-        return None
+        """How a replay makes the launches again; None where it cannot. Rows of all sequences are put in one order
+        before those of columns."""
+        at, by_col = lambda fold: [self.fold.leaves.index(e) for e in fold.leaves], self.by_col
+        places = at(by_col.whole)
+        own = [leaves[k] for k in places]
+        asked = tuple(places[by_col.whole.leaves.index(a)] for a in by_col.whole.domain.args)  # type: ignore[union-attr]
+        if not all(leaves[k].is_contiguous() for k in asked):
+            return None
+        fed = by_col.recipes(own, places, len(leaves))
+        if fed is None:
+            return None
+
+        def find_lists(one: ListedLaunch) -> FoundAtLaunch:
+            spec = one.spec.listed
+            assert spec is not None
+            find = lambda *tensors: by_col.transposed(tensors)[0].tensors(spec.entries)
+            return FoundAtLaunch(asked, find, 2 + spec.ends + spec.entries)
+
+        theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
+        mine = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
+        if theirs is None or mine is None or any(m.after or m.before for m in theirs):
+            return None
+        outputs = self.fold.outputs.index
+        mine = [m._replace(results=[outputs(self.by_row.fold.outputs[k]) for k in m.results]) for m in mine]  # type: ignore[union-attr]
+        for m in theirs:
+            feed = lambda a: (
+                fed[0][a.at]
+                if isinstance(a, Leaf)
+                else a._replace(at=fed[0][a.at].at)
+                if isinstance(a, DescriptorOf)
+                else a
+            )
+            recipe = m.recipe._replace(arguments=tuple(map(feed, m.recipe.arguments)))
+            joined = [one._replace(recipe=by_col.shaped(one.recipe)) for one in m.joined]
+            results = [outputs(by_col.whole.outputs[k]) for k in m.results]
+            mine.append(Made(recipe if joined else by_col.shaped(recipe), results, joined, fed[1]))
+        return mine
 
 
 def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold | None:

@@ -25,6 +25,10 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import bounded_cache
 from ...common.evaluate import Sizes, restore_domain
+from ...common.torch_code import Side
+from ..codegen.kernel_spec import Unsupported
+from ..launch.launch_recipes import FoundAtLaunch, Leaf, Recipe
+from .elementwise import ElementwiseLaunch
 from .list_tensors import Lists, read_lists
 
 # Leaves that the rewritten fold has besides its own
@@ -60,16 +64,48 @@ class PageGradients:
             if e is _ROWS:
                 found.append(self.given.rows)
             elif e is _ROW:
-                found.append(self._transposed(leaves)[2])
+                found.append(self.transposed(self._tensors(leaves))[2])
             elif e is _FIRST:
-                found.append(self._transposed(leaves)[1])
+                found.append(self.transposed(self._tensors(leaves))[1])
             else:
                 found.append(named[e.attrs[0]])
         return found
 
     def lists(self, leaves: Sequence[Any]) -> Lists:
         """For each page, the sequences that own it."""
-        return self._transposed(leaves)[0]
+        return self.transposed(self._tensors(leaves))[0]
+
+    def recipes(
+        self, leaves: Sequence[Any], places: Sequence[int], count: int
+    ) -> tuple[list[Any], list[Recipe]] | None:
+        """Where a replay finds each leaf of the fold that kernels run: its place among the ``count`` leaves of a call,
+        in which ``places`` are those of the given ones, or what stands for it; leaves behind those are made by recipes,
+        one each, which copy rows in the order of pages. None where torch has to copy."""
+        asked = tuple(places[self.whole.leaves.index(a)] for a in self._domain)
+        found: list[Any] = []
+        copies: list[Recipe] = []
+        names = [str(e.attrs[0]) for e in self.whole.leaves]
+        for e in self.fold.leaves:
+            if e is _ROWS:
+                found.append(self.given.rows)
+                continue
+            if e in (_ROW, _FIRST):
+                at = 2 if e is _ROW else 1
+                found.append(FoundAtLaunch(asked, lambda *tensors, at=at: (self.transposed(tensors)[at],), 1))
+                continue
+            k = names.index(str(e.attrs[0]))
+            old, v = self.whole.leaves[k], leaves[k]
+            moved = self._move(old, v) if isinstance(v, Tensor) and old is not self._domain[0] else v
+            if isinstance(v, Tensor) and self._leaf(old, v).data_ptr() != v.data_ptr():
+                copy = _copy_rows(e, moved, self.given)
+                if copy is None:
+                    return None
+                turned = (a._replace(at=places[k]) if isinstance(a, Leaf) else a for a in copy.arguments)
+                found.append(Leaf(count + len(copies), True))
+                copies.append(copy._replace(arguments=tuple(turned)))
+            else:
+                found.append(Leaf(places[k], isinstance(v, Tensor)))
+        return found, copies
 
     def results(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Results with the batch dimensions of the call, 1 where they were folded."""
@@ -77,10 +113,30 @@ class PageGradients:
             found = [t.unsqueeze(d) for t in found]
         return list(found)
 
+    def shaped(self, recipe: Recipe) -> Recipe:
+        """The recipe of a launch whose outputs are results, in the form of :meth:`results`."""
+        forms, strides = [], []
+        for k, (shape, dtype) in enumerate(recipe.outputs):
+            own = recipe.strides[k] if recipe.strides else None
+            t = torch.empty(shape, device="meta") if own is None else torch.empty_strided(shape, own, device="meta")
+            (t,) = self.results([t])
+            forms.append((tuple(t.shape), dtype))
+            strides.append(None if own is None else t.stride())
+        return recipe._replace(outputs=tuple(forms), strides=tuple(strides) if recipe.strides else ())
+
     def _leaf(self, e: Expr, v: Any) -> Any:
         """A leaf ``[*batch, rows or columns, features]`` without the batch dimensions that are folded."""
-        if not isinstance(v, Tensor) or any(e is a for a in self.whole.domain.args[:1]):  # type: ignore[union-attr]
+        if not isinstance(v, Tensor) or e is self._domain[0]:
             return v
+        moved = self._move(e, v)
+        if not (e.rows or e in self.varying):
+            return moved
+        kept = len(self.sizes.batch)
+        behind = kept + len(self.removed) + 1
+        return moved.reshape(*moved.shape[:kept], self.sizes.rows, *moved.shape[behind:])
+
+    def _move(self, e: Expr, v: Tensor) -> Tensor:
+        """A view of a leaf without the batch dimensions that are folded; of rows, with these behind the others."""
         count, tail = len(self.given.batch), 1 + (e.feature is not None)
         if e in self.varying:
             v = v.unsqueeze(count)
@@ -93,15 +149,21 @@ class PageGradients:
             shape[d] = self.given.batch[d]
         shape[count] = self.given.rows
         kept = [d for d in range(count) if d not in self.removed]
-        moved = v.expand(shape).permute(*kept, *self.removed, *range(count, count + tail))
-        return moved.reshape(*moved.shape[: len(kept)], self.sizes.rows, *moved.shape[count + 1 :])
+        return v.expand(shape).permute(*kept, *self.removed, *range(count, count + tail))
 
-    def _transposed(self, leaves: Sequence[Any]) -> tuple[Lists, Tensor, Tensor]:
+    @property
+    def _domain(self) -> Sequence[Expr]:
+        assert self.whole.domain is not None
+        return self.whole.domain.args
+
+    def _tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+        return [leaves[self.whole.leaves.index(a)] for a in self._domain]
+
+    def transposed(self, tensors: Sequence[Tensor]) -> tuple[Lists, Tensor, Tensor]:
         """The transposed table, where the page of each of its entries stands in its sequence, and the index of each
-        folded row in its own; made once."""
+        folded row in its own; made once. ``tensors``: the table and the lengths."""
         assert self.whole.domain is not None
         (form,) = self.whole.domain.attrs
-        tensors = [leaves[self.whole.leaves.index(a)] for a in self.whole.domain.args]
         return bounded_cache.compute_once(
             (
                 "owners of pages",
@@ -125,6 +187,19 @@ class PageGradients:
         rows = torch.arange(sizes.rows, device=owner.device).repeat(self.copies)
         shape = *(1,) * len(self.sizes.batch), -1
         return found, (place * form[1]).int().view(shape), rows.int().view(shape)
+
+
+def _copy_rows(e: Expr, moved: Tensor, sizes: Sizes) -> Recipe | None:
+    """How a replay copies rows ``[*batch, rows(, features)]`` in their order; None where no kernel does."""
+    batch = tuple(moved.shape[: moved.dim() - 1 - (e.feature is not None)])
+    try:
+        one = ElementwiseLaunch(
+            Side("rows", (e,), (e,)), [moved], replace(sizes, batch=batch), types={0: moved.dtype}, contiguous=True
+        )
+    except Unsupported:
+        return None
+    one([moved])
+    return one.recipe()
 
 
 def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | None:

@@ -140,7 +140,7 @@ class Relauncher:
     called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
-        self.constants, self.device, self.before = constants, device, (*grid, 1, 1)[:3]
+        self.compiled, self.constants, self.device, self.before = compiled, constants, device, (*grid, 1, 1)[:3]
         after = (compiled.function, compiled.packed_metadata, None, None, None)
         found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
         self.start, self.after = found
@@ -153,6 +153,15 @@ class Relauncher:
             return
         with use_device(self.device):
             self.watched(*arguments, *self.constants)
+
+    def on_grid(self, grid: tuple[int, ...]) -> Relauncher | None:
+        """What launches the same kernel on another grid; None where it stands for a launch of a dry run."""
+        if self.compiled is _IDLE:
+            return None
+        found = copy.copy(self)
+        found.before = (*grid, 1, 1)[:3]
+        found.watched = self.compiled[found.before]
+        return found
 
     def open_descriptors(
         self, arguments: Sequence[Any]
@@ -250,19 +259,26 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given
 
 @functools.cache
 def _widen_interpreted_products() -> None:
-    """Let Triton's interpreter multiply bfloat16 blocks in float32, which holds their products exactly.
+    """Let Triton's interpreter multiply bfloat16 blocks in float32, which holds their products exactly, and convert
+    integers to bfloat16 (and back) by way of float32.
 
-    NumPy has no bfloat16: the interpreter stores its bits as integers, and its ``dot`` multiplies those."""
+    NumPy has no bfloat16: the interpreter stores its bits as integers, and multiplies and converts those."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
-    multiply, language = builder.create_dot, interpreter.tl
+    multiply, convert, language = builder.create_dot, builder.cast_impl, interpreter.tl
 
     def widen(block: Any) -> Any:
         if block.dtype.scalar != language.bfloat16:
             return block
         return handle((block.data.astype("uint32") << 16).view("float32"), language.float32)
 
+    def convert_by_float32(x: Any, kind: Any) -> Any:
+        if language.bfloat16 in (x.dtype.scalar, kind.scalar):
+            x = convert(x, language.float32)
+        return convert(x, kind)
+
     builder.create_dot = lambda x, y, *rest, **options: multiply(widen(x), widen(y), *rest, **options)
+    builder.cast_impl = convert_by_float32
 
 
 def compile_only() -> contextlib.AbstractContextManager[bool]:

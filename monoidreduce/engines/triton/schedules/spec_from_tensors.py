@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import settings, tiles
+from ....plan import budget, settings, tiles
 from ....plan.tiles import Family
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
@@ -23,7 +24,15 @@ from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
 from ..launch import jit_module
-from .vector_conversions import Cast, Conversions, replace_distances, split_fold
+from .vector_conversions import (
+    MANY_FLOAT32,
+    MANY_SIXTEEN,
+    MANY_STORED,
+    Cast,
+    Conversions,
+    replace_distances,
+    split_fold,
+)
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
@@ -36,6 +45,9 @@ _SHORT = {64: 256, 128: 128}
 # and 96 us (59 and 106 where blocks are loaded), 256 rows 60 and 115 (68 and 128), 512 rows 46 and 74 (49 and 77).
 _SHORT_MASKED = {64: 512, 128: 512}
 _SHORT_PAIRS = 2**22
+_THRESHOLDS = (MANY, MANY_FLOAT32, MANY_SIXTEEN, _SHORT_PAIRS)
+_FEW = {*_SHORT.values(), *_SHORT_MASKED.values()}
+_WIDENED = 1024  # kept indices from which widening stored vectors first takes a small share of their products' time
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
 
@@ -85,7 +97,7 @@ def describe_fold(
         elif e in fold.packed:
             pass  # widened where it is loaded
         elif e in _find_multiplied(fold) and e not in fold.tables and isinstance(v, Tensor) and v.shape[-1] > TINY:
-            if narrow and kind is torch.float32:
+            if narrow and (kind is torch.float32 or (wide and pays_widening(e, over, fold.leaves, sizes))):
                 kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
             if v.stride(-1) == 1 and (row % 16 or (many and _is_unaligned(v))) and (wide or v.shape[-1] <= WIDEST):
@@ -118,6 +130,40 @@ def describe_fold(
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
+
+
+def list_thresholds(over: str, batch: tuple[int, ...], sizes: Sizes) -> tuple[bool, ...]:
+    """All that :func:`describe_fold` asks of the lengths, without stored vectors: on which side of each threshold they
+    are."""
+    pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
+    every = pairs * torch.Size(batch).numel()
+    found = [pairs > 1, pairs >= MANY, *(pairs >= n for n in (MANY_STORED,)), *(every >= n for n in _THRESHOLDS)]
+    return (*found, *(folded <= n for n in _FEW))
+
+
+def describe_leaf(e: Expr, v: Any) -> tuple | type:
+    """All that :func:`describe_fold`, descriptors and batch dimensions ask of a leaf besides its length: its type and
+    features, which dimensions and strides are 0 or 1, and how strides in bytes are aligned."""
+    if not isinstance(v, Tensor):
+        return type(v)
+    item, shape = v.dtype.itemsize, v.shape
+    strides = tuple([(n == 1, n == 0, s == 0, s == 1, s * item & 31) for n, s in zip(shape, v.stride(), strict=True)])
+    return v.dtype, shape[-1] if e.feature is not None else 0, v.data_ptr() & 15, strides
+
+
+def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> bool:
+    """Whether stored vectors of many features are widened before the launch: where they meet so many kept indices that
+    products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which have
+    products by whole warp groups; ``leaves``: of the fold."""
+    kept, length = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+    if not (e.is_stored and (e.cols if over == "cols" else e.rows)) or e.packing is not None:
+        return False
+    if all(v.is_stored for v in leaves if v.feature is not None):  # products of 8 bits
+        return False
+    width = sizes.of(str(e.feature))
+    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or budget.requested() is not None:
+        return False
+    return 2 * length * width <= budget.allowed_bytes(lambda: matmul.free_memory(sizes.device))
 
 
 def describe_as_given(

@@ -2,14 +2,14 @@
 
 Two kernels take seven products a tile (three for rows, four for columns), this one five. An instance owns 128 columns,
 which stay in shared memory; two consumer warp groups have 64 columns each, with both of their sums in registers. A
-producer warp fills a ring with blocks of 64 rows and their numbers. In a step a group
+producer warp fills a ring with blocks of 64 rows, or 128 of few features, and their numbers. In a step a group
 
 1. makes weights of the first score (which the step before started) and starts the first sum of columns,
 2. makes weights of the second score, leaves them in shared memory, and starts the second sum,
-3. multiplies the weights of all 128 columns with half of the columns' features: a part of the sum of 64 rows,
+3. multiplies the weights of all 128 columns for half of the features, or of the rows: a part of the rows' sums,
 4. starts the first score of the next step, and leaves that part in shared memory meanwhile.
 
-Two writer warps, in turn, add such parts to float32 sums in memory, by the copy engine. **In a fixed order**: a counter
+Writer warps, in turn, add such parts to float32 sums in memory, by the copy engine. **In a fixed order**: a counter
 per batch element and block of rows says which column tile may add next. Column tiles wait only for tiles of the same
 batch element that were launched before them, so some instance can always go on, however few are resident. The first
 tile stores instead of adding, so nothing is cleared. ``kernels/joint_launch.py`` rounds the sums afterwards.
@@ -42,9 +42,8 @@ from .logit_forms import INDEX_DISTANCE
 from .single_warpgroup import ScoredPairs
 from .work_split import GroupWork, count_features, divide_joint_work, kept_and_folded
 
-KEPT, FOLDED = 2 * GROUP_ROWS, GROUP_ROWS
-WRITERS = 2
-_REGISTERS = "240, 24, 24, 24"  # of a thread: in the second consumer group, the producer, the writers
+KEPT = 2 * GROUP_ROWS
+PART = 64  # rows, and features, of what a group adds to the sums of rows in a step
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,21 @@ class JointSchedule:
     """How an instance runs, by the features of all vectors."""
 
     features: int
+    rows: int  # of a block: 64 x 128 numbers of rows' sums are a step's, half of them each group's
     ring: int  # blocks of rows in flight
-    copies_halves: bool  # halves of the kept vectors are stored once more: a block of 64 features has one swizzle
+    writers: int
+    weights: int  # steps whose weights are in shared memory
+
+    @property
+    def registers(self) -> str:
+        """Of a thread: in the second consumer group, the producer, the writers."""
+        return ", ".join(["240", "24", *["24"] * self.writers])
 
 
-# H200, whole and causal: 0.88 to 0.98 of the time of two kernels (docs/internals/attention-kernels.md).
+# H200, rounding counted: 0.82 to 0.95 of the time of two kernels (docs/internals/attention-kernels.md).
 SCHEDULES = (
-    JointSchedule(64, ring=4, copies_halves=True),
-    JointSchedule(128, ring=2, copies_halves=False),
+    JointSchedule(64, rows=128, ring=2, writers=1, weights=2),
+    JointSchedule(128, rows=64, ring=2, writers=2, weights=1),
 )
 
 _FUNCTIONS = """
@@ -134,7 +140,7 @@ def writer(
             pass
         mbarrier.wait(part_full.index(GROUP), (step // {writers}) & 1)
         for half in tl.static_range(2):
-            at = joint_start + (place * 2 + half) * FOLDED
+            at = joint_start + (place * 2 + half) * {part}
             if opens:
                 write(joint_box, [tl.cast(at, tl.int32), 0], part.index(GROUP * 2 + half))
             else:
@@ -196,8 +202,13 @@ def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
 def find_schedule(spec: Spec) -> JointSchedule | None:
     """The schedule of a spec: all of its vectors have as many features."""
     vectors = [e for e in topological(spec.fold.reductions) if e.op == "leaf" and e.feature is not None]
-    widths = {(spec.width(e.feature), count_features(e, spec)) for e in vectors}
-    return next((one for one in SCHEDULES if widths == {(one.features, one.features)}), None)
+    widths = {spec.width(e.feature) for e in vectors} | {count_features(e, spec) for e in vectors}
+    return schedule_of(widths)
+
+
+def schedule_of(widths: set[int]) -> JointSchedule | None:
+    """The schedule of vectors of these widths, if they have one."""
+    return next((one for one in SCHEDULES if widths == {one.features}), None)
 
 
 class _Text:
@@ -206,19 +217,16 @@ class _Text:
     def __init__(self, spec: Spec, work: GroupWork, schedule: JointSchedule, plain: kernel_text.Kernel):
         self.spec, self.work, self.schedule, self.plain = spec, work, schedule, plain
         self.v = ScoredPairs(spec, work.dots, plain.shifts)
-        self.half = schedule.features // 2
         self.vector = kept_and_folded(work.dots[0], spec)[0]  # of the rows' sums
         self.kept = list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots))
         copied = dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots)
         self.rings = {e: Ring.of(e, spec, schedule.ring, 2) for e in copied}
-        slices = ((0, self.half), (self.half, self.half))
-        self.rows = VectorRows.of([spec.slices(self.vector.feature), *([slices] if schedule.copies_halves else [])])
-        self.halves = slices
+        self.rows = VectorRows.of([spec.slices(self.vector.feature)])
         self.order = TileOrder(spec, backwards=True)
         self.numbers = {f"shift{k}": "float32" for k in range(len(plain.shifts))}
         self.numbers |= {leaf_name(e): spec.type_of[e] for e in self.v.ringed}
         names, self.unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
-        buffers = [f"{leaf_name(e)}_kept" for e in self.kept] + (["halves"] if schedule.copies_halves else [])
+        buffers = [f"{leaf_name(e)}_kept" for e in self.kept]
         buffers += [name for ring in self.rings.values() for name in ring.rings] + [f"{x}_ring" for x in self.numbers]
         self.partitions = Partitions(
             names, [*buffers, "pairs", "part", "full", "empty", "pairs_full", "part_full", "part_empty", "done"]
@@ -244,7 +252,7 @@ class _Text:
             tile=self.order.any(),
             depth=self.schedule.ring,
             group=self.order.enter_group(),
-            load=gluon_parts.load_ahead(self.spec, self.v.ringed, 2, len(self.plain.shifts)),
+            load=gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.rows // 32, len(self.plain.shifts)),
             bytes=" + ".join(ring.bytes for ring in self.rings.values()),
             copy=[line for r in self.rings.values() for line in r.copy_counted("start", "full.index(slot)", "slot")],
             store=[f"{x}_ring.index(slot).store({x})" for x in self.numbers],
@@ -255,7 +263,8 @@ class _Text:
             _WRITER,
             parameters=self.partitions.parameters(),
             opening=[*self._opening(), "row_blocks = tl.cdiv(folded_size, FOLDED)"],
-            writers=WRITERS,
+            writers=self.schedule.writers,
+            part=PART,
             tile=self.order.any(),
             group=self.order.enter_group(),
             batch=self.spec.batch_number(),
@@ -268,9 +277,6 @@ class _Text:
         for e in self.kept:
             smem = [f"{leaf_name(e)}_kept.index({group})"]
             load += self.rows.load(v.pointer(e), e, features, spec.slices(e.feature), smem)
-        if self.schedule.copies_halves:
-            smem = [f"halves.index({group} * 2 + {k})" for k in range(2)]
-            load += self.rows.load(v.pointer(self.vector), self.vector, features, self.halves, smem)
         truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         whole, cut = self._step(truths, False, self.order.whole()), self._step({}, True, self.order.cut())
         results = self._results()
@@ -281,7 +287,7 @@ class _Text:
             parameters=self.partitions.parameters(),
             layouts=[
                 *gluon_parts.layouts(spec.slices(self.vector.feature)),
-                f"ROW_SUMS: tl.constexpr = {mma(self.half)}",
+                f"ROW_SUMS: tl.constexpr = {mma(PART)}",
                 *self.rows.layouts(),
             ],
             opening=self._opening(),
@@ -305,15 +311,19 @@ class _Text:
         return gluon_parts.start_sum([f"sum{p.place}"], f"weight{k}", self.rings[p.vector].blocks_in("slot"))
 
     def _start_part(self, group: str, total: str) -> str:
-        """Start the MMAs of the weights of a group's columns with their half of the features."""
-        half = f"halves.index(({group}) * 2 + GROUP)"
-        if not self.schedule.copies_halves:
-            half = f"{leaf_name(self.vector)}_kept.index({group}).slice(GROUP * {self.half}, {self.half}, dim=1)"
-        weights = f"pairs.index(step % 2 * 2 + {group}).permute((1, 0))"
-        return f"parts = warpgroup_mma({weights}, {half}, {total}, is_async=True)"
+        """Start the MMAs of the weights of a group's columns: half of the features of all rows, or half of the rows."""
+        weights = f"pairs.index(step % {self.schedule.weights} * 2 + {group})"
+        vectors = f"{leaf_name(self.vector)}_kept.index({group})"
+        mine = f".slice(GROUP * {PART}, {PART}, dim=1)"
+        if self.schedule.rows > PART:
+            weights += mine
+        else:
+            vectors += mine
+        return f"parts = warpgroup_mma({weights}.permute((1, 0)), {vectors}, {total}, is_async=True)"
 
     def _step(self, truths: dict[Expr, bool], masked: bool, tile: str) -> list[str]:
         v, depth, narrow = self.v, self.schedule.ring, self.spec.narrow
+        writers, buffers = self.schedule.writers, self.schedule.weights
         v.loop(masked)
         first, second = (substitute_truths(p.weight, truths) for p in self.work.products)
         v.inside += [f"slot = step % {depth}", *enter_tile(tile), *self._start_score(1, "slot")]
@@ -325,18 +335,18 @@ class _Text:
             self.spec.joint is not None and self.spec.joint.ragged
         ):  # weights of columns that are not there may be infinite
             text = f"tl.where(kept_in[:, None], {text}, 0.0)"
-        before = f"mbarrier.wait(empty.index((step - 2) % {depth}), ((step - 2) // {depth}) & 1)"
+        before = f"mbarrier.wait(empty.index((step - {buffers}) % {depth}), ((step - {buffers}) // {depth}) & 1)"
         v.inside += [
             f"narrow_weights = ({text}).to(tl.{narrow})",
             "weight1 = tl.convert_layout(narrow_weights, WEIGHTS)",
-            "if step >= 2:",  # the other group has multiplied what is overwritten
+            f"if step >= {buffers}:",  # the other group has multiplied what is overwritten
             *indent([before]),
-            "pairs.index(step % 2 * 2 + GROUP).store(narrow_weights)",
+            f"pairs.index(step % {buffers} * 2 + GROUP).store(narrow_weights)",
             "fence_async_shared()",
-            "mbarrier.arrive(pairs_full.index(step % 2))",
+            f"mbarrier.arrive(pairs_full.index(step % {buffers}))",
             *self._start_sum(1),
-            self._start_part("GROUP", f"tl.zeros([FOLDED, {self.half}], tl.float32, ROW_SUMS), use_acc=False"),
-            "mbarrier.wait(pairs_full.index(step % 2), (step // 2) & 1)",
+            self._start_part("GROUP", f"tl.zeros([{PART}, {PART}], tl.float32, ROW_SUMS), use_acc=False"),
+            f"mbarrier.wait(pairs_full.index(step % {buffers}), (step // {buffers}) & 1)",
             self._start_part("1 - GROUP", "parts"),
             "after = tl.minimum(step + 1, steps - 1)",
             f"mbarrier.wait(full.index(after % {depth}), (after // {depth}) & 1)",
@@ -349,10 +359,10 @@ class _Text:
             f"{names} = warpgroup_mma_wait(0, deps=[{names}])",
             *self._start_score(0, f"after % {depth}"),
             "mbarrier.arrive(empty.index(slot))",
-            f"mbarrier.wait(part_empty.index(step % {WRITERS}), ((step // {WRITERS}) & 1) ^ 1)",
-            f"part.index(step % {WRITERS} * 2 + GROUP).store({parts})",
+            f"mbarrier.wait(part_empty.index(step % {writers}), ((step // {writers}) & 1) ^ 1)",
+            f"part.index(step % {writers} * 2 + GROUP).store({parts})",
             "fence_async_shared()",
-            f"mbarrier.arrive(part_full.index(step % {WRITERS}))",
+            f"mbarrier.arrive(part_full.index(step % {writers}))",
             "score0 = warpgroup_mma_wait(0, deps=[score0])",
         ]
         return v.inside
@@ -372,27 +382,26 @@ class _Text:
 
     def _entry(self) -> str:
         narrow, features, depth = f"tl.{self.spec.narrow}", self.schedule.features, self.schedule.ring
+        rows, writers, buffers = self.schedule.rows, self.schedule.writers, self.schedule.weights
         layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {{}}], {{}})".format
         lines = []
         for e in self.kept:
             shape = f"[2, {GROUP_ROWS}, {features}]"
             lines.append(gluon_parts.allocate(f"{leaf_name(e)}_kept", narrow, shape, layout(features, narrow)))
-        if self.schedule.copies_halves:
-            shape = f"[4, {GROUP_ROWS}, {self.half}]"
-            lines.append(gluon_parts.allocate("halves", narrow, shape, layout(self.half, narrow)))
         lines += [line for ring in self.rings.values() for line in ring.allocate_blocks(narrow)]
-        lines += [gluon_parts.allocate_numbers(x, kind, depth, FOLDED) for x, kind in self.numbers.items()]
-        lines.append(gluon_parts.allocate("pairs", narrow, f"[4, {GROUP_ROWS}, {FOLDED}]", layout(FOLDED, narrow)))
-        shape = f"[{2 * WRITERS}, {FOLDED}, {self.half}]"
+        lines += [gluon_parts.allocate_numbers(x, kind, depth, rows) for x, kind in self.numbers.items()]
+        shape = f"[{2 * buffers}, {GROUP_ROWS}, {rows}]"
+        lines.append(gluon_parts.allocate("pairs", narrow, shape, layout(rows, narrow)))
+        shape = f"[{2 * writers}, {PART}, {PART}]"
         lines.append(gluon_parts.allocate("part", "tl.float32", shape, "joint_box.layout"))
-        counts = {"full": (depth, 2), "empty": (depth, 2), "pairs_full": (2, 2), "part_full": (WRITERS, 2)}
-        counts |= {"part_empty": (WRITERS, 1), "done": (1, 2)}
+        counts = {"full": (depth, 2), "empty": (depth, 2), "pairs_full": (buffers, 2), "part_full": (writers, 2)}
+        counts |= {"part_empty": (writers, 1), "done": (1, 2)}
         init = []
         for name, (many, count) in counts.items():
             lines.append(gluon_parts.allocate_barriers(name, many))
             init += [f"mbarrier.init({name}.index({k}), count={count})" for k in range(many)]
         runs = [("consumer", k, "KEPT // 2") for k in range(2)] + [("producer", 0, "KEPT")]
-        runs += [("writer", k, "KEPT") for k in range(WRITERS)]
+        runs += [("writer", k, "KEPT") for k in range(writers)]
         return fill(
             gluon_parts.ENTRY,
             unspecialized=repr(self.unspecialized),
@@ -402,5 +411,5 @@ class _Text:
             depth=1,
             init=["pass"],
             init_others=init,
-            specialize=self.partitions.specialize(runs, _REGISTERS, 1 + WRITERS),
+            specialize=self.partitions.specialize(runs, self.schedule.registers, 1 + writers),
         )
