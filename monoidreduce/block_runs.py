@@ -288,7 +288,7 @@ class BlockRun:
                     note_interrupt(error, f"the state is kept in {self.saved.folder}, {done}")
                 raise
             except BudgetError as error:  # speaks of the tiles' share
-                least = _TILES * settings.parse_bytes(error.details["least"])
+                least = _TILES * settings.parse_bytes(str(error.details["least"]))
                 given = budget.format_floor(plan["budget"])
                 raise BudgetError(given=given, least=budget.format_ceil(least), bytes=least) from None
             finally:

@@ -284,8 +284,8 @@ def _language_model(model: Any) -> PreTrainedModel:
         load = "Load it first: AutoModelForCausalLM.from_pretrained(name). " if isinstance(found, str) else ""
         raise ArgumentError(
             detail=f"{kind} was given, which is no model of transformers",
-            fix=f"{load}Give a language model of transformers (a PreTrainedModel with a head), or a PEFT model around one. "
-            "For a model of your own, compute its loss by ops.linear_cross_entropy(hidden, head.weight, labels)",
+            fix=f"{load}Give a language model of transformers (a PreTrainedModel with a head), or a PEFT model around "
+            "one. For a model of your own, compute its loss by ops.linear_cross_entropy(hidden, head.weight, labels)",
         )
     return found
 
