@@ -21,7 +21,7 @@ from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
 from .engines.common.subproblem import finish_states
 from .engines.stream import Chunk, ChunkedProgram, checksum, row_checksums
-from .errors import ShapeError, StreamError
+from .errors import BudgetError, ShapeError, StreamError
 from .plan import budget, settings
 from .saved_runs import THE_OP, SavedRun, join_blocks, note_interrupt, temporary_run, versions, write_results
 from .sources import AlongAxis, Chunks, Meter, format_count
@@ -287,6 +287,10 @@ class BlockRun:
                     done = f"with {format_count(meter.done)}{of} {meter.unit} folded"
                     note_interrupt(error, f"the state is kept in {self.saved.folder}, {done}")
                 raise
+            except BudgetError as error:  # speaks of the tiles' share
+                least = _TILES * settings.parse_bytes(str(error.details["least"]))
+                given = budget.format_floor(plan["budget"])
+                raise BudgetError(given=given, least=budget.format_ceil(least), bytes=least) from None
             finally:
                 meter.close()
             if prepared is None:  # all blocks were finished by an earlier run

@@ -66,7 +66,8 @@ def open_arrays(given: Any, names: Sequence[Names] = ()) -> list[Any]:
     path = Path(given)
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise ArgumentError(detail=f"{path.name} is no file of {', '.join(_READERS)}", fix="Read it to an array first")
+        fix = "Give its files, as a list or a pattern" if path.is_dir() else "Read it to an array first"
+        raise ArgumentError(detail=f"{path} is no file of {', '.join(_READERS)}", fix=fix)
     if not path.exists():
         raise ArgumentError(detail=f"there is no file {path}", fix="Give the path of one")
     if path.is_dir():

@@ -51,9 +51,9 @@ def read_head(head: nn.Module | None, owner: str) -> Head:
     if _class_before_sharding(head).__module__.startswith("peft."):
         return _read_wrapper(head, owner)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        kind = "missing" if head is None else type(head).__name__
+        kind = f"the head of {owner} is {type(head).__name__}, not a plain nn.Linear"
         raise ArgumentError(
-            detail=f"the head of {owner} is {kind}, not a plain nn.Linear",
+            detail=f"{owner} has no head of a language model" if head is None else kind,
             fix="Only a linear head's loss can be computed without its logits: give a language model with an nn.Linear "
             "head that is not quantised, or keep the model's own loss",
         )

@@ -280,10 +280,12 @@ def _language_model(model: Any) -> PreTrainedModel:
             fix="Call fuse_loss(model) first, then torch.compile(model)",
         )
     if not isinstance(found, PreTrainedModel):
+        kind = f"{type(found).__module__}.{type(found).__name__}".removeprefix("builtins.")
+        load = "Load it first: AutoModelForCausalLM.from_pretrained(name). " if isinstance(found, str) else ""
         raise ArgumentError(
-            detail=f"a {type(found).__module__}.{type(found).__name__} was given, which is no model of transformers",
-            fix="Give a language model of transformers (a PreTrainedModel with a head), or a PEFT model around one. "
-            "For a model of your own, compute its loss by ops.linear_cross_entropy(hidden, head.weight, labels)",
+            detail=f"{kind} was given, which is no model of transformers",
+            fix=f"{load}Give a language model of transformers (a PreTrainedModel with a head), or a PEFT model around "
+            "one. For a model of your own, compute its loss by ops.linear_cross_entropy(hidden, head.weight, labels)",
         )
     return found
 

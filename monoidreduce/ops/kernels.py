@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import warnings
@@ -178,8 +177,9 @@ def softmin(
     The same as ``-eps * torch.logsumexp(h - torch.cdist(x, y) ** 2 / eps, -1)``, without ever allocating the M × N
     costs or their gradient. The cost is the distance, or its square.
 
-    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs and under autocast. ``eps`` is
-    a number above 0, or a 0-dim tensor of one. ``cols``: which pairs there are (truncated transport).
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs and under
+    autocast. ``eps`` is a number above 0, or a 0-dim tensor of one. ``cols``: which pairs there are (truncated
+    transport).
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -419,9 +419,7 @@ def sinkhorn(
     fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
     levels: Any = []
     if scaling < 1:
-        corners = [
-            agreement.max_over_ranks(axis, _corners(t)) for axis, t in (("rows", fixed_x), ("cols", fixed_y))
-        ]
+        corners = [agreement.max_over_ranks(axis, _corners(t)) for axis, t in (("rows", fixed_x), ("cols", fixed_y))]
         levels = x.new_tensor(_plan_levels(corners, float(eps), scaling, cost, iterations))
     with torch.no_grad():
         g = torch.zeros_like(log_b)
@@ -475,8 +473,8 @@ def _plan_levels(corners: list[Tensor], eps: float, scaling: float, cost: Cost, 
     count = math.ceil(math.log(eps / largest) / math.log(scaling))
     if count >= iterations:
         raise ArgumentError(
-            detail=f"scaling={scaling:g} reaches eps={eps:g} from the largest cost {largest:g} after {count} iterations, "
-            f"and iterations is {iterations}",
+            detail=f"scaling={scaling:g} reaches eps={eps:g} from the largest cost {largest:g} after {count} "
+            f"iterations, and iterations is {iterations}",
             fix="Give more iterations, or a smaller scaling (0.5)",
         )
     return [largest * scaling**k for k in range(count)]

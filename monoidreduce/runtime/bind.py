@@ -6,6 +6,7 @@ Every message names the argument, what was given and what was expected; ``op.py`
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..reductions import kind_of, outputs_of
 
 _ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
 GIVE = "Give a tensor, a numpy array or an array with DLPack; of a table, table.to_numpy()"
+READ = "Files are read by op.stream(rows).over(columns); or open it, as in numpy.load(path, mmap_mode='r')"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -37,7 +39,8 @@ def check_kind(p: Parameter, value: Any) -> None:
                 fix="Call the function that it was made of, as in op.function(...): a body may use any other",
             )
         if not isinstance(value, Tensor):
-            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix=GIVE)
+            fix = READ if isinstance(value, (str, os.PathLike)) else GIVE
+            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix=fix)
         if value.is_nested:
             raise ArgumentError(
                 detail=f"{p.name} is a nested tensor", fix="Give its values(), or give rows and columns without cols="

@@ -9,7 +9,6 @@ import functools
 import io
 import itertools
 import json
-import os
 import math
 import os
 import re

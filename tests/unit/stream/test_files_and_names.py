@@ -47,6 +47,16 @@ def test_out_that_is_an_input_is_refused_and_the_input_stays(points, tmp_path):
     ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy")
 
 
+def test_folders_paths_and_budgets_that_do_not_do(points, tmp_path):
+    with pytest.raises(mr.ArgumentError, match=r"is no file of .npy.* Give its files, as a list or a pattern"):
+        ops.knn.stream(X[:50], k=2).over(tmp_path)
+    with pytest.raises(mr.ArgumentError, match=r"op.stream\(rows\).over\(columns\)"):
+        ops.knn(X[:50], str(points), 2)
+    numpy.save(tmp_path / "many.npy", numpy.zeros((20_000, 3), "f"))
+    with mr.budget("2KB"), pytest.raises(mr.BudgetError, match=r"of 2000B .* at least 26kB"):
+        ops.kernel_sum.stream(tmp_path / "many.npy").over(points, X[:, 0], quiet=True)
+
+
 def test_a_state_folder_that_holds_an_input_or_the_result_is_refused(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
