@@ -26,13 +26,13 @@ from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
+    are_narrow,
     build_gradient_program,
     constant_results,
     detach_views,
     load_saved,
     zero_gradient,
 )
-from ..engines.common.matmul import are_narrow
 from ..engines.common.others import other_gradients, other_results, split_cotangents
 from ..engines.common.torch_code import Side, define, script, tuple_text
 from ..errors import NoGradientError

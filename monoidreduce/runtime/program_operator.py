@@ -24,8 +24,7 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import load_saved, zero_gradient
-from ..engines.common.matmul import are_narrow
+from ..engines.common.gradient_program import are_narrow, load_saved, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings

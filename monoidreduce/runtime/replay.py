@@ -31,8 +31,7 @@ from ..engines import auto, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.matmul import are_narrow
+from ..engines.common.gradient_program import GradientProgram, are_narrow
 from ..engines.common.torch_code import BatchArithmetic, Script, Side, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings

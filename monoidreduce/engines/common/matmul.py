@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,11 +22,6 @@ from torch import Tensor
 from ...plan import settings
 
 SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-def are_narrow(values: Sequence[Any]) -> bool:
-    """Whether any of the values has 16 bits."""
-    return any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in values])
 
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
