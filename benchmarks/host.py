@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
 import pstats
+import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +187,61 @@ def table(device: str, repeats: int) -> str:
     return "\n".join(lines)
 
 
+_MET = (1000, 1001, 1002, 1004, 1008, 1024, 1050, 1052, 2048, 1111)  # lengths before those that are timed
+
+
+def lengths(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Calls, and milliseconds of the first one of a new length."""
+    make = lambda *shape: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    causal = functools.partial(ops.attention, is_causal=True)
+    each = 1 if device.type == "cuda" or triton.runs_on(device) else 8  # on a CPU numbers are computed: fewer of them
+
+    def heads(n: int, split: bool, counts: tuple[int, int, int] = (4, 4, 4)) -> list[Tensor]:
+        found = [make(1, n, h, 64) if split else make(1, h, n, 64) for h in counts]
+        return [t.transpose(1, 2) for t in found] if split else found
+
+    def labelled(n: int) -> list[Tensor]:
+        return [make(n, 512), make(4096 // each, 512), torch.zeros(n, dtype=torch.int64, device=device)]
+
+    cases: tuple[tuple[str, Call, Callable[[int], list[Tensor]]], ...] = (
+        ("attention", ops.attention, lambda n: heads(n, False)),
+        ("causal, split heads", causal, lambda n: heads(n, True)),
+        (
+            "causal, split heads, grouped queries",
+            functools.partial(causal, enable_gqa=True),
+            lambda n: heads(n, True, (8, 2, 2)),
+        ),
+        ("linear_cross_entropy", ops.linear_cross_entropy, labelled),
+        ("an op of a user's", nearby, lambda n: [make(n, 64) for _ in range(3)]),
+    )
+    for name, call, inputs in cases:
+        yield name, first_calls(call, lambda n, inputs=inputs: inputs(n // each))  # type: ignore[misc]
+
+
+@mr.op
+@no_type_check
+def nearby(x: Row["d"], y: Col["d"], v: Col["e"]):
+    """An op of a user's, of one kind of result."""
+    return mr.weighted_mean(torch.sigmoid(x @ y), v)
+
+
+def first_calls(call: Call, make: Callable[[int], list[Tensor]]) -> str:
+    """Milliseconds of the process's time for the first call of a new length: the forward, forward and backward."""
+    timed, found = list(range(1100, 1740, 16)), list[tuple[float, float]]()
+    random.Random(0).shuffle(timed)
+    for n in (*_MET, *timed):
+        given = make(n)
+        start = time.process_time()
+        y = call(*given)
+        forward = time.process_time() - start
+        wanted, cotangent = [t for t in given if t.requires_grad], torch.zeros_like(y)
+        start = time.process_time()
+        torch.autograd.grad(y, wanted, cotangent)
+        found.append((forward, forward + time.process_time() - start))
+    forward, whole = (statistics.median(t[k] for t in found[len(_MET) :]) * 1e3 for k in (0, 1))
+    return f"{forward:.1f} / {whole:.1f} ms"
+
+
 def profile(call: Call, inputs: tuple[Tensor, ...], repeats: int) -> None:
     """Print where the time of a forward goes, and that of every node of its backward, in the thread that runs them."""
     cotangent = torch.ones_like(call(*inputs))
@@ -217,8 +275,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--lengths", action="store_true", help="the first calls of new lengths instead")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.lengths:
+        device = torch.device(asked.device)
+        for row in lengths(device, torch.bfloat16 if device.type == "cuda" else torch.float32):
+            print(*row, sep=": ", flush=True)
+        return
     print(table(asked.device, asked.repeats))
     if asked.profile:
         for name, inputs, ours, _ in cases(asked.device):

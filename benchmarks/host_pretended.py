@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,10 +26,9 @@ from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
 from monoidreduce.ops import checks
 from monoidreduce.plan import settings
 
-from . import pretend
+from . import host, pretend
 
 _BF16 = torch.bfloat16
-_MET = (1000, 1001, 1002, 1004, 1008, 1024, 1050, 1052, 2048, 1111)  # lengths before those that are timed
 
 
 class Started(jit_module.Relauncher):
@@ -43,6 +40,9 @@ class Started(jit_module.Relauncher):
 
     def __call__(self, *arguments: Any) -> None:
         pass
+
+    def on_grid(self, grid: tuple[int, ...]) -> Started:
+        return Started(None, grid, self.constants, self.device)
 
     def open_descriptors(self, arguments: Any) -> Any:
         places = [k for k, v in enumerate(arguments) if encoded_descriptors.is_descriptor(v)]
@@ -126,25 +126,8 @@ def stored_and_listed() -> Iterator[tuple[str, str, str]]:
 
 
 def lengths() -> Iterator[tuple[str, str, str]]:
-    timed, attend = list(range(1100, 1740, 16)), cast(Callable[..., Tensor], ops.attention)
-    random.Random(0).shuffle(timed)
-    cases: tuple[tuple[str, dict[str, Any], tuple[int, int, int], bool], ...] = (
-        ("attention", {}, (4, 4, 4), False),
-        ("causal, split heads", dict(is_causal=True), (4, 4, 4), True),
-        ("causal, split heads, grouped queries", dict(is_causal=True, enable_gqa=True), (8, 2, 2), True),
-    )
-    for name, options, counts, split in cases:
-        found: list[tuple[float, float]] = []
-        for n in (*_MET, *timed):
-            given = heads(n, counts, split)
-            start = time.process_time()
-            y = attend(*given, **options)
-            forward = time.process_time() - start
-            cotangent, start = torch.zeros_like(y), time.process_time()
-            torch.autograd.grad(y, given, cotangent)
-            found.append((forward, forward + time.process_time() - start))
-        forward, whole = (statistics.median(t[k] for t in found[len(_MET) :]) * 1e3 for k in (0, 1))
-        yield f"a new length, {name}", f"{forward:.1f} / {whole:.1f} ms", ""
+    for name, found in host.lengths(torch.device("cpu"), _BF16):
+        yield f"a new length, {name}", found, ""
 
 
 def main() -> None:

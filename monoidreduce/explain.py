@@ -16,12 +16,13 @@ from torch import Tensor
 
 from .engines import eager, triton
 from .engines.common.evaluate import Sizes
-from .engines.common.others import describe_blocks
+from .engines.common.others import describe_blocks, estimate_gradient
 from .plan import budget
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
+from .plan.op_counts import DeviceRates
 from .program.compile import Stage, compile_program, list_stages
-from .program.lower import Lowered
+from .program.lower import Fold, Lowered
 from .program.trace import Traced
 from .reductions import kind_of
 from .reductions.derived_gradient import gradient_road
@@ -219,7 +220,7 @@ def _make_lines(
     for part, fold in zip(runs.parts, data["folds"], strict=True):
         yield _fold_line(part, fold, _describe_tiles(part, sizes))
     if subject.backward and runs.schedule != "dense":
-        yield from _derived_lines(program, sizes)
+        yield from _derived_lines(program, sizes, found.ceilings)
     if runs.schedule == "dense":
         yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
@@ -230,7 +231,7 @@ def _make_lines(
         yield f"generated: {path}"
 
 
-def _derived_lines(program: Lowered, sizes: Sizes) -> Iterator[str]:
+def _derived_lines(program: Lowered, sizes: Sizes, rates: DeviceRates) -> Iterator[str]:
     """Where the gradients of monoids come from that bring none."""
     for p in program.passes:
         for r in p.fold.reductions:
@@ -239,10 +240,12 @@ def _derived_lines(program: Lowered, sizes: Sizes) -> Iterator[str]:
                 yield f"  backward: {r.attrs[2][0].__name__}'s pullback is derived from the trace of its combine"
             elif road == "others":
                 kept, folded, held = describe_blocks(r, sizes)
+                cost = estimate_gradient(Fold(p.fold.leaves, (r,)), sizes, rates)
+                again = "once" if folded >= (sizes.cols if r.attrs[1] == "cols" else sizes.rows) else "twice"
                 yield (
                     f"  backward: {r.attrs[2][0].__name__} by combine with all other pairs, in torch: every pair is "
-                    f"computed twice more, in blocks of {kept} × {folded}, with about {_size(held)} held; "
-                    "a pullback(c, a, g) of its own would be faster"
+                    f"computed {again} more, in blocks of {kept} × {folded}, with about {_size(held)} held; "
+                    f"{_time(cost.seconds)}; a pullback(c, a, g) of its own would be faster"
                 )
 
 

@@ -379,5 +379,6 @@ def make_body(
         for n in found
     ]
     body.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    body.user_body = function  # type: ignore[attr-defined]
     del body.__wrapped__
     return body, found

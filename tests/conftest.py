@@ -27,6 +27,7 @@ else:
 if not torch.cuda.is_available():
     os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
+_file = ""  # of the last test
 SEED_NAMES = json.loads((pathlib.Path(__file__).parent / "support" / "seed_names.json").read_text())
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -80,10 +81,19 @@ gc.disable()  # until all tests are collected: nearly all that collecting makes 
 
 
 def pytest_collection_finish():
-    """Ten thousand tests live to the end of a run: the garbage collector need not look at them again each time."""
-    gc.collect()
+    """Ten thousand tests live to the end of a run: the garbage collector need not look at them, ever."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logfinish(nodeid: str):
+    """Nor at what the files of earlier tests imported and remember: a collection sees the objects of one file."""
+    global _file
+    path = nodeid.partition("::")[0]
+    if path != _file:
+        gc.collect()
+        gc.freeze()
+        _file = path
 
 
 def pytest_unconfigure():

@@ -370,10 +370,7 @@ _SIZE = 2  # features of a vector
 _TOLERANCE = 1e-3  # of the largest number involved: no rounding, even of 16 bits inside combine's sums, comes near
 _MARK = "_laws_probed"
 _PROBED = [law for law in LAWS if law.name in ("associativity", "commutativity", "left_identity", "right_identity")]
-_ADVICE = (
-    ". Its folds would depend on how they are cut in tiles. If such states cannot be reached, say which can with "
-    "domain (docs/monoids.md)"
-)
+_ADVICE = ". Its folds would depend on how they are cut in tiles (docs/monoids.md)"
 
 
 def probe(monoid: Any) -> None:

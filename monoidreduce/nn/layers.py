@@ -259,10 +259,18 @@ class SinkhornLoss(_Options):
     torch.Size([4])
     """
 
-    names = ("eps", "iterations", "tolerance", "cost")
+    names = ("eps", "iterations", "tolerance", "cost", "scaling")
 
-    def __init__(self, *, eps: float, iterations: int = 100, tolerance: float = 0.0, cost: Any = "sqeuclidean") -> None:
-        super().__init__(eps=eps, iterations=iterations, tolerance=tolerance, cost=cost)
+    def __init__(
+        self,
+        *,
+        eps: float,
+        iterations: int = 100,
+        tolerance: float = 0.0,
+        cost: Any = "sqeuclidean",
+        scaling: float = 1.0,
+    ) -> None:
+        super().__init__(eps=eps, iterations=iterations, tolerance=tolerance, cost=cost, scaling=scaling)
 
     def forward(self, x: Tensor, y: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
         """The cost [...] of x [..., M, D] and y [..., N, D] with masses a and b."""

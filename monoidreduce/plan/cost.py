@@ -87,6 +87,7 @@ class Cost:
     dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
     backward: bool
     own: str = ""  # the schedule under which each fold runs by its own choice
+    prefers_dense: bool | None = None  # as decided for all lengths of a class; None: by these seconds
 
     @property
     def chosen(self) -> Scheduled:
@@ -97,9 +98,10 @@ class Cost:
         folds.sort(key=lambda s: s.schedule != self.own)
         fold = next((s for s in folds if self.allows(s)), folds[-1])
         dense = self.get("dense")
-        if dense is not None and self.allows(dense) and dense.seconds <= CLEARLY * fold.seconds:
-            return dense
-        return fold
+        if dense is None or not self.allows(dense):
+            return fold
+        faster = dense.seconds <= CLEARLY * fold.seconds if self.prefers_dense is None else self.prefers_dense
+        return dense if faster else fold
 
     def allows(self, scheduled: Scheduled) -> bool:
         """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""
@@ -207,6 +209,8 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     tile = b * r * c
     far = tile * case.wide * 2 > rates.cache / 2
     plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
+    if any(kind_of(r).folds_trees for r in case.fold.reductions):
+        plain = torch_number_seconds(rates, case.wide)
     products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, case.widest))
     seconds = pairs * (products + work.plain * plain + work.special / rates.special)
     seconds += number * (STEPS + case.steps) * rates.launch
@@ -217,6 +221,12 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     held = tile * case.tile
     peak = held + case.fixed + 2 * _count_result_bytes(case, work)
     return Estimate(work.flops * pairs, traffic, seconds, held, peak)
+
+
+def torch_number_seconds(rates: DeviceRates, size: int) -> float:
+    """Seconds of one number of an operator of torch on tensors in memory: it reads two, of ``size`` bytes, and writes
+    one, whose line is read first."""
+    return max(1 / rates.plain, 4 * size / rates.bandwidth)
 
 
 def _product_dtype(case: Case) -> str:

@@ -13,7 +13,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -354,13 +354,14 @@ class Work:
 
 def count_work(case: Case, over: str | None = None) -> Work:
     """The work of a fold; with ``over``, of its reductions over that axis alone, which are one kernel."""
-    return _count_fold(case.fold, case.letters, case.item, case.wide, over, case.kernels and case.item == 2)
+    return count_fold(case.fold, case.letters, case.item, case.wide, over, case.kernels and case.item == 2)
 
 
 @functools.lru_cache(maxsize=4096)
-def _count_fold(
-    fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None, fast: bool
+def count_fold(
+    fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None = None, fast: bool = False
 ) -> Work:
+    """:func:`count_work` of a fold on numbers of ``item`` bytes, computed with ``wide``."""
     counter = _Counter(fold, dict(letters), item, wide, FAST if fast else SPECIAL)
     return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither", "both")])
 
@@ -433,6 +434,15 @@ class _Counter:
             self.plain += 6 * self.width(c.vector)
         else:
             self.contracted += 2 * self.width(c.vector)
+
+    def count_combination(self, results: Sequence[Expr], otherwise: int) -> None:
+        """Add what combining two elements takes; ``otherwise``: plain operations where that is not known."""
+        for n in topological(results):
+            if n.op in PRIMITIVES:
+                self._primitive(n, self.width(n))
+            elif n.op in _OF_VECTORS:
+                self.plain += 2 * self.width(n.args[0])
+        self.plain += 0 if results else otherwise
 
     def count_value(self, e: Expr) -> None:
         """Count a number per pair, or a vector per pair computed feature by feature."""

@@ -34,7 +34,7 @@ MIN_ROWS_FLOAT32 = 1024
 TILE = 128, 256  # rows and columns, at most, of an output tile of a generated GEMM: an SM computes one at a time
 # What a panel costs beside its pairs, as rows and columns that it would have more: its GEMMs start and end, and it
 # reads and writes totals of all its rows and columns. (On an H200 a loss of 65536 × 65536 pairs and 768 features took
-# 1.46 times its GEMMs in panels of 5632 × 5632, 1.39 of 11264 × 5632; more in docs/wide.md.)
+# 1.46 times its GEMMs in panels of 5632 × 5632, 1.39 of 11264 × 5632; more in docs/internals/panel-kernels.md.)
 OVERHEAD = 512
 
 

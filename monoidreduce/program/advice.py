@@ -119,9 +119,9 @@ INSTEAD: dict[str, str] = {
         ("bitwise_count", "bit_count", "popcount"), "Write mr.popcount(x, bits=32), with the width of the numbers"
     ),
     "hamming_distance": "Write mr.popcount(x ^ y, bits=32).sum(), with the width of the packed words",
-    "log_ndtr": "Write torch.log(torch.special.ndtr(x))",
+    "log_ndtr": "Write torch.log(torch.special.ndtr(x)), of numbers above -12",
     "ndtri": "Write math.sqrt(2) * torch.erfinv(2 * p - 1)",
-    "erfcx": "Write torch.exp(x * x) * torch.erfc(x)",
+    "erfcx": "Write torch.exp(x * x) * torch.erfc(x), of numbers from -9 to 9",
     "multigammaln": "Write the sum of torch.lgamma(x - 0.5 * k) over k < p, plus p * (p - 1) / 4 * math.log(math.pi)",
     "mvlgamma": "Write the sum of torch.lgamma(x - 0.5 * k) over k < p, plus p * (p - 1) / 4 * math.log(math.pi)",
     "ldexp": "Write x * torch.exp2(n)",

@@ -14,7 +14,7 @@ import inspect
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -59,6 +59,9 @@ class _Side(type):
         shown = ", ".join(f'"{name}"' for name in names)
         own = "*".join(map(str, names)) if several else feature
         return types.new_class(f"{cls.__name__}[{shown}]", (cls,), exec_body=lambda ns: ns.update(feature=own))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise DeclarationError(detail=f"{cls.__name__}(...) is not a declaration", fix=f'Write {cls.__name__}["f"]')
 
     def __repr__(cls) -> str:
         return cls.__name__

@@ -172,7 +172,11 @@ class Symbol:
         inputs = [e for e in under if e.op == "input"]
         if inputs and not any(e.rows or e.cols or e.op in ("reduce", "size", "nan") for e in under):
             raise NeedValue(frozenset(e.attrs[0] for e in inputs))
-        raise TraceError(detail=f"{asked} needs the value of {self!r}, which differs from pair to pair", fix=fix)
+        reason = "which differs from pair to pair"
+        if not any(e.rows or e.cols or e.op in ("reduce", "nan") for e in under):
+            reason = "and a body is traced for all sizes at once"
+            fix = "Pass it as an argument, n: int; in arithmetic and torch.where it can stand as it is"
+        raise TraceError(detail=f"{asked} needs the value of {self!r}, {reason}", fix=fix)
 
 
 class Everywhere(Symbol):

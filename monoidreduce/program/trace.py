@@ -171,8 +171,9 @@ def _return_place(function: Any, arguments: dict[str, Any]) -> str:
 
 
 def find_place(function: Any, traceback: TracebackType | None = None) -> str:
-    """Where in the user's source something happened: the innermost frame that is neither ours nor torch's."""
-    code = function.__code__
+    """Where in the user's source something happened: the innermost frame that is neither ours nor torch's. A body that
+    we wrote around the user's names that as ``user_body``."""
+    code = getattr(function, "user_body", function).__code__
     name, line = code.co_filename, code.co_firstlineno
     while traceback is not None:
         frame = traceback.tb_frame

@@ -443,6 +443,7 @@ class Reduction:
     # Cost -----------------------------------------------------------------------------------------------------
 
     plain_ops: ClassVar[int] = 12  # plain operations per pair, besides those that its fields take
+    folds_trees: ClassVar[bool] = False  # True: tiles in torch are combined level by level, each into new memory
     combine_ops: ClassVar[int] = 12  # launches that combine the results of splits
 
     def count_pair(self, counter: Any, r: Expr) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,8 +151,7 @@ def _derive(monoid: Any, features: tuple[Feature, ...]) -> dict[str, Expr | None
     forms = dict(zip(monoid.fields(), features, strict=True))
     a, b, c, g = ({n: _leaf(f"{side}/{n}", f, side in "ab") for n, f in forms.items()} for side in "abcg")
     try:
-        x, y = (monoid(**{n: Symbol(e) for n, e in side.items()}) for side in (a, b))
-        combined = {n: expr_of(v) for n, v in monoid.combine(x, y).asdict().items()}
+        combined = _combine_symbols(monoid, a, b)
         pulled = pull([(combined[n], g[n]) for n in forms], list(a.values()), _LOCAL)
     except Exception:  # combine takes tensors alone, or has an operation without a symbolic derivative
         return "others"
@@ -160,6 +159,64 @@ def _derive(monoid: Any, features: tuple[Feature, ...]) -> dict[str, Expr | None
         return "none"
     found = dict(zip(forms, pulled, strict=True))
     return _eliminate(found, combined, set(b.values()), c) or "others"
+
+
+def _combine_symbols(monoid: Any, a: dict[str, Expr], b: dict[str, Expr]) -> dict[str, Expr]:
+    x, y = (monoid(**{n: Symbol(e) for n, e in side.items()}) for side in (a, b))
+    return {n: expr_of(v) for n, v in monoid.combine(x, y).asdict().items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def trace_combine(monoid: Any, features: tuple[Feature, ...]) -> tuple[Expr, ...]:
+    """``combine`` of two elements with fields of these features, as an expression per field; of none where it takes
+    tensors alone."""
+    a, b = ({n: _leaf(f"{side}/{n}", f, True) for n, f in zip(monoid.fields(), features, strict=True)} for side in "ab")
+    try:
+        return tuple(_without_trace(_combine_symbols, monoid, a, b).values())
+    except Exception:  # an operation without a symbolic form
+        return ()
+
+
+_KEEPS_RESULT = ("exp", "sqrt", "tanh", "sigmoid", "reciprocal")
+_KEEPS_NOTHING = ("add", "sub", "neg", "cast", "fsum", "spread")
+
+
+@functools.lru_cache(maxsize=1024)
+def saved_by_autograd(monoid: Any, features: tuple[Feature, ...], given: tuple[bool, ...]) -> tuple[Feature, ...]:
+    """The features of the numbers that autograd saves of one ``combine`` of tensors; ``given``: the fields that are no
+    constants. Of a field they are its elements (if given) and its results, which are the next level's elements.
+    Without a trace, two per field."""
+    combined = trace_combine(monoid, features)
+    if not combined:
+        return features * 2
+    names, order = list(monoid.fields()), topological(combined)
+    moving, depends = dict(zip(names, given, strict=True)), dict[Expr, bool]()
+    for _ in names:  # a constant field moves from some level on
+        for n in order:
+            own = moving[_field_of(n)] if n.op == "leaf" else n.dtype == "float" and any(depends[a] for a in n.args)
+            depends[n] = own
+        moving = {n: moving[n] or depends[e] for n, e in zip(names, combined, strict=True)}
+    saved = {a for n in order if depends[n] and n.args for a in _saved_by(n, depends) if a.dtype == "float"}
+    fields = {_field_of(e): e.feature for e in saved if e.op == "leaf"}
+    first = [f for n, f in fields.items() if given[names.index(n)]]
+    others = [e.feature for e in saved if e.op not in ("leaf", "const") and e not in combined]
+    return (*first, *fields.values(), *others)
+
+
+def _saved_by(n: Expr, depends: Mapping[Expr, bool]) -> Sequence[Expr]:
+    """The numbers that autograd saves of one operation."""
+    if n.op in _KEEPS_NOTHING:
+        return ()
+    if n.op in _KEEPS_RESULT:
+        return (n,)
+    if n.op in ("mul", "div"):
+        x, y = n.args
+        return [*((y,) if depends[x] or n.op == "div" else ()), *((x,) if depends[y] else ())]
+    return n.args
+
+
+def _field_of(leaf: Expr) -> str:
+    return str(leaf.attrs[0]).partition("/")[2]
 
 
 def _eliminate(
@@ -292,4 +349,4 @@ def _without_trace(function: Callable[..., Any], *args: Any) -> Any:
         current_trace.reset(token)
 
 
-__all__ = ["gradient_road", "local_pullback"]
+__all__ = ["gradient_road", "local_pullback", "saved_by_autograd", "trace_combine"]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra import fold as fold_monoid
+from ..algebra.fold import fold_pairs
 from ..errors import NoGradientError
 from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
 from .base import Outputs, Reads, Reduction
-from .derived_gradient import gradient_road, is_idempotent, local_pullback
+from .derived_gradient import gradient_road, is_idempotent, local_pullback, trace_combine
 from .kernel_lines import Lines
 
 # The lines of a Triton kernel that folds a monoid with vector fields.
@@ -135,6 +135,7 @@ def check_gradient(monoid: type) -> None:
 class User(Reduction):
     name = "user"
     vector_lines = VectorLines
+    folds_trees = True
     merges_one = True  # x ⊙ identity: the form that every other fold has (0 for no weight)
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
@@ -156,6 +157,11 @@ class User(Reduction):
             pulled = {n: v if v is None else torch.where(first, v, 0.0) for n, v in pulled.items()}
         return [pulled[n] for n in names]
 
+    def count_pair(self, counter: Any, r: Expr) -> None:
+        for a in r.args:
+            counter.count_value(a)
+        counter.count_combination(trace_combine(r.attrs[2][0], tuple(a.feature for a in r.args)), self.plain_ops)
+
     def identity(self, params: tuple) -> tuple[float, ...]:
         return tuple(float(field.identity) for field in params[0].fields().values())
 
@@ -174,7 +180,7 @@ class User(Reduction):
     def fold(self, params: tuple, state: Sequence[Tensor], dim: int) -> list[Tensor]:
         (monoid,) = params
         names = list(monoid.fields())
-        folded = fold_monoid(monoid, dict(zip(names, state, strict=True)), dim=dim)
+        folded = fold_pairs(monoid, dict(zip(names, state, strict=True)), dim)
         return [getattr(folded, n) for n in names]
 
     def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:

@@ -41,7 +41,7 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
-from .registry import FOLDERS, can_record
+from .registry import FOLDERS, OTHERS, can_record
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
 from .torch_replay import TorchReplays, replay_calls
 
@@ -590,7 +590,8 @@ def _pass_gradients(
     """The gradients of a pass, one per leaf (None where not asked)."""
     if any(other_results(context.fold)) and any(g is not None for g in split_cotangents(context.fold, cotangents)[1]):
         local, others = split_cotangents(context.fold, cotangents)
-        grads = other_gradients(context.fold, leaves, context.sizes, wanted, others)
+        differentiate = OTHERS.get(context.engine, other_gradients)
+        grads = differentiate(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)
             grads = [g if m is None else m if g is None else g + m for g, m in zip(grads, more, strict=True)]

@@ -48,7 +48,8 @@ def check_kind(p: Parameter, value: Any) -> None:
                 fix="Add the missing axis, or change the declaration",
             )
         if value.is_complex() or value.is_sparse or value.is_quantized:
-            raise DTypeError(detail=f"{p.name} is {shown(value)}", fix="Give a dense tensor of real numbers")
+            kind = "" if value.is_complex() else ", sparse" if value.is_sparse else ", quantised"
+            raise DTypeError(detail=f"{p.name} is {shown(value)}{kind}", fix="Give a dense tensor of real numbers")
     elif p.axis == "number":
         if isinstance(value, Tensor):
             if value.dim() != 0:

@@ -12,6 +12,7 @@ with a fold's time from ``plan/cost.py`` and its memory from ``memory_estimate.p
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,13 +24,14 @@ from .. import tuning
 from ..engines import auto, dense, panel, triton
 from ..engines import dense as whole
 from ..engines.common import matmul, oom_retry, torch_code
+from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule
 from ..plan.cost import Cost, Part, Scheduled
-from ..plan.op_counts import Case, add_work, count_work
+from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
 from ..program import constructors
 from ..program.constructors import LISTED
@@ -72,7 +74,8 @@ def estimate_program(
     if ranks > 1 and found:
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
     most = None if triton.launches_on(sizes.device) else DENSE_LIMIT
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own)
+    decided = predict_dense(program, inputs, sizes, backward) if closely and fits_one_matrix(program, sizes) else None
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own, decided)
 
 
 def require_gradients(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -395,8 +398,51 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     tuned = plan_records.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense" and may_be_dense(program, inputs, sizes, backward)
-    found = estimate_program(program, inputs, sizes, backward, closely=False)
-    return found.chosen.schedule == "dense"
+    return predict_dense(program, inputs, sizes, backward)
+
+
+_KINDS = 4096
+_PREDICTED: BoundedCache[tuple, tuple[Lowered, bool]] = BoundedCache(_KINDS)
+
+
+def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if the dense form is allowed and predicted to be faster: asked once for a class of lengths, of its longest,
+    whose matrices are the largest. A budget that was given is compared with the call's own."""
+    known, longest = _find_inputs(program), sizes
+    if budget.requested() is None:
+        longest = replace(sizes, rows=round_length(sizes.rows), cols=round_length(sizes.cols))
+    given = {n: _at_lengths(v, known.get(n), longest) for n, v in inputs.items()}
+    kinds = [
+        (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
+    ]
+    asked = (budget.requested(), DENSE_LIMIT, plan_records.generation(), matmul.float32_precision())
+    key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
+    key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
+    found = _PREDICTED.find(key)
+    if found is None:  # the program is kept, so that its id stays its own
+        cost = estimate_program(program, given, longest, backward, closely=False)
+        found = _PREDICTED.keep(key, (program, cost.chosen.schedule == "dense"))
+    return found[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_inputs(program: Lowered) -> Mapping[str, Expr]:
+    """The expressions of a program's inputs by name."""
+    roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
+    return {e.attrs[0]: e for e in topological(roots) if e.op == "input"}
+
+
+def _at_lengths(v: Any, e: Expr | None, sizes: Sizes) -> Any:
+    """An input of other lengths, without numbers."""
+    if not isinstance(v, Tensor) or e is None:
+        return v
+    shape, last = [*v.shape], v.dim() - 1 - (e.feature is not None)
+    if e.cols:
+        shape[last] = sizes.cols if shape[last] != 1 else 1
+    if e.rows:
+        at = last - 1 if e.cols else last
+        shape[at] = sizes.rows if shape[at] != 1 else 1
+    return torch.empty(shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad)
 
 
 def _are_plain(given: Sequence[Any]) -> bool:

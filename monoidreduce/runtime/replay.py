@@ -205,6 +205,7 @@ class ProgramSteps:
     numbers: frozenset[str]
     total: bool = False
     gradients: dict[tuple, GradientProgram] = field(default_factory=dict)
+    failed: BoundedCache[tuple, bool] = field(default_factory=functools.partial(BoundedCache, MOST))  # to be recorded
 
     @functools.cached_property
     def script(self) -> Script:
@@ -289,6 +290,16 @@ class ProgramSteps:
         ``forms``: those in which the outputs are expected."""
         if not self.are_launches:
             return None
+        numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
+        key = (launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
+        if key in self.failed:
+            return None
+        found = self._record(values, sizes, forms)
+        if found is None:
+            self.failed.keep(key, True)
+        return found
+
+    def _record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form]) -> triton.RecordedLaunches | None:
         with torch.no_grad(), triton.compile_only():
             known = dict(zip(self.script.names, values, strict=True))
             folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
@@ -298,7 +309,11 @@ class ProgramSteps:
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)
-        return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
+        if ready is None:
+            return [], None
+        if isinstance(ready, triton.ListedFold):
+            return ready(leaves), ready.recipes(leaves)
+        return (ready.compile(leaves), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.

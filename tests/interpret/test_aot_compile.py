@@ -124,7 +124,7 @@ def test_kernels_compile(capability, which, tmp_path):
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_small_kernels_compile(capability, tmp_path):
-    """Those that no program writes: nothing spills."""
+    """Those that no program writes: nothing spills, and none is so long that it compiles for many seconds."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= _private(tmp_path)
     command = [sys.executable, "-m", "tests.support.aot_fixed_kernels", f"cuda:{capability}"]
@@ -144,7 +144,7 @@ def test_small_kernels_compile(capability, tmp_path):
         "unite_softmax",
         "unite_sum",
     }
-    assert not [kernel for kernel in found if kernel["spills"]]
+    assert not [kernel for kernel in found if kernel["spills"] or kernel["lines"] > 16_000]
 
 
 @pytest.mark.parametrize("capability", sorted(FAMILIES))

@@ -54,6 +54,42 @@ def test_the_language_is_translated_once_a_launch_and_back_again(monkeypatch):
         assert seen.count(tl) <= 2  # of the kernel's module and of the language's own functions, not of each call
 
 
+@triton.jit
+def _last_of_the_largest(a, at, b, bt):
+    later = (b > a) | ((b == a) & (bt > at))
+    return tl.where(later, b, a), tl.where(later, bt, at)
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _reduced(out, places, given, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(given + at)
+    best, place = tl.reduce((x, at), 1, _last_of_the_largest)
+    tl.store(out + tl.arange(0, ROWS), best)
+    tl.store(places + tl.arange(0, ROWS), place)
+    tl.store(out + ROWS + tl.arange(0, SIZE)[None, :], tl.reduce(x, 0, _largest, keep_dims=True))
+    tl.store(out + ROWS + SIZE, tl.reduce(x, None, _largest))
+    tl.store(out + ROWS + SIZE + 1, tl.reduce(best, 0, _largest))
+
+
+def test_reductions_by_a_function_are_the_interpreters(as_it_is):
+    given, results = torch.randint(0, 5, (4, 16)).float(), []
+    for quick in (False, True):
+        out, places = torch.full((22,), -9.0), torch.full((4,), -9)
+        with pytest.MonkeyPatch.context() as patch:
+            if quick:
+                quicken(patch)
+            _reduced[(1,)](out, places, given, ROWS=4, SIZE=16)
+        results.append((out, places))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][0][:4], given.amax(1)) and (results[0][0][20:] == given.max()).all()
+
+
 @pytest.mark.parametrize("down", [False, True], ids=["from bfloat16", "to bfloat16"])
 def test_every_bfloat16_is_converted_as_by_the_interpreter(down, as_it_is):
     numbers = np.arange(2**16, dtype=np.uint16)

@@ -335,6 +335,23 @@ def test_kernels_are_started_with_addresses(monkeypatch):
     assert made.run(x) is None and len(seen) == 1
 
 
+def test_a_compiled_kernel_is_launched_on_another_grid(monkeypatch):
+    """As for another length, without a look-up; what stands for a launch in a dry run is not."""
+    seen, stream, device = [], [7], torch.device("cpu")
+    monkeypatch.setattr(jit_module, "find_stream", lambda device: lambda: stream[0])
+    one = jit_module.Relauncher(Compiled(seen), (3, 2), (16,), device)
+    other = one.on_grid((5,))
+    for again in (other, one):
+        again(1.5)
+        stream[0] = None  # somebody watches
+        again(1.5)
+        stream[0] = 7
+    after = (12345, (4, 1, 2048), None, None, None)
+    first, second = ((*grid, 7, *after, 1.5, 16) for grid in ((5, 1, 1), (3, 2, 1)))
+    assert seen == [first, ("watched", (5, 1, 1), 1.5, 16), second, ("watched", (3, 2, 1), 1.5, 16)]
+    assert jit_module.Relauncher(jit_module._IDLE, (3,), (), device).on_grid((5,)) is None
+
+
 def test_launchers_are_kept_by_their_keys():
     made, keeper = [], jit_module.LaunchCache(most=2)
 

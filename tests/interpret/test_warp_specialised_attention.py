@@ -18,6 +18,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.schedules import spec_from_tensors
 from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules.resident.attention_schedules import AttentionSchedule
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare
@@ -34,6 +35,10 @@ from tests.support.warp_specialised_attention_cases import (
 from tests.support.warp_specialised_attention_cases import CASES as TRIED
 
 DOCUMENTS = torch.arange(300) // 60
+# What tests of the text itself run, whatever ships: changes of it below name its groups, its ring and its lines.
+KNOWN = AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40))
+BY_KNOWN = {"cols": KernelPlan(*KNOWN.tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+known_tile = pytest.mark.parametrize("by_turns", [KNOWN], ids=[""], indirect=True)
 
 
 def described(**options):
@@ -167,22 +172,27 @@ def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
     ],
     ids=lambda o: ", ".join(map(str, o.values())) if isinstance(o, dict) else str(o),
 )
-def test_a_distance_is_a_line_in_whole_tiles(options, count):
+def test_a_distance_is_a_line_in_whole_tiles(options, count, monkeypatch):
     """Said once, and used once: in the loop through whole tiles."""
+    monkeypatch.setattr(attention, "SCHEDULES", (KNOWN,))
     inputs = tuple(torch.zeros(3, n, 128, dtype=options.get("dtype", torch.bfloat16)) for n in (300, 400, 400))
-    text = first(inputs=inputs, **options).kernel.text
+    text = first(inputs=inputs, plans=BY_KNOWN, **options).kernel.text
     assert text.count("alibi_line(") == count
     assert not count or "alibi_line(" in text.split("# whole tiles")[1].split("# tiles that a condition")[0]
 
 
 @pytest.fixture
 def by_turns(monkeypatch, request):
-    """Attention's forward is warp-specialised and runs on the simulator, in tiles of as many columns as the parameter
-    says, or by that plan; checks at the end that one launch did."""
-    asked = getattr(request, "param", 128)
-    wide = asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
+    """Attention's forward is warp-specialised and runs on the simulator, in the shipped tile, in the known one or
+    in tiles of as many columns as the parameter says; checks at the end that one launch did."""
+    asked = getattr(request, "param", None)
+    plan = (BY_KNOWN if asked is KNOWN else BY_TURNS)["cols"]
+    if asked is KNOWN:
+        monkeypatch.setattr(attention, "SCHEDULES", (KNOWN,))
+    elif asked:
+        plan = replace(plan, block_folded=asked)
     seen = gluon_simulator.simulate(monkeypatch)
-    with use_plan({"cols": wide}), mr.use(engine="triton"):
+    with use_plan({"cols": plan}), mr.use(engine="triton"):
         yield
     assert len(seen) == 1
 
@@ -218,7 +228,7 @@ def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("by_turns", [64, 128], indirect=True)
+@pytest.mark.parametrize("by_turns", [64, None], ids=["64", "shipped"], indirect=True)
 @pytest.mark.parametrize("name", SLANTED)
 def test_lines_against_float64(name, by_turns):
     check_slanted(name, "cpu")
@@ -229,6 +239,7 @@ def test_nan_and_infinity_stay_in_their_rows(options, by_turns):
     check_nan("cpu", **options)
 
 
+@known_tile
 @pytest.mark.parametrize(
     ("text", "instead", "message"),
     [
@@ -245,6 +256,7 @@ def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkey
         check(TRIED[4], "cpu")
 
 
+@known_tile
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [
@@ -261,6 +273,7 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
 
 
 @pytest.mark.sampled(3)
+@known_tile
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [

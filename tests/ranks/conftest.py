@@ -8,6 +8,11 @@ from tests.support.rank_pool import Pool
 PEERS = ("megatron.core.tensor_parallel", "transformers.models.llama.modeling_llama")
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of the pool that takes long to start are neighbours: one process of pytest starts it."""
+    items.sort(key=lambda item: "peers" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def _pools():
     pools = {}

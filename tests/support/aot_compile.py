@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import math
 import os
 import re
@@ -522,8 +523,14 @@ def _counted(said: str) -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[2:]
+    names = [case.name for case in CASES]
+    target, wanted = sys.argv[1:2], sys.argv[2:]
+    if not re.fullmatch(r"cuda:\d+", *target or [""]) or not set(wanted) <= set(names):
+        unknown = [name for name in wanted if name not in names]
+        said = f"There is no case {', '.join(map(repr, unknown))}. " if unknown else ""
+        sys.exit(f"{said}python -m tests.support.aot_compile cuda:90 ['CASE' ...], of the cases:\n" + "\n".join(names))
     for case in CASES:
         if not wanted or case.name in wanted:
-            for result in compiled(case, int(sys.argv[1].removeprefix("cuda:"))):
+            for result in compiled(case, int(target[0].removeprefix("cuda:"))):
                 print(json.dumps(asdict(result)), flush=True)
+    os._exit(0)  # else Triton's bindings end with forty lines about what they did not free

@@ -85,7 +85,7 @@ CASES = [
 
 
 def compiled(text, name, signature, constants, warps, capability):
-    """The registers of a thread and the bytes that it spills."""
+    """The registers of a thread, the bytes that it spills, and the lines that the assembler reads."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -95,10 +95,14 @@ def compiled(text, name, signature, constants, warps, capability):
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):
         made = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return _counted(said.getvalue()) or _counted(_assembled(made.asm["ptx"], capability))
+    registers, spills = _counted(said.getvalue()) or _counted(_assembled(made.asm["ptx"], capability))
+    return registers, spills, made.asm["ptx"].count("\n")
 
 
 if __name__ == "__main__":
     for case in CASES:
-        registers, spills = compiled(*case, int(sys.argv[1].removeprefix("cuda:")))
-        print(json.dumps({"kernel": case[1], "registers": registers, "spills": spills}), flush=True)
+        found = compiled(*case, int(sys.argv[1].removeprefix("cuda:")))
+        print(
+            json.dumps({"kernel": case[1], **dict(zip(("registers", "spills", "lines"), found, strict=True))}),
+            flush=True,
+        )

@@ -3,6 +3,7 @@
 - ``anew``: functions of the library that run in the first call of a length, of those that run once for a program or for
   a class of lengths only;
 - ``different``: lengths whose launches are others than in a process that meets no other length;
+- ``calls``: how many Python functions of the library the first call of a length runs, forward and backward;
 - ``held``: how many plans, prepared folds and recordings are alive after many lengths, with small caches.
 """
 
@@ -10,7 +11,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from tests.support.visited_files import run_noting
 FIRST = (1000, 1001, 1002, 1004, 1008, 1024)  # the lengths from 993 to 1024 are one class
 THEN = (993, 995, 996, 1006, 1012, 1016)
 OTHERS = (1050, 1052)  # of a class that was not met: its schedule is chosen, and nothing else is done
-BOUNDARIES = (1023, 1024, 1025, 1056, 1088, 1089, 130)
+BOUNDARIES = (1023, 1024, 1025, 1032, 1040, 1056, 1088, 1089, 130)
 # What runs once for a program, and what runs once for a class of lengths
 PROGRAM = ("program/trace:trace", "program/compile:run_passes", "program/normal_form", "program/reverse_mode")
 PROGRAM += ("program/loss_and_gradient", "program/gradient")
 PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/accumulators", "runtime/dry_run")
 CLASS = ("plan/cost", "plan/candidates")
+# and what runs once for lengths whose strides are aligned alike
+ALIGNED = ("engines/triton/schedules/spec_from_tensors:describe_fold", "engines/triton/launch/descriptors:find_copied")
+LIKE_OTHERS, JOINED = 1016, "logprobs"  # of which one kernel for both sums is tried for every length
 SMALL = 16  # entries of the caches where objects are counted
 
 
@@ -42,8 +46,8 @@ def main() -> None:
     from benchmarks.pretend import h200
     from monoidreduce import ops
 
-    def heads(n: int, split: bool = False) -> list[Any]:
-        shape = (1, n, 4, 64) if split else (1, 4, n, 64)
+    def heads(n: int, split: bool = False, batch: int = 1, count: int = 4) -> list[Any]:
+        shape = (batch, n, count, 64) if split else (batch, count, n, 64)
         made = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         return [t.transpose(1, 2) for t in made] if split else made
 
@@ -62,51 +66,82 @@ def main() -> None:
         y = call(n)
         y.backward(torch.zeros_like(y))
 
-    found: dict[str, Any] = {"anew": {}, "different": {}, "held": {}}
+    found: dict[str, Any] = {"anew": {}, "different": {}, "calls": {}, "held": {}}
     with h200(), mr.use(engine="auto"):
         for name, call in calls.items():
             for n in FIRST:
                 step(call, n)
             for n in (*THEN, *OTHERS):
-                seldom = (*PROGRAM, *(CLASS if n in THEN else ()))
-                again = [f for f in functions_of(lambda call=call, n=n: step(call, n)) if f.startswith(seldom)]
+                seldom = (
+                    *PROGRAM,
+                    *(CLASS if n in THEN else ()),
+                    *(ALIGNED if n == LIKE_OTHERS and name != JOINED else ()),
+                )
+                ran = functions_of(lambda call=call, n=n: step(call, n))
+                again = [f for f in ran if f.startswith(seldom)]
                 if again:
                     found["anew"][f"{name} {n}"] = again
-            if name not in ("causal", "perceptron"):
+                if n == LIKE_OTHERS:
+                    found["calls"][name] = sum(ran.values())
+            if name not in ("causal", "split heads", "perceptron"):
                 continue
-            known = {n: launches(call, n, step, forget=False) for n in BOUNDARIES}
-            fresh = {n: launches(call, n, step, forget=True) for n in BOUNDARIES}
-            found["different"][name] = [n for n in BOUNDARIES if known[n] != fresh[n] or not known[n]]
+            found["different"][name] = different(call, BOUNDARIES, step)
+        joined = lambda n: ops.attention(*heads(n, batch=2, count=16))
+        found["different"]["two kernels of gradients, then one for both"] = different(joined, (2048, 4096), step)
         found["held"] = held(calls["causal"], step)
     print(json.dumps(found))
 
 
-def functions_of(call: Callable[[], object]) -> list[str]:
-    """The functions of the library that a call runs, as "folder/file:function"."""
-    seen: dict[str, None] = {}
+def functions_of(call: Callable[[], object]) -> dict[str, int]:
+    """The functions of the library that a call runs, as "folder/file:function", and how often."""
+    seen: dict[str, int] = {}
 
     def note(frame: Any, event: str, _: object) -> None:
         if event == "call" and "/monoidreduce/" in frame.f_code.co_filename:
             name = frame.f_code.co_filename.rpartition("/monoidreduce/")[2].removesuffix(".py")
-            seen[f"{name}:{frame.f_code.co_qualname}"] = None
+            name = f"{name}:{frame.f_code.co_qualname}"
+            seen[name] = seen.get(name, 0) + 1
 
     run_noting(call, note)
-    return list(seen)
+    return seen
+
+
+def different(call: Callable[[int], Any], lengths: Sequence[int], step: Callable) -> list[int]:
+    """Of these lengths, one after the other, those whose launches are others than in a process that met no other."""
+    known = {n: launches(call, n, step, forget=False) for n in lengths}
+    fresh = {n: launches(call, n, step, forget=True) for n in lengths}
+    return [n for n in lengths if known[n] != fresh[n] or not known[n]]
 
 
 def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
-    """The kernels of a call of length ``n``: text, plan, grid and integers; with empty caches where ``forget``."""
+    """The kernels of a call of length ``n``: text, plan, grid, results and integers; with empty caches where
+    ``forget``, else made of those of the lengths before."""
+    from torch import Tensor
+
     from monoidreduce.engines import auto, triton
     from monoidreduce.engines.common.bounded_cache import clear_caches
+    from monoidreduce.engines.triton import engine
 
     if forget:
         clear_caches()
         auto._CHOICES.clear()
     triton.prepared_folds().clear()
+    others = {} if forget else dict(engine._OTHER_LENGTHS)
     clear_caches()  # so that folds are prepared again, by the choices that are known
+    engine._OTHER_LENGTHS.update(others)
     step(call, n)
-    made = [one for ready in triton.prepared_folds().values() for one in ready.launches if one.again is not None]
-    return [(one.over, hash(one.kernel.text), one.plan, one.grid, [v for v in one.template if v]) for one in made]
+    every = triton.prepared_folds().values()
+    made = [(one, ready.order) for ready in every for one in ready.launches if one.again is not None]
+    return [
+        (
+            *(one.over, hash(one.kernel.text), one.plan, one.grid, one.how, one.outputs, one.strides, one.cuts),
+            [v for v in one.template if v],
+            [(leaf, box.shape, box.strides, box.block_shape) for leaf, box in one.boxes],
+            [v.tolist() if isinstance(v, Tensor) else v for v in one.edges or ()],
+            order,
+        )
+        for one, order in made
+    ]
 
 
 def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:

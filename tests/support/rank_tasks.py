@@ -383,7 +383,7 @@ def usual_names(group: Any) -> dict[str, str]:
         y for y in mr.ops.linear_logprobs(x, w, t, ids=i, mask=m, return_entropy=True, return_lse=True) if y is not None
     )
     supervised = lambda x, y, a, b: mr.ops.contrastive_loss(x, y, labels=(a, b), temperature=0.5)
-    transport = lambda x, y: mr.ops.sinkhorn(x, y, eps=0.5, iterations=90, tolerance=1e-3)[:3]
+    transport = lambda x, y: mr.ops.sinkhorn(x, y, eps=4.0, iterations=90, tolerance=1e-3, scaling=0.5)[:3]
     for axes in ({"rows": group}, {"cols": group}, ring):
         row, col = (all_ if axis in axes else none for axis in ("rows", "cols"))
         names |= {

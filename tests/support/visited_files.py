@@ -44,11 +44,11 @@ def files_of(call: Callable[[], object], package: Path) -> list[str]:
     seen: dict[str, None] = {}
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
-            seen[str(Path(frame.f_code.co_filename).relative_to(package))] = None
+        if event == "call":
+            seen[frame.f_code.co_filename] = None
 
     run_noting(call, note)
-    return list(seen)
+    return [str(Path(name).relative_to(package)) for name in seen if name.startswith(str(package))]
 
 
 def assert_few(engine: str, most: tuple[int, int, int]) -> None:

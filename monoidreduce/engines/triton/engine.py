@@ -19,6 +19,7 @@ from ...plan import budget, settings
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
+from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
 from ..common.torch_code import Side
 from . import describe_leaves, prepared_folds
@@ -102,6 +103,8 @@ prepare_best_products = topk.prepare_best_products
 
 _warned: set[tuple[Fold, str]] = set()
 _MOST = 4096
+# The last fold prepared for some lengths, by all else that folds are prepared for
+_OTHER_LENGTHS: BoundedCache[tuple, tuple[dict, PreparedFold]] = BoundedCache(1024)
 
 
 def run(
@@ -190,19 +193,28 @@ def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
 def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     if fold.domain is not None:
         raise Unsupported("lists of columns have kernels of their own")
-    key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (
+    asked = (
+        id(fold),
+        sizes.batch,
+        sizes.compute,
+        sizes.device,
         matmul.float32_precision(),
         budget.requested() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),
-        describe_leaves(leaves),
+        *describe_numbers([v for v in leaves if not isinstance(v, Tensor)]),
     )
-    key += describe_numbers([v for v in leaves if not isinstance(v, Tensor)])
+    key = (*asked, sizes.rows, sizes.cols, describe_leaves(leaves))
     store = prepared_folds()
     found = store.get(key)
     if found is None:
-        found = store[key] = PreparedFold(fold, leaves, sizes)
+        kinds = [spec_from_tensors.describe_leaf(e, v) for e, v in zip(fold.leaves, leaves, strict=True)]
+        kinds += [spec_from_tensors.list_thresholds(over, sizes.batch, sizes) for over in ("cols", "rows")]
+        alike = (id(store), *asked, *sizes.letters.values(), *kinds)
+        other = _OTHER_LENGTHS.find(alike)
+        found = None if other is None else other[1].at_lengths(leaves, sizes)
+        found = store[key] = PreparedFold(fold, leaves, sizes) if found is None else found
+        _OTHER_LENGTHS.keep(alike, (store, found))  # the store is held, so that its id stays its own
         while len(store) > _MOST:
             del store[next(iter(store))]
     return found

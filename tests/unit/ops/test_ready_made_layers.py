@@ -138,6 +138,27 @@ def test_sinkhorn_is_the_dense_loop_with_its_gradients(metric, batch, seed):
     assert f.shape == a.shape and g.shape == b.shape
 
 
+def test_epsilon_scaling_finds_the_same_optimum_in_fewer_iterations(tmp_path):
+    gen = torch.Generator().manual_seed(0)
+    x, y = (torch.rand(n, 2, dtype=FLOAT64, generator=gen) for n in (60, 70))
+    x, y = x.requires_grad_(), y / 2 + 0.5
+    run = partial(ops.sinkhorn, x, y, eps=0.02, iterations=2000, tolerance=1e-8)
+    plain, scaled = run(), run(scaling=0.5)
+    assert plain.converged and scaled.converged
+    assert_close(scaled.value, plain.value, rtol=1e-8, atol=0)
+    assert_close(*(torch.autograd.grad(found.value, x)[0] for found in (scaled, plain)), rtol=1e-5, atol=1e-8)
+    with torch.no_grad():
+        few = [ops.sinkhorn(x, y, eps=0.02, iterations=10, scaling=s).value for s in (1.0, 0.5)]
+    assert abs(few[1] - plain.value) < 0.1 * abs(few[0] - plain.value)
+    numpy.save(tmp_path / "y.npy", y.numpy())
+    stream = ops.sinkhorn.stream(x.detach(), eps=0.02, iterations=10, scaling=0.5)
+    assert_close(stream.over(tmp_path / "y.npy", quiet=True).value, few[1])
+    none = ops.sinkhorn(x[:0], y, eps=0.02, scaling=0.5)
+    assert len(none.f) == 0 and none.iterations == 100
+    with pytest.raises(mr.ArgumentError, match="eps=0.02 from the largest cost 1.[34][0-9]* after 4.* iterations is 50"):
+        ops.sinkhorn(x, y, eps=0.02, scaling=0.99, iterations=50, cost="euclidean")
+
+
 def test_sinkhorn_stops_early_and_takes_16_bits(seed):
     x, y = torch.randn(30, 2), torch.randn(40, 2)
     with mr.tally() as few:
@@ -222,6 +243,13 @@ def test_torch_manual_seed_repeats_a_perceptrons_dropout():
         torch.manual_seed(seed)
         found.append(ops.mlp(x, p, q, dropout_p=0.5))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_soft_minima_keep_their_digits_under_autocast():
+    x, y, h = torch.rand(20, 3), torch.rand(30, 3), torch.zeros(30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ops.softmin(x, y, h, eps=0.01), ops.softmin(x.bfloat16(), y, h, eps=0.01)
+    assert_close(found, tuple(ops.softmin(t, y, h, eps=0.01) for t in (x, x.bfloat16().float())))
 
 
 def test_sinkhorn_says_whether_it_converged(tmp_path):

@@ -399,3 +399,14 @@ def test_planning_is_quick():
     leaves = [bound[str(e.attrs[0])] for e in program.passes[0].feeds]
     assert calls(planner.choose, fold, leaves, sizes) < 5_000
     assert calls(planner.choose, fold, leaves, sizes) < 100
+
+
+def test_dense_or_tiled_is_asked_once_for_a_class_of_lengths(monkeypatch):
+    """97 to 100 are one class, 101 is of the next; what runs is what ``explain`` says of each of them."""
+    found, estimate = [], call_cost.estimate_program
+    monkeypatch.setattr(call_cost, "estimate_program", lambda *args, **more: found.append(1) or estimate(*args, **more))
+    counts = []
+    for n in (97, 98, 100, 99, 101):
+        attention(*torch.randn(3, n, 8).unbind())
+        counts.append(len(found))
+    assert counts == [1, 1, 1, 1, 2]

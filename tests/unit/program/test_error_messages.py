@@ -75,6 +75,7 @@ INSTEAD = {
     "cdist": (lambda x, y: torch.cdist(x, y), "(x - y).norm()"),
     "dropout": (lambda x, y: F.dropout(x @ y, 0.1), "mr.dropout(x, p, seed)"),
     "shape": (lambda x, y: x @ y * x.shape[-1] ** -0.5, "scale: float"),
+    "size": (lambda x, y: sum(x @ y for _ in range(mr.num_cols)), "n: int"),
     "zip": (lambda x, y: sum(abs(a - b) for a, b in zip(x, y, strict=True)), "(x - y).abs().sum()"),
     "new axis": (lambda x, y: x[:, None] - y, "x - y"),
     "table": (lambda x, y: x[mr.row_index - mr.col_index], "mr.lookup(table, index)"),
@@ -113,6 +114,11 @@ def test_the_distance_that_is_offered_has_torchs_gradient_at_equal_points():
 
 
 def test_declarations_and_engines_by_their_names():
+    with pytest.raises(mr.DeclarationError, match=r'Write Row\["f"\]'):
+        Row("d")
+    with pytest.raises(mr.DTypeError, match=r"x is float32\[3, 2\], sparse"):
+        mr.op(body_of(lambda x, y: x @ y))(X[:, :2].float().to_sparse(), Y[:, :2].float())
+
     def reads(x: Row["d"], y: Col["d"], t: mr.Table["n"]):
         return mr.sum(mr.lookup(t, mr.row_index))
 

@@ -1,6 +1,8 @@
 """Inverse, gamma and error functions, and bits of whole numbers: values, derivatives, special values, refusals."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,6 +197,19 @@ def test_every_number_function_of_torch_is_known_or_explained():
     losses -= {"ctc_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"}
     missing = (special | losses) - known - {"common_args", "multi_input"}
     assert not {n for n in missing if n.islower()}, missing
+
+
+def test_functions_are_listed_on_the_language_page_and_not_refused():
+    from monoidreduce.program.advice import INSTEAD
+    from monoidreduce.program.primitives import COMPOSITES, PRIMITIVES
+
+    page = (Path(__file__).parents[3] / "docs/language.md").read_text()
+    operators = set("add sub mul div neg ge gt le lt ne bitwise_left_shift bitwise_right_shift".split())
+    operators |= {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "rsub", "detach", "contiguous", "positive"}
+    spelled = {"addcdiv", "addcmul", "clamp_min", "clamp_max", "clip"}  # torch's other spellings
+    names = {name for name, row in PRIMITIVES.items() if row.in_torch} | set(COMPOSITES)
+    assert not {n for n in names - operators - spelled if not re.search(rf"\b{n}\b", page)}
+    assert not names & set(INSTEAD) - {"contiguous"}
 
 
 @mr.op

@@ -139,6 +139,19 @@ def test_a_block_at_a_time(monkeypatch):
     assert alive.peak < 2 * 2**20  # autograd through all pairs would hold dozens of matrices of 512 kB
 
 
+@pytest.mark.parametrize("op", ["variance", "product_sum", "pooled"])
+def test_estimates_of_memory(monkeypatch, op):
+    """What is predicted is held, within a factor of two, and within twice the budget."""
+    monkeypatch.undo()
+    args = [t.requires_grad_() for t in own.problem(1024, 1024, torch.float32)]
+    with mr.use(engine="eager"), mr.budget("4MB"):
+        predicted = getattr(own, op).cost(*args)["flash"]
+        values = getattr(own, op)(*args)
+        with LiveMemory([*args, *values]) as alive:
+            torch.autograd.backward(values, [*map(torch.ones_like, values)])
+    assert predicted.peak / 2 < alive.peak < min(2 * predicted.peak, 2 * 4e6)
+
+
 @pytest.mark.parametrize("name", ["LogSumExp", "LogWSum", "Max", "Min", "Sum", "WSum", "Welford", "Prod"])
 def test_hand_written_gradients_are_found(name):
     """Catalogue monoids without their pullback."""

@@ -196,7 +196,7 @@ def test_blocks_in_batches_lists_and_transforms():
     torch.testing.assert_close(torch.vmap(run)(q, k.values, k.scale), cases.attention(q, plain[0], plain[1][:1]))
     whole = torch.compile(lambda q, k, v: cases.attention(q, k, v), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(whole(q, k, v), cases.attention(q, *plain))
-    x = q[0].requires_grad_()
+    x = q[0, :2].requires_grad_()
     stored = cases.store_blocks(torch.randn(9, 32, dtype=torch.float64), 16)
     assert torch.autograd.gradcheck(lambda x: cases.best(x, stored), x)
     assert torch.autograd.gradgradcheck(lambda x: cases.attention(x, stored, stored), x)
@@ -343,3 +343,11 @@ def test_streams_refuse_what_they_cannot_do():
         cases.best.stream(torch.randn(3, 8)).over(trained)
     with pytest.raises(mr.ArgumentError, match="among columns that are stored"):
         cases.attention.stream(torch.randn(3, 8)).over(kept, master[1:])
+
+
+def test_an_error_of_a_call_with_stored_vectors_names_the_users_file():
+    stored = mr.scaled(torch.zeros(5, 8, dtype=torch.int8), torch.ones(5))
+    with pytest.raises(mr.ShapeError, match="equal sizes") as error:
+        cases.best(torch.zeros(3, 9), stored)
+    said = str(error.value)
+    assert "in best, scaled_cases.py, called with x=float32[3, 9], y=int8[5, 8]" in said and "_scale_" not in said

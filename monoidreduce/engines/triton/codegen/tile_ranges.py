@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -94,32 +95,63 @@ def compute_tile_ranges(
     batch = max([1, *(v.shape[0] for v in values.values() if isinstance(v, Tensor))])
     group = max(1, -(-batch * kept_tiles * folded_tiles // _MOST_CELLS))
     steps = (blocks[0], blocks[1] * group)
-    ranges = _Ranges(over, values, lengths, steps, device)
-    codes = torch.zeros((), dtype=torch.int64, device=device)
+    on_host = torch.device(device).type == "cpu" and not any(isinstance(v, Tensor) for v in values.values())
+    with numpy.errstate(all="ignore"):  # what is unknown is infinite
+        edges = _find_edges(fold, chosen, _Ranges(over, values, lengths, steps, None if on_host else device))
+    edges = torch.from_numpy(edges) if on_host else edges
+    return (edges * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
+
+
+def _find_edges(fold: Fold, chosen: Mapping[Expr, bool], ranges: _Ranges) -> Any:
+    """``EDGES`` of every kept tile, in steps along the folded axis."""
+    (kept_tiles, groups), folded = ranges.counts, ranges.lengths[1]
+    codes: Any = 0
     whole: Any = True
     for c, truth in chosen.items():
         low, high, _ = ranges(c)
-        state = torch.where(low == high, low.to(torch.int64), 2)
+        state = _where(low == high, _long(low), 2)
         codes = codes * 3 + state
         whole = whole & (state == int(truth))
-    groups = -(-folded_tiles // group)
-    active = ~_idle_table(fold, device)[codes].expand(codes.shape[0], kept_tiles, groups)
-    at = torch.arange(groups, device=device)
-    whole = whole & active & ((at + 1) * steps[1] <= lengths[1])
-    first = torch.where(active, at, groups).amin(-1)
-    last = torch.where(active, at + 1, 0).amax(-1)
-    first = torch.minimum(first, last)
+    active, shape = ~_idle_table(fold, ranges.device)[codes], (codes.shape[0], kept_tiles, groups)
+    active = active if active.shape == shape else _expand(active, shape)
+    at = ranges.count_up(0, groups, 1)
+    whole = whole & active & ((at + 1) * ranges.steps[1] <= folded)
+    first = _least(_where(active, at, groups), -1)
+    last = _most(_where(active, at + 1, 0), -1)
+    first = _minimum(first, last)
     runs = [first]
     for wanted in (whole, ~whole, whole, ~whole):  # where a run of whole tiles begins and ends, twice
-        found = torch.where(wanted & (at >= runs[-1].unsqueeze(-1)), at, groups).amin(-1)
-        runs.append(torch.minimum(found, last))
+        found = _least(_where(wanted & (at >= runs[-1][..., None]), at, groups), -1)
+        runs.append(_minimum(found, last))
     edges = [*runs, last]
-    return (torch.stack(edges, -1) * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
+    return numpy.array(edges).transpose(1, 2, 0) if ranges.device is None else torch.stack(edges, -1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _idle_table(fold: Fold, device: Any) -> Tensor:
-    return torch.tensor(list_idle_codes(fold), device=device)
+def _idle_table(fold: Fold, device: Any) -> Any:
+    found = list_idle_codes(fold)
+    return numpy.array(found) if device is None else torch.tensor(found, device=device)
+
+
+# What is done to all tiles at once. Where nothing but numbers is asked, numpy does it: a table of a few tiles takes
+# fifty operations, each of which costs torch several times as much, and every new length has a table of its own.
+
+
+def _choose(of_numpy: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays or tensors, by what the first one is."""
+    return lambda x, *more: (of_torch if isinstance(x, Tensor) else of_numpy)(x, *more)
+
+
+_where = _choose(numpy.where, torch.where)
+_minimum = _choose(numpy.minimum, torch.minimum)
+_maximum = _choose(numpy.maximum, torch.maximum)
+_least = _choose(numpy.minimum.reduce, torch.amin)
+_most = _choose(numpy.maximum.reduce, torch.amax)
+_expand = _choose(numpy.broadcast_to, Tensor.expand)
+_double = _choose(lambda x: x.astype(numpy.float64), Tensor.double)
+_long = _choose(lambda x: x.astype(numpy.int64), Tensor.long)
+_truncate = _choose(numpy.trunc, torch.trunc)
+_right_shift = _choose(numpy.right_shift, torch.bitwise_right_shift)
 
 
 # Stretches: of numbers that rise along both axes, those that a tile meets lie side by side
@@ -181,8 +213,8 @@ class Range(NamedTuple):
     Integers stay integers (int64): float64 cannot tell 2**53 from 2**53 + 1, and document ids may be hashes. ``most``
     bounds their magnitude and is known without looking at the data; None for float64 (numbers and truth values)."""
 
-    low: Tensor
-    high: Tensor
+    low: Any  # tensors, or arrays of numpy
+    high: Any
     most: int | None = None
 
 
@@ -191,10 +223,25 @@ _NEAR_OVERFLOW = 2.0**63 * (1 - 2.0**-40)  # more than float64's rounding away f
 
 
 class _Ranges:
-    """The ranges of expressions on every tile."""
+    """The ranges of expressions on every tile; ``device``: of tensors, None for arrays of numpy."""
 
     def __init__(self, over: str, values: Mapping[Expr, Any], lengths: Any, steps: Any, device: Any):
         self.over, self.values, self.lengths, self.steps, self.device = over, values, lengths, steps, device
+        self.counts = tuple(-(-n // step) for n, step in zip(lengths, steps, strict=True))
+
+    def count_up(self, start: int, stop: int, step: int) -> Any:
+        return (
+            numpy.arange(start, stop, step)
+            if self.device is None
+            else torch.arange(start, stop, step, device=self.device)
+        )
+
+    def full(self, value: float) -> Any:
+        """One number for all tiles: an integer as one."""
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if self.device is None:
+            return numpy.array([[[value]]], numpy.int64 if whole else numpy.float64)
+        return torch.full((1, 1, 1), value, dtype=torch.int64 if whole else torch.float64, device=self.device)
 
     def __call__(self, e: Expr) -> Range:
         memo: dict[Expr, Range] = {}
@@ -219,28 +266,26 @@ class _Ranges:
         if any(x.most is None for x in args):
             args = [_as_float(x) for x in args]
         low, high, *_ = rule(*args)
-        if low.dtype == torch.int64:
+        if low.dtype in (torch.int64, numpy.int64):
             return _without_overflow(rule, e.op, args, low, high)
-        lost = low.isnan() | high.isnan()
-        return Range(torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high))
+        lost = (low != low) | (high != high)
+        return Range(_where(lost, -math.inf, low), _where(lost, math.inf, high))
 
     def _unknown(self, e: Expr) -> Range:
         if e.dtype == "int":
-            low, high = (torch.full((1, 1, 1), v, device=self.device) for v in (_INT64.min, _INT64.max))
-            return Range(low, high, 2**63)
-        zero = self._number(0.0).low
-        return Range(zero - torch.inf, zero + torch.inf)
+            return Range(self.full(_INT64.min), self.full(_INT64.max), 2**63)
+        return Range(self.full(-math.inf), self.full(math.inf))
 
     def _number(self, value: float) -> Range:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        t = torch.full((1, 1, 1), value, dtype=torch.int64 if whole else torch.float64, device=self.device)
-        return Range(t, t, abs(int(value)) if whole else None)
+        t = self.full(value)
+        return Range(t, t, abs(int(value)) if t.dtype in (torch.int64, numpy.int64) else None)
 
     def _index(self, axis: int) -> Range:
-        low = torch.arange(0, self.lengths[axis], self.steps[axis], device=self.device)
-        high = (low + self.steps[axis] - 1).clamp(max=self.lengths[axis] - 1)
+        low = self.count_up(0, self.lengths[axis], self.steps[axis])
+        high = low + (self.steps[axis] - 1)
+        high[-1] = self.lengths[axis] - 1
         shape = (1, -1, 1) if axis == 0 else (1, 1, -1)
-        return Range(low.view(shape), high.view(shape), self.lengths[axis])
+        return Range(low.reshape(shape), high.reshape(shape), self.lengths[axis])
 
     def _leaf(self, e: Expr, value: Any) -> Range:
         if not isinstance(value, Tensor):
@@ -263,59 +308,63 @@ class _Ranges:
         return Range(low, high, most)
 
 
-def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low: Tensor, high: Tensor) -> Range:
+def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low: Any, high: Any) -> Range:
     """The range of an integer result; any integer at all on tiles where int64 may wrap around."""
     bounds = [x.most or 0 for x in args]
     most = sum(bounds) if op in ("add", "sub") else math.prod(bounds) if op == "mul" else max(bounds)
     if most < 2**63 or op in ("minimum", "maximum", "detach"):
         return Range(low, high, most)
-    ends = rule(*(Range(x.low.double(), x.high.double()) for x in args))
+    ends = rule(*(Range(_double(x.low), _double(x.high)) for x in args))
     far = (ends[0] <= -_NEAR_OVERFLOW) | (ends[1] >= _NEAR_OVERFLOW)
-    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
+    return Range(_where(far, _INT64.min, low), _where(far, _INT64.max, high), 2**63)
 
 
 def _as_truth(x: Range) -> Range:
     surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
-    return Range(surely.double(), (~never).double())
+    return _between(surely, never)
 
 
 def _as_float(x: Range) -> Range:
     """Integers as floating-point numbers. A kernel may round them to float32: beyond 2**24 the range is widened."""
     if x.most is None:
         return x
-    low, high = x.low.double(), x.high.double()
+    low, high = _double(x.low), _double(x.high)
     if x.most <= 2**24:
         return Range(low, high)
-    return Range(low - low.abs() * 2.0**-23, high + high.abs() * 2.0**-23)
+    return Range(low - abs(low) * 2.0**-23, high + abs(high) * 2.0**-23)
 
 
 def _as_integer(x: Range) -> Range:
     if x.most is not None:
         return x
-    low, high = x.low.trunc(), x.high.trunc()
+    low, high = _truncate(x.low), _truncate(x.high)
     far = (low <= -_NEAR_OVERFLOW) | (high >= _NEAR_OVERFLOW)
-    low, high = (torch.where(far, 0.0, end).long() for end in (low, high))
-    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
+    low, high = (_long(_where(far, 0.0, end)) for end in (low, high))
+    return Range(_where(far, _INT64.min, low), _where(far, _INT64.max, high), 2**63)
 
 
-def _between(surely: Tensor, never: Tensor) -> Range:
-    return Range(surely.double(), (~never).double())
+def _between(surely: Any, never: Any) -> Range:
+    return Range(_double(surely), _double(~never))
+
+
+def _span(ends: Iterable[Any]) -> Range:
+    """The range of these corners."""
+    every = list(ends)
+    return Range(functools.reduce(_minimum, every), functools.reduce(_maximum, every))
 
 
 def _mul(x: Range, y: Range) -> Range:
-    ends = torch.stack(torch.broadcast_tensors(*(a * b for a in x[:2] for b in y[:2])))
-    return Range(ends.amin(0), ends.amax(0))
+    return _span(a * b for a in x[:2] for b in y[:2])
 
 
 def _shift_right(x: Range, count: Range) -> Range:
     """Monotone in each: the ends are among those of the four corners."""
-    ends = torch.stack(torch.broadcast_tensors(*(torch.bitwise_right_shift(a, b) for a in x[:2] for b in count[:2])))
-    return Range(ends.amin(0), ends.amax(0))
+    return _span(_right_shift(a, b) for a in x[:2] for b in count[:2])
 
 
 def _abs(x: Range) -> Range:
-    low = torch.where((x.low <= 0) & (x.high >= 0), 0, torch.minimum(x.low.abs(), x.high.abs()))
-    return Range(low, torch.maximum(x.low.abs(), x.high.abs()))
+    low = _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high)))
+    return Range(low, _maximum(abs(x.low), abs(x.high)))
 
 
 def _less(x: Range, y: Range) -> Range:
@@ -338,12 +387,12 @@ def _not(x: Range) -> Range:
 
 def _and(x: Range, y: Range) -> Range:
     (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(torch.minimum(a, c), torch.minimum(b, d))
+    return Range(_minimum(a, c), _minimum(b, d))
 
 
 def _or(x: Range, y: Range) -> Range:
     (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(torch.maximum(a, c), torch.maximum(b, d))
+    return Range(_maximum(a, c), _maximum(b, d))
 
 
 _RULES: dict[str, Callable[..., Range]] = {
@@ -352,8 +401,8 @@ _RULES: dict[str, Callable[..., Range]] = {
     "neg": lambda x: Range(-x.high, -x.low),
     "mul": _mul,
     "abs": _abs,
-    "minimum": lambda x, y: Range(torch.minimum(x.low, y.low), torch.minimum(x.high, y.high)),
-    "maximum": lambda x, y: Range(torch.maximum(x.low, y.low), torch.maximum(x.high, y.high)),
+    "minimum": lambda x, y: Range(_minimum(x.low, y.low), _minimum(x.high, y.high)),
+    "maximum": lambda x, y: Range(_maximum(x.low, y.low), _maximum(x.high, y.high)),
     "lt": _less,
     "le": _less_equal,
     "gt": lambda x, y: _less(y, x),

@@ -7,6 +7,7 @@ decoded from the program id. Lengths are run-time arguments, so that a new lengt
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan.tiles import Tile
+from ....plan.tiles import FEW_ROWS, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
@@ -128,6 +129,7 @@ class FoldLaunch:
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
     least_masked = _LEAST_MASKED
+    copied: tuple | None = None  # per leaf of the fold, the batch dimensions of its descriptor; None: not yet asked
 
     def __init__(
         self,
@@ -146,10 +148,42 @@ class FoldLaunch:
         self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self._describe(values)
+        self.described = self.spec
         self.prepare(values)
+
+    def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
+        """This launch for other lengths, as a new one would be: what does not depend on them is not asked again, and
+        what was compiled is launched on another grid. None where it may be another kernel."""
+        if type(self) is not FoldLaunch or batch != self.batch or self.few is not None:
+            return None
+        one = copy.copy(self)
+        one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
+        one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
+        if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
+            return None
+        one.spec, one.copied = self.described, None if any(self.before) else self.copied
+        one.prepare(values)
+        one.again = self._relaunch(one)
+        return one
+
+    def _find_class(self, values: Leaves) -> tuple:
+        """What the spec depends on that another length may change."""
+        kinds = tuple([spec_from_tensors.describe_leaf(e, values[e]) for e in self.fold.leaves])
+        return spec_from_tensors.list_thresholds(self.over, self.batch, self.sizes), kinds
+
+    def _relaunch(self, other: FoldLaunch) -> Callable[..., None] | None:
+        """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
+        alike = other.kernel is self.kernel and (other.plan, other.how) == (self.plan, self.how)
+        if not alike or not other.grid or self.asked:  # tables of conditions on data have strides of their own
+            return None
+        pairs = zip(self.template[: self.specialized], other.template[: other.specialized], strict=True)
+        if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
+            return None
+        return getattr(self.again, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
         """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
+        self.length_class = self._find_class(values)
         self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
         few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
         self.few = few
@@ -222,11 +256,11 @@ class FoldLaunch:
         plainly = compiler.compile_fold(specialize(self.spec, split=False, boxes=()))
         item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
-        copied = (
-            descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
-            if descriptors.are_supported(device)
-            else ()
-        )
+        copied = self.copied
+        if copied is None:
+            found = descriptors.are_supported(device)
+            copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch)) if found else ()
+            self.copied = copied
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         short = spec_from_tensors.has_short_loops(self.spec)
@@ -351,6 +385,7 @@ class FoldLaunch:
                 self.template += [v.shape[-1]] if e in self.fold.tables else []
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
+        self.specialized = len(self.template)  # Triton compiles for what these are a multiple of
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.few.period] if self.few is not None and self.few.period else []
         given = self.spec.group is not None and not self.spec.group_size
@@ -403,6 +438,11 @@ class FoldLaunch:
             then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
 
+    def allocate(self) -> list[Tensor] | None:
+        """Its results, where they are nothing but what it writes and it was compiled before; else None."""
+        plain = type(self) is FoldLaunch and self.again is not None and not (self.spec.split or self.lists)
+        return [room() for room in self.rooms] if plain and not self.keeps_pairs else None
+
     def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
@@ -438,7 +478,8 @@ class FoldLaunch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
+            found = self.edges or (None if self.asked else self._bounds([]))
+            arguments += found or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
         count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))

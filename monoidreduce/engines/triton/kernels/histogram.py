@@ -173,6 +173,10 @@ class HistogramLaunch(FoldLaunch):
         self.rooms = [Allocator(self.outputs[0], self.sizes.device)]
         self.strides, self.types, self.cuts = [None], [self.sizes.compute], []
 
+    @property
+    def is_repeatable(self) -> bool:
+        return False
+
     def recipe(self) -> None:
         return None  # torch combines the parts
 

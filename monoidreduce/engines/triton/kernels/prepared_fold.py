@@ -8,6 +8,7 @@ steps of a whole program once, and says which launches repeat them (``launch/lau
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,12 +74,36 @@ class PreparedFold:
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
         made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
+        histograms = _list_histograms(fold)
+        rewritten = histograms or self.bands is not None or self.sums is not None
+        rewritten = rewritten or any(e.is_stored for e in fold.leaves)  # what they are widened to follows free memory
+        single = all(len(folds) == 1 for folds in ways.values())
+        self.alone = None if rewritten or not single else self.launches  # one a direction, before they are joined
         self._join_directions(values, layouts)
-        for one in _list_histograms(fold):
+        for one in histograms:
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
+        self.order = self._find_order()
+
+    def _find_order(self) -> list[int]:
+        """Per result of the fold, its place among those of picks and launches."""
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
-        self.order = [found.index(o) for o in fold.outputs]
+        return [found.index(o) for o in self.inner.outputs]
+
+    def at_lengths(self, leaves: Sequence[Any], sizes: Sizes) -> PreparedFold | None:
+        """This fold prepared for leaves of other lengths, as a new one would be; None where more may be different."""
+        if self.alone is None or self.fold.tables:
+            return None
+        values, batch, layouts, _ = merge_batches(self.fold, leaves, sizes)
+        found = [one.at_lengths(values, batch, sizes, layouts) for one in self.alone]
+        if batch != self.batch or None in found:
+            return None
+        other = copy.copy(self)
+        other.given = other.sizes = sizes
+        other.alone = other.launches = [one for one in found if one is not None]
+        other._join_directions(values, layouts)
+        other.order = other._find_order()  # joined launches have theirs in another order
+        return other
 
     def _join_directions(self, values: Leaves, layouts: Layouts) -> None:
         """Let one kernel make the sums over rows and over columns, where there is one that gains by it."""
@@ -121,10 +146,22 @@ class PreparedFold:
             found += one(leaves, views)
         return [found[k] for k in self.order]
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing but launches is done: no labels are gathered, no bands are made, no leaves are converted."""
+        plain = not self.picks and self.bands is None and self.sums is None
+        return plain and all(one.is_repeatable for one in self.launches)
+
+    def compile(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Results in their form, of launches that are compiled: not run, where all of them were before."""
+        found = [one.allocate() for one in self.launches]
+        made = [t for outputs in found for t in outputs or ()]
+        return self(leaves) if None in found else [made[k] for k in self.order]
+
     def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
-        """How a replay makes the launches again, and which results each writes; None where labels are gathered, or
-        bands made, too."""
-        if self.picks or self.bands is not None or self.sums is not None:
+        """How a replay makes the launches again, once they are compiled, and which results each writes; None where it
+        cannot."""
+        if not self.is_repeatable:
             return None
         found, first = [], 0
         for one in self.launches:

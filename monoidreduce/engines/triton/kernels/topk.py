@@ -95,7 +95,7 @@ def taken(key, inside, k, BITS: tl.constexpr):
     # which are among the k largest, the first of equals, and how many of these come before each
     key = tl.where(inside, key, -1 << (31 - BITS))
     least = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, -1 << (31 - BITS))  # the k-th, bit by bit from above
-    for b in tl.static_range(31 - BITS):
+    for b in range(31 - BITS):
         more = least | (1 << (30 - BITS - b))
         least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= k, more, least)
     above, equal = inside & (key > least), inside & (key == least)

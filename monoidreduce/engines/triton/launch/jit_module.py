@@ -140,7 +140,7 @@ class Relauncher:
     called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
-        self.constants, self.device, self.before = constants, device, (*grid, 1, 1)[:3]
+        self.compiled, self.constants, self.device, self.before = compiled, constants, device, (*grid, 1, 1)[:3]
         after = (compiled.function, compiled.packed_metadata, None, None, None)
         found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
         self.start, self.after = found
@@ -153,6 +153,15 @@ class Relauncher:
             return
         with use_device(self.device):
             self.watched(*arguments, *self.constants)
+
+    def on_grid(self, grid: tuple[int, ...]) -> Relauncher | None:
+        """What launches the same kernel on another grid; None where it stands for a launch of a dry run."""
+        if self.compiled is _IDLE:
+            return None
+        found = copy.copy(self)
+        found.before = (*grid, 1, 1)[:3]
+        found.watched = self.compiled[found.before]
+        return found
 
     def open_descriptors(
         self, arguments: Sequence[Any]

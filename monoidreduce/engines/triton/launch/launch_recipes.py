@@ -83,10 +83,6 @@ class Recipe(NamedTuple):
     strides: tuple[Strides, ...] = ()
 
 
-def _is_looking(argument: Any) -> bool:
-    return isinstance(argument, FoundAtLaunch) and not argument.by_address
-
-
 class ProgramLaunch(NamedTuple):
     """A launch in a program: what its leaves (names, or numbers) and its outputs are called there."""
 
@@ -140,8 +136,10 @@ class RecordedLaunches(NamedTuple):
     @property
     def looked(self) -> set[str]:
         """The names of values that the host reads at every launch, or torch before it."""
-        given = [(one, v) for one in self.launches for v in one.recipe.arguments if _is_looking(v)]
-        found = {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+        given = [(one, v) for one in self.launches for v in one.recipe.arguments if type(v) is FoundAtLaunch]
+        found = {
+            name for one, v in given for k in v.leaves if not v.by_address and isinstance(name := one.feeds[k], str)
+        }
         return found | {name for call in self.calls for name in call.feeds if isinstance(name, str)}
 
     @property
@@ -294,10 +292,14 @@ class ProgramReplay:
         """What a kernel is given: places for tensors, names for numbers that may change."""
         found: list[Any] = [self.places[name] for name in one.outputs]
         for given in one.recipe.arguments:
-            leaf = one.feeds[given.at] if isinstance(given, (Leaf, DescriptorOf)) else None
-            if isinstance(given, DescriptorOf):
-                found.append(Descriptor(given.template, self.places[str(leaf)]))
-            elif isinstance(given, FoundAtLaunch):
+            kind = type(given)
+            if kind is int:  # nearly all of them are
+                found.append(given)
+            elif kind is Leaf:
+                found.append(self._value(one.feeds[given.at]))
+            elif kind is DescriptorOf:
+                found.append(Descriptor(given.template, self.places[str(one.feeds[given.at])]))
+            elif kind is FoundAtLaunch:
                 names = [one.feeds[k] for k in given.leaves]
                 looks = [self.seen.get(name) if isinstance(name, str) else None for name in names]
                 find = (
@@ -305,7 +307,7 @@ class ProgramReplay:
                 )
                 found.append(Computed(find, tuple(map(self._value, names)), given.places))
             else:
-                found.append(self._value(given if leaf is None else leaf))
+                found.append(self._value(given))
         return tuple(found)
 
     def _value(self, value: Any) -> Any:

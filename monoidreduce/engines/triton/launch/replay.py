@@ -347,6 +347,9 @@ def drop_unused(steps: Sequence[Step], returned: Any) -> list[Step]:
     return found[::-1]
 
 
+_WRITTEN = {Place, Descriptor, Computed, Number}  # arguments that are no constants
+
+
 class _Writer(FunctionWriter):
     """Writes steps as lines. ``starts``: kernels are started with their addresses, on the current stream."""
 
@@ -434,13 +437,14 @@ class _Writer(FunctionWriter):
             first += len(again.after)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
-            if isinstance(value, (Place, Descriptor, Computed, Number)):
+            if type(value) in _WRITTEN:
                 given += self._write_constants(same)
                 given.append(self._argument(value, encoded.get(at)))
                 same = []
+                at += _width(value)
             else:
                 same.append(value)
-            at += _width(value)
+                at += 1
         self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(same)])})")
 
     def _write_constants(self, values: list[Any]) -> list[str]:
@@ -452,7 +456,7 @@ class _Writer(FunctionWriter):
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
-            templates += [v.template] if isinstance(v, Descriptor) else [None] * _width(v)
+            templates += [v.template] if type(v) is Descriptor else [None] * _width(v)
         key = (id(again), *(_form(v) for v in templates if v is not None))
         if key not in self.encoded:
             self.encoded[key] = again.open_descriptors(templates)
@@ -536,7 +540,7 @@ class _Writer(FunctionWriter):
 
 def _width(value: Any) -> int:
     """How many arguments of a kernel a value is."""
-    return value.places if isinstance(value, Computed) else 1
+    return value.places if type(value) is Computed else 1
 
 
 def _form(template: Any) -> tuple:

@@ -308,17 +308,22 @@ class PreparedGemm:
         return row_kernel.PreparedKernel(kernel, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
 
     def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
-        here = self.here
-        wanted = list_reads(name, self.gemm.epilogue)
-        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
-        under = set(topological(numbers))
-        fold = Fold(tuple(e for e in values if e in under), numbers)
+        here, fold = self.here, _list_folds(name, self.gemm.epilogue, tuple(values))
         copied = () if name in ROW_KERNELS else self.copied
         boxes = tuple(() if e in copied else None for e in fold.leaves)
         given = [values[e] for e in fold.leaves]
         return spec_from_tensors.describe_as_given(
             fold, "cols", given, here, narrow="bfloat16", deep=True, raw=self.gemm.exact, boxes=boxes
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _list_folds(name: str, epilogue: Epilogue, given: tuple[Expr, ...]) -> Fold:
+    """What a kernel computes, as folds of those of the leaves that it reads."""
+    wanted = list_reads(name, epilogue)
+    numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
+    under = set(topological(numbers))
+    return Fold(tuple(e for e in given if e in under), numbers)
 
 
 @functools.lru_cache(maxsize=1024)

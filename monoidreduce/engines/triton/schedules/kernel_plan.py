@@ -96,7 +96,8 @@ def choose_plan(
         return _plan_pair_vectors(kernel)
     if kernel.traits.k_loop:
         return _plan_k_loop(kernel, length, family or FAMILY)
-    return _fit_shared_memory(kernel, item, family or FAMILY, copies)
+    plan = _fit_shared_memory(kernel, item, family or FAMILY, copies)
+    return replace(plan, block_kept=32, num_stages=2) if plan == _EIGHT_BITS and 0 < length <= 32 else plan
 
 
 def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
@@ -201,7 +202,8 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
 
 
 # Numbers of pairs made of 8-bit products. H200, 10 nearest of 4096 x 10⁶ points, 128 features: 6.7 ms; 64 x 64: 8.9,
-# 128 x 64: 7.3, 128 x 128 by 8 warps: 8.5.
+# 128 x 64: 7.3, 128 x 128 by 8 warps: 8.5. Of at most 32 kept indices (late interaction) a tile has no more, and fewer
+# stages: four program instances fit on a multiprocessor, where shared memory had room for three (not timed yet).
 _EIGHT_BITS = KernelPlan(64, 128, 4, 3)
 
 

@@ -24,7 +24,15 @@ from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
 from ..launch import jit_module
-from .vector_conversions import Cast, Conversions, replace_distances, split_fold
+from .vector_conversions import (
+    MANY_FLOAT32,
+    MANY_SIXTEEN,
+    MANY_STORED,
+    Cast,
+    Conversions,
+    replace_distances,
+    split_fold,
+)
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
@@ -37,6 +45,8 @@ _SHORT = {64: 256, 128: 128}
 # and 96 us (59 and 106 where blocks are loaded), 256 rows 60 and 115 (68 and 128), 512 rows 46 and 74 (49 and 77).
 _SHORT_MASKED = {64: 512, 128: 512}
 _SHORT_PAIRS = 2**22
+_THRESHOLDS = (MANY, MANY_FLOAT32, MANY_SIXTEEN, _SHORT_PAIRS)
+_FEW = {*_SHORT.values(), *_SHORT_MASKED.values()}
 _WIDENED = 1024  # kept indices from which widening stored vectors first takes a small share of their products' time
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
@@ -120,6 +130,25 @@ def describe_fold(
         eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
+
+
+def list_thresholds(over: str, batch: tuple[int, ...], sizes: Sizes) -> tuple[bool, ...]:
+    """All that :func:`describe_fold` asks of the lengths, without stored vectors: on which side of each threshold they
+    are."""
+    pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
+    every = pairs * torch.Size(batch).numel()
+    found = [pairs > 1, pairs >= MANY, *(pairs >= n for n in (MANY_STORED,)), *(every >= n for n in _THRESHOLDS)]
+    return (*found, *(folded <= n for n in _FEW))
+
+
+def describe_leaf(e: Expr, v: Any) -> tuple | type:
+    """All that :func:`describe_fold`, descriptors and batch dimensions ask of a leaf besides its length: its type and
+    features, which dimensions and strides are 0 or 1, and how strides in bytes are aligned."""
+    if not isinstance(v, Tensor):
+        return type(v)
+    item, shape = v.dtype.itemsize, v.shape
+    strides = tuple([(n == 1, n == 0, s == 0, s == 1, s * item & 31) for n, s in zip(shape, v.stride(), strict=True)])
+    return v.dtype, shape[-1] if e.feature is not None else 0, v.data_ptr() & 15, strides
 
 
 def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> bool:
