@@ -490,8 +490,11 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
         )
     probe(monoid)
     exprs = []
+    letters = {expr_of(fields[name]).feature for name, (marker, _) in declared.items() if marker is Vector} - {None}
     for name, (marker, _) in declared.items():
         e = expr_of(fields[name])
+        if marker is Vector and e.feature is None and len(letters) == 1:  # as wide as the other vectors
+            e = constructors.spread(e, *letters)
         if marker is Scalar and e.feature is not None:
             raise UnreducedError(
                 detail=f'field {name} of {monoid.__name__} is a Scalar, but was given a vector over "{e.feature}"',
@@ -500,7 +503,7 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
         if marker is Vector and e.feature is None:
             raise ShapeError(
                 detail=f"field {name} of {monoid.__name__} is a Vector, but was given one number per pair",
-                fix="Give it a vector (a Row or Col with a letter, or a number times one), or declare it mr.Scalar",
+                fix="Give it, or another Vector field, a vector (a Row or Col with a letter), or declare it mr.Scalar",
             )
         exprs.append(constructors.apply("cast", e, to="float"))
     results = (

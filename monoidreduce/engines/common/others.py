@@ -314,6 +314,8 @@ def _with_tangents(function: Function, order: int) -> Function:
 
     def pushed(*values: Tensor) -> tuple[Tensor, ...]:
         half = len(values) // 2
+        # a tangent is laid out as its value, and cannot be written where elements of that share memory
+        values = tuple(v.contiguous() if 0 in v.stride() else v for v in values)
         pair: Any = torch.func.jvp(inner, values[:half], values[half:])
         return *pair[0], *pair[1]
 

@@ -86,7 +86,7 @@ class Spread(mr.Monoid):
 @mr.op
 def monoids(x: Row["f"], y: Col["f"], v: Col["d"]):
     s = torch.where(mr.col_index > mr.row_index + 6, 0.0, x @ y)  # the product of the others, where a factor is 0
-    turn, spread = mr.reduce(Rotation, re=s, im=torch.sin(s)), mr.reduce(Spread, w=torch.exp(x @ y), m=v, c=0 * v)
+    turn, spread = mr.reduce(Rotation, re=s, im=torch.sin(s)), mr.reduce(Spread, w=torch.exp(x @ y), m=v, c=0.0)
     return turn.re, turn.im, spread.m, spread.c
 
 
