@@ -153,7 +153,7 @@ class Edges(base.Domain):
     def _check_elements(self) -> None:
         """Raise ColumnListError unless the lists of every element of the batch end with its last edge."""
         edges = self.index.shape[-1]
-        if self.batch and self.rowptr.numel() and int(self.rowptr[..., -1].min()) < edges:
+        if torch.Size(self.batch).numel() > 1 and int(self.rowptr[..., -1].min()) < edges:
             raise ColumnListError(
                 detail=f"rowptr ends at {int(self.rowptr[..., -1].min())} for one element of the batch, but index has "
                 f"{edges} edges",
@@ -161,8 +161,8 @@ class Edges(base.Domain):
             )
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
-        if not self.batch:
-            return ColumnLists(self.rowptr, self.index, 1, 1)
+        if torch.Size(self.batch).numel() == 1:  # there may be room to spare
+            return ColumnLists(self.rowptr.reshape(-1), self.index.reshape(-1), 1, 1, self.batch)
         if base.can_inspect(self.rowptr):  # those of a mapped call were not checked
             self._check_elements()
         edges, count = self.index.shape[-1], torch.Size(self.batch).numel()

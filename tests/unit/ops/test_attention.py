@@ -418,7 +418,7 @@ MISTAKES = {
     "features": (lambda: attention(Q, K[..., :3], V), mr.ShapeError, "q has 4 features.*k has 3"),
     "columns": (lambda: attention(Q, K, V[..., :6, :]), mr.ShapeError, "k has 7 columns.*v has 6"),
     "rank": (lambda: attention(Q[0, 0, 0], K, V), mr.ShapeError, "q is declared"),
-    "batch": (lambda: attention(Q, K[:, :3], V[:, :3]), mr.ShapeError, "batch dimensions of k"),
+    "batch": (lambda: attention(Q, K[:, :3], V[:, :3]), mr.ShapeError, "enable_gqa=True where heads of q share"),
     "type": (lambda: attention(Q.double(), K, V), mr.DTypeError, "q is float64"),
     "integers": (lambda: attention(Q.long(), K, V), mr.DTypeError, "q is int64"),
     "no tensor": (lambda: attention(Q, None, V), mr.ArgumentError, "k is declared"),

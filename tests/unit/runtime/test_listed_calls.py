@@ -167,6 +167,15 @@ def test_mapped_elements_have_equally_many_edges():
         torch.vmap(call)(x, torch.tensor([[2, 2, 2], [1, 2, 1]]))
 
 
+@pytest.mark.parametrize("engine", ["auto", "eager", "reference"])
+def test_batches_read_no_more_than_the_lists(engine):
+    """Lists that all batch elements share may have room to spare; it belongs to no row."""
+    x, index = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([0, 2, 1])
+    lists = [mr.edges(torch.arange(4), i) for i in (index, torch.cat([index, index]))]
+    with mr.use(engine=engine):
+        torch.testing.assert_close(*(attention(x, x, x, cols=one) for one in lists))
+
+
 @mr.op
 def weigh(w: Pair, h: Col["d"]):
     return mr.sum(w * h), mr.logsumexp(w, over="rows")
