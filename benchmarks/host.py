@@ -31,6 +31,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import result_form
 from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.plan import settings
 from monoidreduce.runtime import registry
 
 Call = Callable[..., Tensor]
@@ -194,7 +195,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str
     """Calls, and milliseconds of the first one of a new length."""
     make = lambda *shape: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
     causal = functools.partial(ops.attention, is_causal=True)
-    each = 1 if device.type == "cuda" or triton.runs_on(device) else 8  # on a CPU numbers are computed: fewer of them
+    each = 1 if device.type == "cuda" or settings.kernels_run_on(device) else 8  # fewer where numbers are computed
 
     def heads(n: int, split: bool, counts: tuple[int, int, int] = (4, 4, 4)) -> list[Tensor]:
         found = [make(1, n, h, 64) if split else make(1, h, n, 64) for h in counts]

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from .._version import __version__
-from ..engines import triton
 from ..errors import MonoidReduceError
-from ..plan import cache
+from ..plan import cache, settings
 from ..runtime import registry
 from .bench import PEERS, find_cpp_compiler
 from .command import Answer, command
@@ -58,7 +57,7 @@ def _describe_engines() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"cpu": cpu}
     kernels = "generated Triton kernels; panels for features too wide for them; tiles in torch for what has no kernel"
-    return {"cpu": cpu, "cuda": kernels if triton.available() else "tiles in torch: Triton is not installed"}
+    return {"cpu": cpu, "cuda": kernels if settings.has_triton() else "tiles in torch: Triton is not installed"}
 
 
 def _check_library() -> Finding:

@@ -128,7 +128,7 @@ def _use_tiles(how: Choice) -> contextlib.AbstractContextManager[Any]:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    return triton.launches_on(device)
+    return settings.launches_kernels_on(device)
 
 
 def _step_class(device: torch.device) -> panel.StepClass:

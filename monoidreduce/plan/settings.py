@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -120,6 +121,22 @@ _interpreter = EnvironmentVariable("TRITON_INTERPRET")
 def interprets_kernels() -> bool:
     """Whether Triton's interpreter runs kernels on the CPU."""
     return _interpreter.read() == "1"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported to answer."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels_run_on(device: Any) -> bool:
+    """Whether generated kernels run on a ``torch.device``: on a GPU, or in Triton's interpreter."""
+    return (device.type == "cuda" or interprets_kernels()) and has_triton()
+
+
+def launches_kernels_on(device: Any) -> bool:
+    """Whether kernels run there, and not in an interpreter."""
+    return device.type == "cuda" and kernels_run_on(device)
 
 
 def now() -> Settings:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..engines import auto, dense, panel, triton
+from ..engines import auto, dense, panel
 from ..engines import dense as whole
 from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
@@ -29,7 +29,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
-from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule
+from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule, settings
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
@@ -73,7 +73,7 @@ def estimate_program(
         found.append(dense)
     if ranks > 1 and found:
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
-    most = None if triton.launches_on(sizes.device) else DENSE_LIMIT
+    most = None if settings.launches_kernels_on(sizes.device) else DENSE_LIMIT
     decided = predict_dense(program, inputs, sizes, backward) if closely and fits_one_matrix(program, sizes) else None
     return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own, decided)
 
@@ -378,7 +378,7 @@ def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
     """True if one matrix of pairs is small enough to be built, and the program has a dense form: asked first.
 
     Never on a GPU with kernels: at small sizes launches dominate, and a fold is one launch, the dense form many."""
-    if triton.launches_on(sizes.device):
+    if settings.launches_kernels_on(sizes.device):
         return False
     size = count_matrix_bytes(sizes)
     return (

@@ -24,6 +24,7 @@ from ..engines import triton
 from ..engines.common.evaluate import Sizes
 from ..engines.panel.panel_program import as_program, split_into_loops
 from ..errors import NoGradientError
+from ..plan import settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
@@ -34,7 +35,7 @@ def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
     """A program whose folds say which of them keep their products exact.
 
     ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
-    if not triton.runs_on(sizes.device):
+    if not settings.kernels_run_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
     if not any(letters.values()) or not triton.epilogue.is_fast_on(sizes.device):

@@ -13,6 +13,7 @@ from ..engines import triton
 from ..engines.common import point_tree
 from ..engines.common.point_tree import PointTree
 from ..engines.eager.cpp import point_search
+from ..plan import settings
 from .torch_operator import register_operator
 
 MOST_FEATURES = point_search.MOST_FEATURES
@@ -25,7 +26,7 @@ def build(points: Tensor) -> PointTree | None:
         return None
     if points.device.type == "cpu":
         return point_search.build(points)
-    if triton.launches_on(points.device) and points.dtype is torch.float32:
+    if settings.launches_kernels_on(points.device) and points.dtype is torch.float32:
         return point_tree.build_in_torch(points)
     return None
 

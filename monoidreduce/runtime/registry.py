@@ -30,7 +30,7 @@ from ..reductions import kind_of
 
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
-    if panel.is_wide(fold, sizes) and triton.runs_on(sizes.device):
+    if panel.is_wide(fold, sizes) and settings.kernels_run_on(sizes.device):
         for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
             try:
                 return run(fold, leaves, sizes)
@@ -52,13 +52,13 @@ def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
 
 def stepper(engine: str, device: torch.device) -> panel.StepClass:
     """How an engine does things to a panel."""
-    return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
+    return triton.KernelStep if engine != "eager" and settings.kernels_run_on(device) else panel.TorchStep
 
 
 def can_record(engine: str, sizes: Sizes) -> bool:
     """Whether an engine's folds are launches on this device, which are recorded (``replay.py``)."""
     launches = engine in ("auto", "triton") and bool(sizes.rows) and bool(sizes.cols)
-    return launches and triton.runs_on(sizes.device)
+    return launches and settings.kernels_run_on(sizes.device)
 
 
 def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
@@ -66,7 +66,7 @@ def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callab
     walk the lists, where there are any."""
 
     def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
-        compiled = kernels and triton.runs_on(sizes.device)
+        compiled = kernels and settings.kernels_run_on(sizes.device)
         if fold.domain is None:
             packed = not compiled and find_same_sequence(fold) is not None
             found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
@@ -97,7 +97,7 @@ def _gather_tables(fold: Any, leaves: list[Any], sizes: Any, inner: Callable) ->
 
 def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """A batch of pieces: kernels where there are any, else tiles in torch."""
-    return (_kernels if triton.runs_on(sizes.device) else eager.run)(fold, leaves, sizes)
+    return (_kernels if settings.kernels_run_on(sizes.device) else eager.run)(fold, leaves, sizes)
 
 
 ENGINES: dict[str, Callable] = {

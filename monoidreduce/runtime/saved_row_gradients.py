@@ -17,7 +17,7 @@ from torch import Tensor
 from ..engines import triton
 from ..engines.common import matmul
 from ..engines.common.evaluate import Sizes
-from ..plan import budget
+from ..plan import budget, settings
 from ..program.expression import topological
 from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
 from ..program.lower import Fold
@@ -42,7 +42,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Saving
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
     if not kernels or not many(sizes) or fold.domain is not None:
         return None
-    if budget.requested() is not None or not triton.runs_on(sizes.device):
+    if budget.requested() is not None or not settings.kernels_run_on(sizes.device):
         return None
     found = fold_saving_row_gradients(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines import triton
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import (
     Form,
@@ -29,6 +28,7 @@ from ..engines.common.evaluate import (
 )
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError
+from ..plan import settings
 from ..program.lower import Fold, digest_fold
 from ..reductions import kind_of
 from .registry import FOLDERS
@@ -140,7 +140,7 @@ def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
 
 
 def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
-    kernels = engine in ("auto", "triton") and triton.runs_on(sizes.device)
+    kernels = engine in ("auto", "triton") and settings.kernels_run_on(sizes.device)
     return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
 

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .launch.devices import available as available
-from .launch.devices import launches_on as launches_on
-from .launch.devices import runs_on as runs_on
-
 if TYPE_CHECKING:
     from .engine import *  # noqa: F403
     from .kernels.prepared_fold import PreparedFold

@@ -26,7 +26,6 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
-from ..launch.devices import available
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
@@ -373,7 +372,7 @@ def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold
 
 
 def _launches_on(device: torch.device) -> bool:
-    return available() and (device.type != "cpu" or settings.interprets_kernels())
+    return settings.has_triton() and (device.type != "cpu" or settings.interprets_kernels())
 
 
 def _prepare(

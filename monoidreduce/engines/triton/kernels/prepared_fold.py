@@ -29,7 +29,6 @@ from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch import jit_module
-from ..launch.devices import available
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans, use_plan
@@ -48,7 +47,7 @@ class PreparedFold:
 
     def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, prepares: bool = True):
         """``prepares``: whether what pairs look up may be put in order before a launch."""
-        if not available():
+        if not settings.has_triton():
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and not settings.interprets_kernels():
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")

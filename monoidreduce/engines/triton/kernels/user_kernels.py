@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ....errors import ArgumentError, DTypeError, EngineError, NoGradientError, ShapeError
+from ....plan.settings import kernels_run_on
 from ...common import matmul
 from ..codegen.kernel_spec import WIDEST, padded
 from ..codegen.kernel_text import CONSTANTS, Kernel
-from ..launch.devices import runs_on
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
 
@@ -120,7 +120,7 @@ class Layer:
         if len(inputs) != count or not all(isinstance(x, Tensor) for x in inputs):
             words = f"{self.sides[0]} row and {self.sides[1]} column tensors"
             raise ArgumentError(detail=f".apply was given {len(inputs)} arguments", fix=f"{self.name} takes {words}")
-        if not runs_on(inputs[0].device) or any(x.device != inputs[0].device for x in inputs):
+        if not kernels_run_on(inputs[0].device) or any(x.device != inputs[0].device for x in inputs):
             devices = ", ".join(str(x.device) for x in inputs)
             raise EngineError(
                 detail=f"{self.name}'s tile functions are Triton's, its tensors on {devices}",
