@@ -61,6 +61,7 @@ class Prepared:
     inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     results: Callable[[list[Any], Sizes], list[Tensor]]
     pack: Callable[[Sequence[Tensor], Mapping[str, Any], int], Any]  # the results, all rows, the number of columns
+    check: Callable[[int], None]  # raises what so many columns in all are too few for
     axes: tuple[int, ...] = ()
     bytes_each: int = 0  # of all results of one row
 
@@ -316,7 +317,10 @@ class BlockRun:
             return found["plan"], _Progress(**found["progress"])
         plan: dict[str, Any] = {"budget": budget.requested() or BUDGET, "memo": self.memo}
         plan["columns"] = getattr(self.columns.source, "size", 0)
-        plan["rows"] = self._rows_per_block(plan["budget"])
+        one = self._prepare_one()
+        if self.columns.total is not None:
+            one.check(self.columns.total)
+        plan["rows"] = self._rows_per_block(one, plan["budget"])
         if self.columns.once and self.rows.total is not None and plan["rows"] < self.rows.total:
             raise StreamError(
                 detail=f"{self.rows.total} rows are read in blocks of {plan['rows']}, and each needs all columns, but "
@@ -327,10 +331,9 @@ class BlockRun:
         self._save(plan, progress)
         return plan, progress
 
-    def _rows_per_block(self, limit: int) -> int:
+    def _rows_per_block(self, one: Prepared, limit: int) -> int:
         if self.rows.total is None:
             return 0
-        one = self._prepare_one()
         each = 3 * self.rows.bytes_each + 6 * one.bytes_each + 64  # rows as read and as fed; states old, new and joined
         return max(1, limit // _ROWS // each)
 
