@@ -177,7 +177,7 @@ class Columns:
             reader = iter(self.source)
             first = next(reader, None)
             if first is None:
-                raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+                raise stream.source_is_empty()
             if self.once:
                 self.begun.append(reader)
             self.first.append(first)
@@ -317,10 +317,9 @@ class BlockRun:
             return found["plan"], _Progress(**found["progress"])
         plan: dict[str, Any] = {"budget": budget.requested() or BUDGET, "memo": self.memo}
         plan["columns"] = getattr(self.columns.source, "size", 0)
-        one = self._prepare_one()
         if self.columns.total is not None:
-            one.check(self.columns.total)
-        plan["rows"] = self._rows_per_block(one, plan["budget"])
+            self._prepare_one().check(self.columns.total)
+        plan["rows"] = self._rows_per_block(plan["budget"])
         if self.columns.once and self.rows.total is not None and plan["rows"] < self.rows.total:
             raise StreamError(
                 detail=f"{self.rows.total} rows are read in blocks of {plan['rows']}, and each needs all columns, but "
@@ -331,9 +330,10 @@ class BlockRun:
         self._save(plan, progress)
         return plan, progress
 
-    def _rows_per_block(self, one: Prepared, limit: int) -> int:
+    def _rows_per_block(self, limit: int) -> int:
         if self.rows.total is None:
             return 0
+        one = self._prepare_one()
         each = 3 * self.rows.bytes_each + 6 * one.bytes_each + 64  # rows as read and as fed; states old, new and joined
         return max(1, limit // _ROWS // each)
 
@@ -410,7 +410,7 @@ class BlockRun:
             if self.saved is not None and self.saved.is_due():
                 self._save(plan, progress)
         if progress.states is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         if progress.total not in (None, progress.seen):
             raise StreamError(
                 detail=f"the source gave {progress.total} columns before, and now {progress.seen}",

@@ -247,10 +247,12 @@ class Stream:
                 )
             for values in progress(source, quiet, None):
                 self.update(**self._named(values))
+            if self._states is None:
+                raise stream.source_is_empty()
             return self.result()
         first = next(reader, None)
         if first is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         named = self._named(first)
         prepared = self._prepare(named)
         if isinstance(source, Chunks):
