@@ -1,7 +1,10 @@
 """What the package may not use, since the oldest torch that it supports cannot compile it."""
 
 import ast
+import dataclasses
 from pathlib import Path
+
+import pytest
 
 import monoidreduce
 
@@ -18,3 +21,9 @@ def test_isinstance_takes_tuples():
         if isinstance(node.args[-1], ast.BinOp)
     ]
     assert not found
+
+
+@pytest.mark.parametrize("kind", [monoidreduce.blocks, monoidreduce.pages, monoidreduce.jagged, monoidreduce.edges])
+def test_constructors_of_lists_set_every_field(kind):
+    """In torch 2.6, ``torch.compile`` gives the first argument to a field that the constructor does not take."""
+    assert all(field.init for field in dataclasses.fields(kind))

@@ -117,7 +117,7 @@ def test_what_has_no_such_form():
 
 def test_when_it_pays(monkeypatch):
     """Where kernels run, pairs are many, features neither few nor too many, no budget is set, targets are indices."""
-    monkeypatch.setattr(road.triton, "runs_on", lambda device: True)
+    monkeypatch.setattr(road.settings, "kernels_run_on", lambda device: True)
 
     def chosen(n, d, engine="triton", op=cases.contrastive, last=3.0, **how):
         x, y = (torch.empty(n, d, device="meta", requires_grad=True) for _ in range(2))
