@@ -523,7 +523,7 @@ def public_layer(
 
 
 def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
-    sides = dict.fromkeys(rows, "rows") | dict.fromkeys(cols, "cols")
+    sides = {**dict.fromkeys(rows, "rows"), **dict.fromkeys(cols, "cols")}
     names = list(inspect.signature(layer).parameters)
 
     def of_nested(*args: Any, **kwargs: Any) -> Any:

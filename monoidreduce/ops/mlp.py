@@ -171,8 +171,8 @@ def gated_mlp(
     """
     checks.floating(x=x, gate=gate, up=up, down=down)
     out_bias = _out(out_bias, down, x, gate, up)
-    options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
-    options |= _dropout(dropout_p, seed) | checks.listed(cols)
+    biases = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
+    options = {**biases, **_dropout(dropout_p, seed), **checks.listed(cols)}
     rows = checks.flatten_rows(x, gate, up, down) if cols is None else x
     y = checks.unflatten_rows(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
