@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 from benchmarks import refresh
 
@@ -25,7 +26,7 @@ def test_a_table_that_runs_too_long_is_stopped_with_all_it_started(tmp_path):
             os.kill(child, 0)
         except ProcessLookupError:
             break
-        if "Z" in open(f"/proc/{child}/stat").read().split()[2:3]:  # ended, and waited for by nobody
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # ended, and waited for by nobody
             break
         time.sleep(0.05)
     else:
