@@ -37,7 +37,7 @@ def kernels(monkeypatch):
     found = []
 
     def execute(launch, call):
-        if call.kernel.staged:
+        if call.kernel.hand_scheduled:
             found.append(call.kernel.name)
         return launch(call)
 

@@ -26,7 +26,7 @@ def _apart(monkeypatch):
 
 def alone(launched):
     """Whether each of the launched column gradients was alone."""
-    return [kernel.alone for kernel, _ in launched if kernel.name == "fold_over_rows"]
+    return [kernel.single_warpgroup for kernel, _ in launched if kernel.name == "fold_over_rows"]
 
 
 @pytest.mark.parametrize("options", OPTIONS[PART::PARTS], ids=repr)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Trit
 
 def shown(launched):
     """The names of kernels, whether they take turns, and how many indices they keep."""
-    return [(kernel.name, kernel.staged, plan.block_kept) for kernel, plan in launched]
+    return [(kernel.name, kernel.hand_scheduled, plan.block_kept) for kernel, plan in launched]
 
 
 GROUPED = [("fold_over_cols", True, 128), ("fold_over_cols", True, 128), ("fold_over_rows", True, 64)]

@@ -66,7 +66,7 @@ def test_values_and_logsumexps(name):
             torch.testing.assert_close(found.lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
             again = ops.attention(*given, enable_gqa=True, return_lse=True, **options)
             assert torch.equal(found.values, again.values)
-    assert all(one.spec.few for one in prepared())
+    assert all(one.spec.few_rows for one in prepared())
 
 
 def test_columns_are_read_once_for_all_heads_that_share_them():
@@ -74,7 +74,7 @@ def test_columns_are_read_once_for_all_heads_that_share_them():
     with mr.use(engine="triton"), torch.no_grad():
         ops.attention(*inputs(batch, heads, shared, rows, cols), enable_gqa=True)
     (one,) = prepared()
-    assert one.spec.grouped and one.few.period == rows and one.lengths == (heads // shared * rows, cols)
+    assert one.spec.grouped and one.few_rows.period == rows and one.lengths == (heads // shared * rows, cols)
     assert one.parts == 2 and one.grid == batch * shared * one.parts  # eight multiprocessors
 
 

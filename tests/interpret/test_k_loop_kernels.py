@@ -149,7 +149,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
         (one,) = op.program(*args).passes
         types = tuple("bfloat16" for _ in one.fold.leaves)
         given = (one.fold, "cols", types, (0,) * len(types), (("d", 300),), "float32", "bfloat16", 0)
-        return Spec(*given, False, False, False, deep=True)
+        return Spec(*given, False, False, False, k_loop=True)
 
     x = torch.zeros(3, 300, dtype=torch.bfloat16)
 
@@ -189,7 +189,7 @@ def test_parts_differ_by_one_tile():
 
 
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
-    one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
+    one, other = (Spec(*_given(width), k_loop=True) for width in (512, 1024))
     many = 2**20
     assert (
         k_loop.count_concurrent_tiles(one, 128, many)
@@ -198,7 +198,7 @@ def test_kept_tiles_that_run_together_leave_room_in_the_cache():
         > 0
     )
     assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), deep=True), 128, many) == 1
+    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
 
 
 def _given(width):

@@ -194,7 +194,7 @@ def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
         for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
             error = (one.double() - other).norm() / other.norm()
             assert error < 4e-3, error
-    assert all(not one.spec.listed.gathered and bool(one.spec.boxes) == copied for one in launches())
+    assert all(not one.spec.listed.gathered and bool(one.spec.descriptors) == copied for one in launches())
     assert any(one.spec.guess for one in launches())
     compiler.compile_fold.cache_clear()
 
@@ -515,7 +515,7 @@ def test_warp_specialised_kernels(run, monkeypatch, op):
     y = softmax(given[0] @ given[1].mT * 0.1, times)[1] @ given[2]
     for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
         assert (one.double() - other).norm() < 6e-3 * other.norm()
-    assert len(seen) == 3 and all(call.kernel.staged for call in seen)
+    assert len(seen) == 3 and all(call.kernel.hand_scheduled for call in seen)
 
 
 def test_lists_are_not_kept_alive(run):
@@ -578,7 +578,7 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     shown = {causal: col <= at, near: (col <= at) & (col > at - 70), plain: inside}[op] & inside
     expected = softmax(q.double() @ keys.mT * 0.1, shown[:, None].long())[1] @ values
     assert (found.double() - expected).norm() < 6e-3 * expected.norm()
-    assert [call.kernel.staged for call in seen] == [True]
+    assert [call.kernel.hand_scheduled for call in seen] == [True]
 
 
 @pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")

@@ -113,8 +113,8 @@ def test_hand_scheduled_kernels(causal, monkeypatch):
         layer, found = gather(model, "triton", torch.bfloat16, causal=causal)
     check(model, found, torch.bfloat16, causal=causal)
     assert layer.stride()[1:] == (128, 256, 1)
-    assert [c.kernel.name for c in launches if c.kernel.staged] == ["fold_over_cols"] * 2 + ["fold_over_rows"]
-    assert [folds_heads(c) for c in launches if c.kernel.staged] == [False, False, True]
+    assert [c.kernel.name for c in launches if c.kernel.hand_scheduled] == ["fold_over_cols"] * 2 + ["fold_over_rows"]
+    assert [folds_heads(c) for c in launches if c.kernel.hand_scheduled] == [False, False, True]
 
 
 def test_nothing_is_copied_on_a_gpu():

@@ -104,7 +104,7 @@ def test_weights_with_scales_of_their_own_are_not_rounded_to_8_bits(monkeypatch)
     v = store(torch.randn(2, 140, 128), torch.float8_e4m3fn, "vector")
     with mr.use(engine="triton"), use_plan(BY_TURNS):
         cases.attention(q, k, v)
-    assert not any(c.kernel.staged for c in seen)
+    assert not any(c.kernel.hand_scheduled for c in seen)
 
 
 @pytest.mark.parametrize("name", cases.PACKED)

@@ -391,7 +391,7 @@ def test_short_loops_have_a_running_maximum(shape, guesses, staged, monkeypatch)
     found = internals.collect_launches(monkeypatch)
     with mr.use(engine="triton"), torch.no_grad():
         attention(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)), 0.125)
-    assert [(call.kernel.traits.guesses, call.kernel.staged) for call in found] == [(guesses, staged)]
+    assert [(call.kernel.traits.guesses, call.kernel.hand_scheduled) for call in found] == [(guesses, staged)]
 
 
 def test_quotients_by_whole_numbers_are_products(monkeypatch):

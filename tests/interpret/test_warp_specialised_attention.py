@@ -79,7 +79,7 @@ def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=Non
 )
 def test_one_softmax_weighted_sum_has_one(options):
     call = first(**options)
-    assert call.kernel.staged
+    assert call.kernel.hand_scheduled
     assert "warp_specialize" in call.kernel.text and "tl.dot(" not in call.kernel.text
     compile(call.kernel.text, "kernel", "exec")
 
@@ -100,7 +100,7 @@ def test_one_softmax_weighted_sum_has_one(options):
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
 def test_others_are_scheduled_by_the_compiler(options):
-    assert not first(**options).kernel.staged
+    assert not first(**options).kernel.hand_scheduled
 
 
 def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
@@ -110,7 +110,7 @@ def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
         lambda t: (torch.zeros(3, 300, 128, dtype=t),) * 3,
     )
     rows, cols, fold = calls(case, 90, BY_TURNS)[:3]
-    assert (rows.kernel.name, cols.kernel.name, fold.kernel.staged) == ("side", "side", True)
+    assert (rows.kernel.name, cols.kernel.name, fold.kernel.hand_scheduled) == ("side", "side", True)
     consumer = fold.kernel.text.split("def consumer(")[1].split("# a weight was out of range")[0]
     assert "load_numbers(" in consumer and "drop_pairs(" in consumer
     assert consumer.count("tl.load(") == 2  # the rows' vectors and words
@@ -138,8 +138,8 @@ def test_coins_are_tossed_two_at_once_where_columns_are_folded_and_even():
 
 def test_a_row_of_queries_with_other_strides_has_one():
     q, k, v = (torch.zeros(2, 300, 384, dtype=torch.bfloat16).split(128, -1)[n] for n in range(3))
-    assert first(inputs=(q, k, v)).kernel.staged
-    assert first(inputs=(q.mT.contiguous().mT, k, v)).kernel.staged  # only what is met in tiles is copied
+    assert first(inputs=(q, k, v)).kernel.hand_scheduled
+    assert first(inputs=(q.mT.contiguous().mT, k, v)).kernel.hand_scheduled  # only what is met in tiles is copied
 
 
 def test_the_text_of_a_staged_kernel():

@@ -47,7 +47,7 @@ class Accumulator:
             return False
         if len(self.slices) > 1:
             return False
-        alone = one.vector in v.spec.box_of and one.vector not in v.factors and not v.spec.is_stored_softmax
+        alone = one.vector in v.spec.descriptor_dims and one.vector not in v.factors and not v.spec.is_stored_softmax
         self.waiting = one.vector if alone else self.waiting
         return alone
 
@@ -169,7 +169,7 @@ class Accumulator:
 def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
     """A slice of a kept leaf's vectors in float32, loaded again: until here nothing holds registers for them."""
     first, size = at
-    width = padded(v.spec.width(e.feature)) if v.spec.pieces else v.spec.room_of[e] or v.spec.width(e.feature)
+    width = padded(v.spec.width(e.feature)) if v.spec.pieces else v.spec.padded_width_of[e] or v.spec.width(e.feature)
     lane, exists = v.slice_lane(size, width - first)
     mask = f"mask=kept_in[:, None]{f' & {exists}[None, :]' if exists else ''}, other={v.spec.zero(e)}"
     place = f"{v.pointer(e)} + {v.axis_offset(e, 'kept')}"

@@ -84,7 +84,7 @@ def run_passes(spec: Spec) -> Passes:
     if spec.listed and not listed.walks_twice(spec):
         tile_range = listed.write_tile_range(writer)
         loops = listed.join_loop(spec, write_tile_body(writer, reductions, {}, masked=True))
-    elif spec.few:
+    elif spec.few_rows:
         tile_range = few_rows.write_tile_range(writer)
         loops = few_rows.join_loop(write_tile_body(writer, reductions, {}, masked=True))
     else:
@@ -172,11 +172,11 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             bounds=spec.bounds,
             few_tiles=data or any(e.op == "logical_and" for e in topological(conditions)),
             data_masks=data,
-            k_loop=spec.deep,
+            k_loop=spec.k_loop,
             draws=k_loop.draws_random_numbers(spec),
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
-            near=bool(spec.near),
+            close_pairs=bool(spec.close_pairs),
             several=any(map(are_several, writer.blocks)),
             pair_features=writer.pair_features,
             held_pairs=count_held(text, writer.pair_names),
@@ -190,7 +190,10 @@ def _name(spec: Spec) -> str:
 
 def _used_leaves(spec: Spec) -> list[Expr]:
     """The leaves that a kernel reads, in the order of its arguments."""
-    under = {*topological([*spec.fold.reductions, *spec.fold.scales]), *(e for _, pair in spec.near for e in pair)}
+    under = {
+        *topological([*spec.fold.reductions, *spec.fold.scales]),
+        *(e for _, pair in spec.close_pairs for e in pair),
+    }
     return [e for e in spec.fold.leaves if e in under]
 
 
@@ -209,7 +212,7 @@ def write_loops(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr,
     guess = _write_guess(v, soft, truths)
     for r in soft:
         r.guessing = True
-    v.late = bool(v.spec.boxes)
+    v.late = bool(v.spec.descriptors)
     plain = write_tile_body(v, reductions, truths, masked=False)
     v.late = False
     for r in soft:
@@ -292,7 +295,7 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
-    if spec.group is not None:
+    if spec.folded_batch_dim is not None:
         return _join_group_loops(spec, (begin, stop, at), (count, turn), plain, waiting, general)
     second = [
         f"for t in range(0, {count}):",
@@ -326,10 +329,10 @@ def _join_group_loops(
 
     ``whole``: the first whole tile, the one after the last, and where one lies; ``others``: how many other tiles there
     are, and where one lies."""
-    (begin, stop, at), (count, place), size = whole, others, spec.group_text
+    (begin, stop, at), (count, place), size = whole, others, spec.folded_batch_text
     first = "" if begin == "0" else f"{begin} + "
     tile = lambda turn: at.format(f"({first}{turn} // {size})")
-    group = f"    b{spec.group} = tl.cast(turn % {size}, tl.int64)"
+    group = f"    b{spec.folded_batch_dim} = tl.cast(turn % {size}, tl.int64)"
     second = [
         f"for turn in range(0, ({count}) * {size}):",
         group,

@@ -161,7 +161,7 @@ class ExpressionWriter:
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
-        if e in self.spec.near_of:
+        if e in self.spec.vectors_of_distance:
             return several.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
@@ -190,7 +190,7 @@ class ExpressionWriter:
     def stride(self, e: Expr, which: str) -> str:
         """A stride of a leaf: of a batch dimension (``"b0"``), along its axis (``"s"``), of grouped rows (``"g"``)."""
         name = f"{e.attrs[0]}_{which}"
-        if e not in self.spec.in_eighths:
+        if e not in self.spec.leaves_with_strides_of_eight:
             return name
         return self.bind((e, "stride", which), f"{name} // 8 * 8", False, f"{name}_eighths")
 
@@ -202,7 +202,7 @@ class ExpressionWriter:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
-            group = self.spec.group
+            group = self.spec.folded_batch_dim
             member = "" if group is None else f" + b{group} * {self.stride(e, f'b{group}')}"
             text = f"{base}{member} + tl.cast(start, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, True, f"{name}_at")
@@ -233,7 +233,7 @@ class ExpressionWriter:
             mask = "kept_in[:, None]" + (" & folded_in[None, :]" if self.masked else "")
             place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
             text = f"tl.load({place}, mask={mask}, other=0)"
-        elif e in self.spec.box_of:
+        elif e in self.spec.descriptor_dims:
             text = f"{self.load_by_descriptor(e, 'start')}[None, :]"
         elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
@@ -395,7 +395,7 @@ class ExpressionWriter:
                 return f"{self.exp(x)} * decay({self.number(total)})"
             core, factor = self.linear(x.args[0])
             pair = self.argument(core, "float")  # first: one-sided numbers are loaded while it is computed
-            if self.spec.join and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
+            if self.spec.precomputed_shifts and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
                 return f"tl.exp2({pair} * {factor} - {self._shift(x.args[1], total)})"
             shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
             shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
@@ -415,12 +415,12 @@ class ExpressionWriter:
         if (number, total) not in self.shifts:
             self.shifts.append((number, total))
         name = f"shift{self.shifts.index((number, total))}"
-        if self.spec.line:
+        if self.spec.shift_descriptors:
             batch = self.spec.batch_number()
             text = f"tl.reshape({name}_box.load([tl.cast({batch}, tl.int32), start]), [FOLDED])[None, :]"
             return self.bind(name, text, True, name)
         base = f"{name}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
-        base = self.bind((name, "base"), base, self.spec.group is not None, f"{name}_base")
+        base = self.bind((name, "base"), base, self.spec.folded_batch_dim is not None, f"{name}_base")
         mask = ", mask=folded_in, other=0" if self.masked else ""
         return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
@@ -587,7 +587,7 @@ class ExpressionWriter:
     def product(self, x: Expr, y: Expr) -> str:
         """⟨x_i, y_j⟩ as one matrix product, the kept axis on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
-        if self.spec.deep and self.spec.width(x.feature) > WIDEST:
+        if self.spec.k_loop and self.spec.width(x.feature) > WIDEST:
             return k_loop.write_product(self, kept, folded)
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
@@ -631,14 +631,14 @@ class ExpressionWriter:
         width = self.spec.width(e.feature)
         whole, first = padded(width), (piece or 0) * padded(width)
         if at is None or at[1] == whole:
-            lane, exists = self.lane(e.feature, self.spec.room_of[e])
+            lane, exists = self.lane(e.feature, self.spec.padded_width_of[e])
         else:
             first, size = at
-            lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
+            lane, exists = self.slice_lane(size, (self.spec.padded_width_of[e] or width) - first)
             name = f"{name}_{first}" if first else name
         key = (e, "stored block" if stored else "block", piece, first)
         wanted = self.operand_type() if piece is None and not stored else kind
-        if folded and e in self.spec.box_of:
+        if folded and e in self.spec.descriptor_dims:
             text = self.load_by_descriptor(e, "start", str(first))
             text = (
                 packed_vectors.widen_block(self.spec, text, kind, wanted)
@@ -662,13 +662,13 @@ class ExpressionWriter:
 
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
-        dims = self.spec.box_of[e]
-        group = "gone_group" if start == "gone" else f"b{self.spec.group}"
-        at = "".join(f"tl.cast({group if k == self.spec.group else f'b{k}'}, tl.int32), " for k in dims)
+        dims = self.spec.descriptor_dims[e]
+        group = "gone_group" if start == "gone" else f"b{self.spec.folded_batch_dim}"
+        at = "".join(f"tl.cast({group if k == self.spec.folded_batch_dim else f'b{k}'}, tl.int32), " for k in dims)
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text
-        width, slices = self.spec.width(e.feature), self.spec.box_slices(e)
+        width, slices = self.spec.width(e.feature), self.spec.descriptor_slices(e)
         place = next((k for k, (first, _) in enumerate(slices) if str(first) == feature), 0)
         text = f"{box_name(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
         size = k_loop.DEPTH if width > WIDEST else slices[place][1]

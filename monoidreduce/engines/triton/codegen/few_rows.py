@@ -169,7 +169,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     shared = groups > 1 and all(_is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
     if kept > _MOST_ROWS and (not shared or kept * groups > FEW_ROWS):
         return None
-    spec = replace(spec, few=True, guess=False, bounds=False, join=False)
+    spec = replace(spec, few_rows=True, guess=False, bounds=False, precomputed_shifts=False)
     if not shared:
         return FewRows(spec, batch, 0, kept)
     own = [
@@ -189,7 +189,7 @@ def _is_shared(v: Any, at: int) -> bool:
 
 def _has_kernel(spec: Spec) -> bool:
     """Whether a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
-    if spec.narrow is None or spec.deep or spec.pieces or any(spec.rooms) or spec.fold.tables:
+    if spec.narrow is None or spec.k_loop or spec.pieces or any(spec.padded_widths) or spec.fold.tables:
         return False
     under = topological([*spec.fold.reductions, *spec.fold.scales])
     widths = [spec.width(e.feature) for e in under if e.op == "leaf" and e.feature is not None]

@@ -48,7 +48,7 @@ def rounds_products(spec: Spec) -> bool:
     pairs see products as exact as they are.
     """
     sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)
-    return not spec.raw and spec.narrow == "bfloat16" and sums
+    return not spec.unrounded and spec.narrow == "bfloat16" and sums
 
 
 def list_operands(spec: Spec) -> list[Expr]:
@@ -56,7 +56,7 @@ def list_operands(spec: Spec) -> list[Expr]:
     products = [
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]
-    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
+    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.k_loop else []
 
 
 def write_tile_loop(spec: Spec) -> str:
@@ -64,7 +64,7 @@ def write_tile_loop(spec: Spec) -> str:
     features: the next tile's first blocks are then on their way while this one is folded. (H200, 1024 × 128256 of 4096
     features: an argmax 1.49 ms, else 1.54. Two folds at once have no registers for it.)"""
     walked = set(list_operands(spec))
-    flat = walked and walked <= spec.box_of.keys() and len(spec.fold.reductions) == 1
+    flat = walked and walked <= spec.descriptor_dims.keys() and len(spec.fold.reductions) == 1
     return "tl.range({}, {}, flatten=True)" if flat else "range({}, {})"
 
 
@@ -114,7 +114,7 @@ def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
         return found
     kind = v.spec.multiplies_eight_bits(kept, folded)
     total = v.bind((kept, folded, "deep"), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
-    if kept in v.spec.box_of and folded in v.spec.box_of:
+    if kept in v.spec.descriptor_dims and folded in v.spec.descriptor_dims:
         blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks, kind)
     else:

@@ -63,7 +63,7 @@ class Spec:
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
     types: tuple[str, ...]  # per leaf: its tensor's type; "number" or "positive" for a Python number
-    rooms: tuple[int, ...]  # per leaf: padded features that may be read (zeros after its own); 0: only its own
+    padded_widths: tuple[int, ...]  # per leaf: padded features that may be read (zeros after its own); 0: only its own
     letters: tuple[tuple[str, int], ...]
     compute: str  # float32 or float64
     narrow: str | None  # the 16-bit type of matrix products, if leaves have one
@@ -73,22 +73,22 @@ class Spec:
     guess: bool  # whole tiles use a guessed maximum in a softmax
     exact: bool = True  # float32 products are as exact as float32 allows
     split: bool = False  # the folded axis is split (split-K): one program instance per split
-    deep: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
-    join: bool = False  # shifts of exponents along the folded axis are computed before the launch
-    raw: bool = False  # products of a K loop are not rounded to 16 bits
+    k_loop: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
+    precomputed_shifts: bool = False  # shifts of exponents along the folded axis are computed before the launch
+    unrounded: bool = False  # products of a K loop are not rounded to 16 bits
     native: bool = False  # the device has NVIDIA's approximate tanh, rcp and lg2: kernels call native forms
-    boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
-    line: bool = False  # shifts of exponents are copied by tensor descriptors
+    descriptors: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
+    shift_descriptors: bool = False  # shifts of exponents are copied by tensor descriptors
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``vector_conversions.py``); 0: none
-    near: Near = ()
-    few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
-    chained: bool = False  # the kernel that combines its splits is on its way before this one ends
+    close_pairs: Near = ()
+    few_rows: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    launches_dependents: bool = False  # the kernel that combines its splits is on its way before this one ends
     grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
-    group: int | None = None  # the batch dimension that is folded too: results are summed over it
-    group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
-    eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
-    eight: bool = False  # the device multiplies 8-bit vectors by each other
+    folded_batch_dim: int | None = None  # the batch dimension that is folded too: results are summed over it
+    folded_batch_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
+    strides_of_eight: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
+    eight_bit_mma: bool = False  # the device multiplies 8-bit vectors by each other
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     joint: Joint | None = None
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
@@ -98,19 +98,19 @@ class Spec:
         return dict(zip(self.fold.leaves, self.types, strict=True))
 
     @cached_property
-    def room_of(self) -> Mapping[Expr, int]:
-        return dict(zip(self.fold.leaves, self.rooms, strict=True))
+    def padded_width_of(self) -> Mapping[Expr, int]:
+        return dict(zip(self.fold.leaves, self.padded_widths, strict=True))
 
     @cached_property
-    def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
+    def descriptor_dims(self) -> Mapping[Expr, tuple[int, ...]]:
         """The leaves whose blocks are copied by tensor descriptors."""
-        return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
+        return {e: b for e, b in zip(self.fold.leaves, self.descriptors, strict=False) if b is not None}
 
     @cached_property
-    def in_eighths(self) -> frozenset[Expr]:
+    def leaves_with_strides_of_eight(self) -> frozenset[Expr]:
         """The leaves whose strides are multiples of 8, which the kernel's text says: Triton looks for multiples of 16
         alone, and would load vectors of 40 features number by number."""
-        return frozenset(e for e, own in zip(self.fold.leaves, self.eighths, strict=False) if own)
+        return frozenset(e for e, own in zip(self.fold.leaves, self.strides_of_eight, strict=False) if own)
 
     @cached_property
     def compares_pairs(self) -> bool:
@@ -121,9 +121,9 @@ class Spec:
         return equal or any(r.attrs[0] == "user" for r in self.fold.reductions)
 
     @cached_property
-    def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:
+    def vectors_of_distance(self) -> Mapping[Expr, tuple[Expr, Expr]]:
         """The squared distances that are recomputed for close pairs, and the vectors that they are recomputed from."""
-        return dict(self.near)
+        return dict(self.close_pairs)
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
@@ -145,7 +145,7 @@ class Spec:
         sliced = self.narrow and not self.pieces and NARROW < width <= WIDEST and str(feature) not in self._unsliced
         return slice_width(width) if sliced else ((0, padded(width)),)
 
-    def box_slices(self, e: Expr) -> Slices:
+    def descriptor_slices(self, e: Expr) -> Slices:
         """The features that each tensor descriptor of a leaf copies; K loops walk over them (``k_loop.py``)."""
         return self.slices(e.feature) if e.feature is not None else ((0, 0),)
 
@@ -172,8 +172,8 @@ class Spec:
         """How a product of two leaves is taken by the matrix units for 8 bits, as they are stored: ``"int32"`` or
         ``"float32"``, the type of its sums; empty where it is not."""
         kinds = {self.type_of[e] if e.packing is None else "" for e in (x, y)}
-        deep = self.deep and self.width(x.feature) > WIDEST
-        if not self.eight or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
+        deep = self.k_loop and self.width(x.feature) > WIDEST
+        if not self.eight_bit_mma or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
             return ""
         return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
 
@@ -189,7 +189,10 @@ class Spec:
         """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
         (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]
         return (
-            self.eight and not others and r.attrs[0] == "soft" and all(self.type_of[e] in EIGHT_BITS for e in vectors)
+            self.eight_bit_mma
+            and not others
+            and r.attrs[0] == "soft"
+            and all(self.type_of[e] in EIGHT_BITS for e in vectors)
         )
 
     def folds(self, e: Expr) -> bool:
@@ -199,7 +202,7 @@ class Spec:
     @property
     def kept_batch(self) -> list[int]:
         """The batch dimensions of the results."""
-        return [k for k in range(self.rank) if k != self.group]
+        return [k for k in range(self.rank) if k != self.folded_batch_dim]
 
     @property
     def kept_start(self) -> str:
@@ -213,13 +216,13 @@ class Spec:
         return ("tiles", "tile") if windows else ("kept_size", self.kept_start)
 
     @property
-    def group_text(self) -> str:
+    def folded_batch_text(self) -> str:
         """How many elements the folded batch dimension has."""
-        return str(self.group_size) if self.group_size else "group"
+        return str(self.folded_batch_size) if self.folded_batch_size else "group"
 
     def batch_number(self) -> str:
         """The number of a batch element among all, in a loop over folded ones too."""
-        if self.group is None:
+        if self.folded_batch_dim is None:
             return "batch"
         text = "b0"
         for k in range(1, self.rank):

@@ -222,7 +222,7 @@ def write_tile_range(v: ExpressionWriter) -> list[str]:
 def walks_twice(spec: Spec) -> bool:
     """Whether whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
     assert spec.listed is not None
-    return not spec.listed.gathered and bool(spec.guess or spec.boxes)
+    return not spec.listed.gathered and bool(spec.guess or spec.descriptors)
 
 
 def write_first(spec: Spec, t: str) -> list[str]:

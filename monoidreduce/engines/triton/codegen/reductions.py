@@ -59,7 +59,7 @@ def _varies(e: Expr) -> bool:
 
 def pair_vector(v: ExpressionWriter, e: Expr) -> str:
     """The name of a tile's vectors ``[KEPT, FOLDED, features]`` (axes of size 1 where they do not vary)."""
-    if v.spec.listed or v.spec.deep:
+    if v.spec.listed or v.spec.k_loop:
         raise Unsupported("a monoid with vector fields, over lists or many features")
     for n in topological([e], stop=lambda n: n.feature is None):
         if (n, "vectors") not in v.inner and (n, "vectors") not in v.outer:
@@ -139,7 +139,7 @@ class LabelColumnWriter(ExpressionWriter):
     def _there(self, e: Expr) -> str:
         """The folded leaf's vectors at these indices."""
         name = str(e.attrs[0])
-        lane, exists = self.host.lane(e.feature, self.spec.room_of[e])
+        lane, exists = self.host.lane(e.feature, self.spec.padded_width_of[e])
         base = self.host.base(e)
         mask = self.inside_text + (f" & {exists}[None, :]" if exists else "")
         place = f"{base} + {self.place} * {name}_s + {lane}[None, :] * {name}_f"

@@ -86,7 +86,7 @@ def recompute(v: ExpressionWriter, e: Expr, square: str, norms: list[str]) -> No
 def write_distance(v: ExpressionWriter, e: Expr) -> str:
     """A squared distance from norms and a split product (``vector_conversions.py``); close pairs are recomputed from
     whole vectors."""
-    pair, norms = v.spec.near_of[e], v.number(e.args[0].args[0])
+    pair, norms = v.spec.vectors_of_distance[e], v.number(e.args[0].args[0])
     text = v.primitive(e, [v.argument(a, "float") for a in e.args])
     name = v.bind((e, "square"), text, True)
     lines, names, v.inside = v.inside, dict(v.inner), []

@@ -162,7 +162,7 @@ class ElementwiseLaunch:
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total, cast), KernelPlan(kept, 1, 4, 1)
         self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
-        self.rooms = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
+        self.allocators = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         self.template: list[Any] = [
             n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])
@@ -191,7 +191,7 @@ class ElementwiseLaunch:
         return None if e.feature is None or not (given and shape) else evaluate.find_strides(shape, given[0])
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        outputs = [room() for room in self.rooms]
+        outputs = [allocate() for allocate in self.allocators]
         arguments = self.template.copy()
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
         again = self.again if small else None
@@ -219,5 +219,5 @@ class ElementwiseLaunch:
         arguments = self.template.copy()
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
-        strides = tuple(room.strides for room in self.rooms)
-        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments), strides)
+        strides = tuple(allocate.strides for allocate in self.allocators)
+        return Recipe(self.again, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)

@@ -96,7 +96,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     at most 128 registers; by default the compiler takes a few more (causal attention of 64 features on an H200: 20 %
     slower). What is given per pair needs more of them.
     """
-    if kernel.staged:
+    if kernel.hand_scheduled:
         return kernel_plan.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     small = small and not any(e.is_pair for e in kernel.leaves)
@@ -154,7 +154,7 @@ class FoldLaunch:
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
         """This launch for other lengths, as a new one would be: what does not depend on them is not asked again, and
         what was compiled is launched on another grid. None where it may be another kernel."""
-        if type(self) is not FoldLaunch or batch != self.batch or self.few is not None:
+        if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
         one = copy.copy(self)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
@@ -186,26 +186,26 @@ class FoldLaunch:
         self.length_class = self._find_class(values)
         self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
         few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
-        self.few = few
+        self.few_rows = few
         if few is not None:
             self.spec, self.batch, self.lengths = few.spec, few.batch, (few.kept, self.lengths[1])
             self.layouts = {} if few.period else self.layouts  # groups have no stride of their own in results
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
-        self.before = self.before._replace(turned=())
+        self.before = self.before._replace(transposed=())
         places = {e: k for k, e in enumerate(self.fold.leaves)}
         self.norm_rows = [
             (places[one.vector], vector_conversions.NormRows.of(values[one.vector], len(self.batch)))
             for one in self.before.norms
         ]
         leaves = self.before.convert(values, self.batch, self.sizes)
-        leaves = leaves if self.few is None else self.few.regroup(leaves)
+        leaves = leaves if self.few_rows is None else self.few_rows.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
-        if self.kernel.turned is not None:
-            self.before = self.before._replace(turned=(self.kernel.turned,))
-            leaves = {**leaves, **vector_conversions.turn_leaves(self.before.turned, leaves, len(self.batch))}
+        if self.kernel.transposed is not None:
+            self.before = self.before._replace(transposed=(self.kernel.transposed,))
+            leaves = {**leaves, **vector_conversions.transpose_leaves(self.before.transposed, leaves, len(self.batch))}
         self._lay_out_results()
         self._lay_out_arguments(leaves)
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -221,7 +221,7 @@ class FoldLaunch:
         for group in dict.fromkeys((self._find_group(leaves), None)):
             size = 0 if group is None else self.batch[group]
             size = size if size in _GROUP_SIZES else 0
-            self.spec = specialize(self.spec, group=group, group_size=size)
+            self.spec = specialize(self.spec, folded_batch_dim=group, folded_batch_size=size)
             self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
             copied = self._choose_plan(leaves, plan)
             self._split_folded_axis()
@@ -236,7 +236,7 @@ class FoldLaunch:
         """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
         kernel computes once, before it walks the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
-        if self.spec.deep or self.few is not None or not all(one is not None and one.summed for one in found):
+        if self.spec.k_loop or self.few_rows is not None or not all(one is not None and one.summed for one in found):
             return None
         steps = [one.steps for one in found if one is not None]
         summed = {tuple(k for k, n in enumerate(self.batch) if n > 1 and not s[k]) for s in steps}
@@ -253,7 +253,7 @@ class FoldLaunch:
         Returns, per leaf, the batch dimensions of the descriptor that may copy its blocks (None: it has none)."""
         sizes, device = self.sizes, self.sizes.device
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        plainly = compiler.compile_fold(specialize(self.spec, split=False, boxes=()))
+        plainly = compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
         item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
         copied = self.copied
@@ -264,12 +264,12 @@ class FoldLaunch:
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
         short = spec_from_tensors.has_short_loops(self.spec)
-        many = self.spec.bounds if short else self.spec.deep or pairs >= least
-        many &= any(dims is not None for dims in copied) and self.few is None
+        many = self.spec.bounds if short else self.spec.k_loop or pairs >= least
+        many &= any(dims is not None for dims in copied) and self.few_rows is None
         by_turns = many and not short and are_prepared(self.fold.tables)
-        turns = self._choose_hand_scheduled(specialize(self.spec, boxes=copied), self.count) if by_turns else None
+        turns = self._choose_hand_scheduled(specialize(self.spec, descriptors=copied), self.count) if by_turns else None
         family = spec_from_tensors.family(device)
-        if self.few is not None and plan is None:
+        if self.few_rows is not None and plan is None:
             processors = spec_from_tensors.processors(device)
             widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
             plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
@@ -279,14 +279,16 @@ class FoldLaunch:
     def _split_folded_axis(self) -> None:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
+        self.beside = (
+            k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.k_loop else 0
+        )
         processors = spec_from_tensors.processors(self.sizes.device)
         self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.parts
 
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
-        takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
+        takers = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
         by_turns = are_prepared(self.fold.tables)
         by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.rendering and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
@@ -296,9 +298,11 @@ class FoldLaunch:
             for k, o in enumerate(self.fold.outputs)
             if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
         )
-        self.spec = specialize(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
-        if self.few is not None and self.spec.split:
-            self.spec = specialize(self.spec, chained=split_combine.can_chain(self.sizes.device))
+        self.spec = specialize(
+            self.spec, split=self.parts > 1, descriptors=boxes, shift_descriptors=line, strided=strided
+        )
+        if self.few_rows is not None and self.spec.split:
+            self.spec = specialize(self.spec, launches_dependents=split_combine.can_chain(self.sizes.device))
         self.kernel = (self._write_hand_scheduled() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:
@@ -307,19 +311,19 @@ class FoldLaunch:
         places = enumerate(map(self._layout, self.fold.outputs))
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
-        self.rooms = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
+        self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.cuts = self._split_lengths() if self.spec.split else []
 
     def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
         found = self.layouts.get(output)
-        return None if found is None or (found.summed and self.spec.group is None) else found
+        return None if found is None or (found.summed and self.spec.folded_batch_dim is None) else found
 
     def _choose_hand_scheduled(self, spec: Spec, count: int) -> Tile | None:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
-        if spec.deep:
+        if spec.k_loop:
             return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
         return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
@@ -328,7 +332,7 @@ class FoldLaunch:
 
     def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
-        if self.spec.deep:
+        if self.spec.k_loop:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
@@ -343,7 +347,7 @@ class FoldLaunch:
     @property
     def plans(self) -> dict[str, KernelPlan]:
         """The plans among which there is a choice, by direction."""
-        return {} if self.spec.deep or self.combines else {self.over: self.plan}
+        return {} if self.spec.k_loop or self.combines else {self.over: self.plan}
 
     @property
     def held(self) -> list[Form]:
@@ -353,7 +357,7 @@ class FoldLaunch:
     @property
     def is_repeatable(self) -> bool:
         """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
-        return not (self.kernel.made or self.lists or any(self.before._replace(norms=())))
+        return not (self.kernel.coefficients or self.lists or any(self.before._replace(norms=())))
 
     @property
     def holds_splits(self) -> bool:
@@ -387,25 +391,34 @@ class FoldLaunch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.specialized = len(self.template)  # Triton compiles for what these are a multiple of
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [self.few.period] if self.few is not None and self.few.period else []
-        given = self.spec.group is not None and not self.spec.group_size
-        self.template += [self.batch[self.spec.group or 0]] if given else []
-        self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
-        ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
+        self.template += [self.few_rows.period] if self.few_rows is not None and self.few_rows.period else []
+        given = self.spec.folded_batch_dim is not None and not self.spec.folded_batch_size
+        self.template += [self.batch[self.spec.folded_batch_dim or 0]] if given else []
+        self.template += (
+            [self.parts, self.count, *([self.beside] if self.spec.k_loop else [])] if self.spec.split else []
+        )
+        ragged = bool(self.kernel.hand_scheduled and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
-        self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
-        self.boxes = [
-            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.staged))
-            for e, dims in self.spec.box_of.items()
+        self.shift_descriptor = (
+            descriptors.make_shift_descriptor(*line)
+            if self.spec.shift_descriptors and self.shifts and self.count
+            else None
+        )
+        self.descriptors = [
+            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.hand_scheduled))
+            for e, dims in self.spec.descriptor_dims.items()
             if e in self.kernel.leaves
             for block in self._blocks(e)
         ]
-        if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
+        if self.kernel.hand_scheduled and self.spec.k_loop and self.blocks[1] > TILE:
             e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
-            self.boxes.append(
-                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
+            self.descriptors.append(
+                (
+                    place(e),
+                    descriptors.make_descriptor(values[e], self.spec.descriptor_dims[e], (EXTRA, k_loop.DEPTH), True),
+                )
             )
         self.how: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
@@ -416,19 +429,19 @@ class FoldLaunch:
         if e.feature is None:
             return [(self.blocks[1],)]
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
-        if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
+        if self.kernel.hand_scheduled and self.spec.k_loop and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
-        length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
-        if e is self.kernel.turned:
-            return [(size, length) for _, size in self.spec.box_slices(e)]
-        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
+        length = min(length, TILE) if self.kernel.hand_scheduled and self.spec.k_loop else length
+        if e is self.kernel.transposed:
+            return [(size, length) for _, size in self.spec.descriptor_slices(e)]
+        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
 
     def __call__(
         self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
     ) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
         ``then``: what else writes to the results, before top-k lists are sorted."""
-        outputs = [room() for room in self.rooms]
+        outputs = [allocate() for allocate in self.allocators]
         if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
@@ -441,7 +454,7 @@ class FoldLaunch:
     def allocate(self) -> list[Tensor] | None:
         """Its results, where they are nothing but what it writes and it was compiled before; else None."""
         plain = type(self) is FoldLaunch and self.again is not None and not (self.spec.split or self.lists)
-        return [room() for room in self.rooms] if plain and not self.keeps_pairs else None
+        return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
 
     def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
@@ -462,10 +475,10 @@ class FoldLaunch:
         if self.spec.bounds:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.descriptors]
         arguments += [
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
-            for made in self.kernel.made
+            for made in self.kernel.coefficients
         ]
         return arguments, given
 
@@ -482,8 +495,12 @@ class FoldLaunch:
             arguments += found or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
         count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
-            arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
-        arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
+            arguments.append(
+                Leaf(count + k, True)
+                if self.shift_descriptor is None
+                else DescriptorOf(count + k, self.shift_descriptor)
+            )
+        arguments += [DescriptorOf(leaf, template) for leaf, template in self.descriptors]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def list_shift_recipes(self, leaves: Sequence[Any]) -> list[Recipe] | None:
@@ -520,7 +537,7 @@ class FoldLaunch:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):
             forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
-            most = 0 if self.few is None else split_combine.FEW_ROWS
+            most = 0 if self.few_rows is None else split_combine.FEW_ROWS
             made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
@@ -579,7 +596,7 @@ class FoldLaunch:
         made = row_kernels.compute_shift(
             number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
         )
-        return made if self.line is None else descriptors.replace_base(self.line, made)
+        return made if self.shift_descriptor is None else descriptors.replace_base(self.shift_descriptor, made)
 
     def _bounds(self, asked: Sequence[Any]) -> list[Any]:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.

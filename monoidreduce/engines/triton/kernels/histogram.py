@@ -106,7 +106,7 @@ class HistogramLaunch(FoldLaunch):
         return tuple(None if isinstance(v, Tensor) else v for v in found)
 
     def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        self.spec = replace(self.spec, bounds=False, guess=False, join=False)
+        self.spec = replace(self.spec, bounds=False, guess=False, precomputed_shifts=False)
         self.plan = plan or self._default_plan()
         if not self.entries or split_index(self.index) is not None:  # such tiles are square
             block = min(self.blocks)
@@ -170,7 +170,7 @@ class HistogramLaunch(FoldLaunch):
         tail = (self.table_size,) if self.entries else (self.blocks[0] + 2, self.blocks[1])
         tail = tail if self.alike is None else (self.alike.width,)
         self.outputs = [((self.grid // max(1, self.tiles), self.tiles, *tail), self.sizes.compute)]
-        self.rooms = [Allocator(self.outputs[0], self.sizes.device)]
+        self.allocators = [Allocator(self.outputs[0], self.sizes.device)]
         self.strides, self.types, self.cuts = [None], [self.sizes.compute], []
 
     @property
@@ -287,7 +287,7 @@ class DiagonalLaunch(FoldLaunch):
         rows, cols = (-(-n // GROUP_ROWS) for n in (2 * GROUP_ROWS * self.tiles, self.lengths[1]))
         self.strips, self.folded_tiles = rows, cols
         self.outputs.append(((math.prod(self.batch), rows, cols, SUMS), torch.float32))
-        self.rooms.append(Allocator(self.outputs[-1], self.sizes.device))
+        self.allocators.append(Allocator(self.outputs[-1], self.sizes.device))
 
     def recipe(self) -> None:
         return None  # the sums of tiles are added afterwards
@@ -296,7 +296,7 @@ class DiagonalLaunch(FoldLaunch):
         self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
     ) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
-        outputs = [room() for room in self.rooms]
+        outputs = [allocate() for allocate in self.allocators]
         if self.spec.bounds:  # tiles may be skipped
             outputs[-1].zero_()
         if not self.grid:

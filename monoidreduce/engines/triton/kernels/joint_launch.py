@@ -107,7 +107,7 @@ class JointLaunch(FoldLaunch):
             if v.numel() != math.prod(own.batch) * own.sizes.rows:
                 raise Unsupported("a scale of rows is broadcast")
         super().__init__(own.fold, "rows", values, own.batch, own.sizes, layouts)
-        if self.spec.group != own.spec.group:
+        if self.spec.folded_batch_dim != own.spec.folded_batch_dim:
             raise Unsupported("the kernel of columns alone sums over the batch too")
 
     @property
@@ -120,7 +120,7 @@ class JointLaunch(FoldLaunch):
 
     @property
     def held(self) -> list[Form]:
-        return [self.room.form, *self.other.outputs]
+        return [self.allocate_buffer.form, *self.other.outputs]
 
     def _row_numbers(self) -> list[Expr]:
         """The leaves that rounding reads."""
@@ -129,7 +129,7 @@ class JointLaunch(FoldLaunch):
 
     def _describe(self, values: Leaves) -> None:
         super()._describe(values)
-        if self.few is not None or any(self.before):
+        if self.few_rows is not None or any(self.before):
             raise Unsupported("leaves are converted before the launch")
         joint = Joint(self.weight, self.vector, self.joint_scale, self.sizes.cols % KEPT != 0)
         self.spec = replace(self.spec, joint=joint)
@@ -145,7 +145,7 @@ class JointLaunch(FoldLaunch):
         super()._write_kernel(copied)
         known = {e for e in topological([self.joint_scale]) if e.op == "leaf"}
         plainly = all(self.spec.is_number(e) for e in known) and known <= {*self.kernel.leaves}
-        if self.parts != 1 or not self.grid or not plainly or not self.kernel.staged:
+        if self.parts != 1 or not self.grid or not plainly or not self.kernel.hand_scheduled:
             raise Unsupported("there is no warp-specialised kernel")
 
     def _lay_out_arguments(self, values: Leaves) -> None:
@@ -154,7 +154,7 @@ class JointLaunch(FoldLaunch):
         self.counters = math.prod(self.batch) * self.blocks_of_rows
         start = -(-self.counters // PART)
         rows = start + self.counters * 2 * PART
-        self.room = Allocator(((rows * PART,), torch.int32), self.sizes.device)
+        self.allocate_buffer = Allocator(((rows * PART,), torch.int32), self.sizes.device)
         self.joint_box = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
@@ -202,7 +202,11 @@ class JointLaunch(FoldLaunch):
         self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
     ) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
-        outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
+        outputs, buffer, out = (
+            [allocate() for allocate in self.allocators],
+            self.allocate_buffer(),
+            self.other.allocators[0](),
+        )
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
         arguments += self._joint(buffer)
@@ -228,15 +232,15 @@ class JointLaunch(FoldLaunch):
         return found._replace(arguments=(*found.arguments, *joint))
 
     def make_sum_recipe(self) -> Recipe | None:
-        buffer = self.room()
+        buffer = self.allocate_buffer()
         again = self._set_counters(buffer)
         arguments = (self.first, self.blocks_of_rows, self.counters)
         return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
     def list_combining_launches(self) -> list[Joined] | None:
-        out, device = self.other.rooms[0](), self.sizes.device
+        out, device = self.other.allocators[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
-        again = self._round(out, self.room(), [like] * len(self.fold.leaves))
+        again = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
         at = len(self.fold.outputs)
         numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
         numbers += [self.first] * (2 - len(numbers))

@@ -85,19 +85,25 @@ class ListedLaunch(FoldLaunch):
             spec, (splits, casts, *_) = spec_from_tensors.describe_fold(
                 self.fold, self.over, values, self.batch, self.sizes
             )
-        if splits or spec.deep:
+        if splits or spec.k_loop:
             raise Unsupported("vectors that are split or wider than a block have no kernel over lists")
         read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
-        rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
+        padded_widths = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.padded_widths, strict=True))
         self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess
-        self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
-        self.few = self._pack_heads(values)
-        if self.few is not None:
-            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
+        self.spec = replace(
+            spec, types=types, padded_widths=padded_widths, bounds=False, precomputed_shifts=False, guess=guess
+        )
+        self.few_rows = self._pack_heads(values)
+        if self.few_rows is not None:
+            self.spec, self.batch, self.lengths = (
+                self.few_rows.spec,
+                self.few_rows.batch,
+                (self.few_rows.kept, self.lengths[1]),
+            )
             self.steps = self.steps[:-1] or (0,)
             self.layouts = {}
 
@@ -131,7 +137,9 @@ class ListedLaunch(FoldLaunch):
 
     def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
         lists, device = self.lists_of, self.sizes.device
-        group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
+        group = (lists.kept_block or self.lengths[0]) * (
+            self.lengths[0] // self.few_rows.period if self.few_rows else 1
+        )
         single = group == 1
         pairs = [e for e in self.spec.fold.leaves if e.is_pair]
         entries = lists.entry and bool(pairs)
@@ -141,11 +149,11 @@ class ListedLaunch(FoldLaunch):
         window = self.window if single else 0
         listing = replace(listing, window=window, role=self.role, numbered=several or written, numbers=self.numbers)
         self.spec = replace(self.spec, listed=listing)
-        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
+        plainly = compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
         asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
         copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
-        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
+        joined = self._pairs() >= spec_from_tensors.MANY and self.few_rows is None
+        tiled = replace(self.spec, listed=replace(listing, gathered=False), precomputed_shifts=joined)
         staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
         copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
         few = not any(dims is not None for dims in copied)
@@ -173,7 +181,7 @@ class ListedLaunch(FoldLaunch):
             self.plan = staged or plain
         if self.role != "lists":
             return copied
-        if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
+        if self.few_rows is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
             tiles = max(lists.kept_block // self.plan.block_kept, 1)
             gathered = self.spec.listed.gathered if self.spec.listed else True
             self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
@@ -188,13 +196,13 @@ class ListedLaunch(FoldLaunch):
         lists = self.lists_of
         if (
             self.fold.tables
-            or self.few is not None
+            or self.few_rows is not None
             or self.lengths[1] % lists.folded_block
             or (asked is not None and asked.rendering != Rendering.HAND_SCHEDULED)
         ):
             return None
         boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
+        spec = replace(spec, descriptors=boxes, guess=spec.guess or self._guesses_staged(spec))
         tile = self._choose_hand_scheduled(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
@@ -210,7 +218,7 @@ class ListedLaunch(FoldLaunch):
     def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
         """The leaves that descriptors may copy, where pairs are many."""
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        if self._pairs() < least or self.few is not None:
+        if self._pairs() < least or self.few_rows is not None:
             return ()
         return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
 
@@ -249,7 +257,7 @@ class ListedLaunch(FoldLaunch):
 
     def _split_folded_axis(self) -> None:
         lists, kept = self.lists_of, self.lengths[0]
-        heads = kept // self.few.period if self.few is not None else 1
+        heads = kept // self.few_rows.period if self.few_rows is not None else 1
         rows = kept // heads
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
         if self.role != "lists":
@@ -289,7 +297,7 @@ class ListedLaunch(FoldLaunch):
         far = listed.gathered and any(
             v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
         )
-        cut |= self.kernel.staged  # an empty list is one tile beyond the axis
+        cut |= self.kernel.hand_scheduled  # an empty list is one tile beyond the axis
         self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
 
     def _lay_out_results(self) -> None:
@@ -298,7 +306,7 @@ class ListedLaunch(FoldLaunch):
             if kind_of(r).per_pair:  # entries that are in no list have none
                 shape, dtype = self.outputs[k]
                 zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
-                self.rooms[k] = zeros  # type: ignore[call-overload]
+                self.allocators[k] = zeros  # type: ignore[call-overload]
 
     def _output(self, r: Expr, k: int) -> Form:
         if kind_of(r).per_pair:

@@ -88,7 +88,7 @@ class LongLists:
             self.flat = any(r.attrs[0] == "topk" for r in fold.reductions)
             count = windows.tiles * numbers
             among = replace(sizes, cols=count) if over == "cols" else replace(sizes, rows=count)
-            like = [self._entries(windows.rooms[k]()) for k in self.read]
+            like = [self._entries(windows.allocators[k]()) for k in self.read]
             self.combine = make(joined, like, among, numbers)
 
     def _entries(self, part: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class LongLists:
         """Fold what the launch of all lists left out, into its ``outputs``."""
         if not self.windows.grid:
             return
-        parts = [room() if k in self.whole else outputs[k] for k, room in enumerate(self.windows.rooms)]
+        parts = [allocate() if k in self.whole else outputs[k] for k, allocate in enumerate(self.windows.allocators)]
         while not self.windows.launch_into(parts, [*leaves, *lists], merged):
             pass
         if self.combine is not None:
@@ -125,7 +125,7 @@ class LongLists:
         recipe = self.windows.recipe_over(places, find(self.windows))
         if recipe is None:
             return None
-        made = [Beside(recipe, tuple(names.get(k, k) for k in range(len(self.windows.rooms))))]
+        made = [Beside(recipe, tuple(names.get(k, k) for k in range(len(self.windows.allocators))))]
         if self.combine is not None:
             recipe = self.combine.recipe_over(range(feeds, feeds + len(self.read)), find(self.combine))
             if recipe is None:

@@ -116,7 +116,7 @@ class PreparedFold:
     def _join_histogram(self, histogram: Fold, values: Leaves, layouts: Layouts) -> bool:
         """Let the kernel of a gradient of rows add up a histogram too, where it is one that can."""
         for k, one in enumerate(self.launches):
-            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.staged:
+            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.hand_scheduled:
                 continue
             with contextlib.suppress(Unsupported):
                 (r,) = histogram.reductions
@@ -216,7 +216,7 @@ class PartlyShownFold:
             return None
         ((shape, dtype),) = forms
         self.step = torch.Size(shape).numel() * dtype.itemsize
-        self.room = Allocator(((len(self.rest), *shape), dtype), self.ready.sizes.device)
+        self.allocate_hidden = Allocator(((len(self.rest), *shape), dtype), self.ready.sizes.device)
         return None if self.step % 16 else one
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -225,7 +225,7 @@ class PartlyShownFold:
         if one is None or one.again is None:
             found = self.ready(leaves)
             return [found[k] for k in self.shown], [found[k] for k in self.rest]
-        shown, rest = [one.rooms[k]() for k in self.shown], self.room()
+        shown, rest = [one.allocators[k]() for k in self.shown], self.allocate_hidden()
         places: list[Any] = [None] * len(one.outputs)
         for k, t in zip(self.shown, shown, strict=True):
             places[k] = t.data_ptr()
@@ -316,7 +316,7 @@ def _share_one_launch(
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
     one = FoldLaunch(whole, over, values, batch, sizes, layouts)
-    return one if one.kernel.staged else None
+    return one if one.kernel.hand_scheduled else None
 
 
 def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:

@@ -67,10 +67,10 @@ def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
         return v.element_size() == 2
     width = v.shape[-1]
     if spec.is_stored_softmax:  # for the warp-specialised kernel
-        return NARROW < width <= WIDEST and padded(width) == width and not spec.room_of[e]
-    whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.deep and width > WIDEST)
+        return NARROW < width <= WIDEST and padded(width) == width and not spec.padded_width_of[e]
+    whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.k_loop and width > WIDEST)
     whole &= not (_is_softmax(spec) and width < padded(width) <= NARROW)
-    plain = spec.deep or not spec.room_of[e]  # a K loop reads a padded copy like any other
+    plain = spec.k_loop or not spec.padded_width_of[e]  # a K loop reads a padded copy like any other
     return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and plain
 
 
@@ -114,13 +114,13 @@ def can_copy_vectors(v: Tensor) -> bool:
     return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
 
 
-def make_descriptor(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
+def make_descriptor(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], with_layout: bool = False) -> Any:
     """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors.
 
-    ``staged``: for kernels that name the layout of what is copied."""
+    ``with_layout``: for kernels that name the layout of what is copied."""
     kept, shape = (*dims, *range(v.ndim - len(block), v.ndim)), [*(1 for _ in dims), *block]
     given = ([v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
-    if staged:
+    if with_layout:
         gl = importlib.import_module("triton.experimental.gluon.language")
         layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, gluon_type(str(v.dtype)[6:])))
         made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)

@@ -100,12 +100,12 @@ class PreparedContraction:
         self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
-        self.boxes = [descriptors.make_descriptor(t, (), block, staged=True) for t, block in forms]
+        self.descriptors = [descriptors.make_descriptor(t, (), block, with_layout=True) for t, block in forms]
         self.kept = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)
-        arguments = [*map(descriptors.replace_base, self.boxes, given), *self.numbers]
+        arguments = [*map(descriptors.replace_base, self.descriptors, given), *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:

@@ -313,7 +313,7 @@ class PreparedGemm:
         boxes = tuple(() if e in copied else None for e in fold.leaves)
         given = [values[e] for e in fold.leaves]
         return spec_from_tensors.describe_as_given(
-            fold, "cols", given, here, narrow="bfloat16", deep=True, raw=self.gemm.exact, boxes=boxes
+            fold, "cols", given, here, narrow="bfloat16", k_loop=True, unrounded=self.gemm.exact, descriptors=boxes
         )
 
 

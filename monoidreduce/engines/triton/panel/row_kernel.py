@@ -461,7 +461,7 @@ class PreparedKernel:
         return fold_kernel.execute(call)
 
     def _make_template(self, v: Tensor, block: int) -> Any:
-        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.staged)
+        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.hand_scheduled)
 
 
 def specialization(v: Any) -> Any:

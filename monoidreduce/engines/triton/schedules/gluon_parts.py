@@ -209,7 +209,7 @@ class Ring:
 
     A block is filled by one copy of a tensor descriptor, ``{name}_box``; of vectors in several slices, each slice has a
     ring and a descriptor of its own, and all share the barriers. ``corner`` are the coordinates before the folded
-    index. ``consumers``: how many warp groups arrive when they are done with it. ``turned``: features are the first
+    index. ``consumers``: how many warp groups arrive when they are done with it. ``transposed``: features are the first
     dimension of a block."""
 
     name: str
@@ -217,12 +217,12 @@ class Ring:
     consumers: int
     corner: str
     slices: Slices
-    turned: bool = False
+    transposed: bool = False
 
     @classmethod
-    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int, turned: bool = False) -> Ring:
-        corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e])
-        return cls(leaf_name(e), depth, consumers, corner, spec.box_slices(e), turned)
+    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int, transposed: bool = False) -> Ring:
+        corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.descriptor_dims[e])
+        return cls(leaf_name(e), depth, consumers, corner, spec.descriptor_slices(e), transposed)
 
     @property
     def rings(self) -> list[str]:
@@ -258,7 +258,7 @@ class Ring:
         """The same where the barrier knows how many bytes to expect."""
         lines = []
         for k, (ring, (first, _)) in enumerate(zip(self.rings, self.slices, strict=True)):
-            at = f"[{self.corner}{first}, {start}]" if self.turned else f"[{self.corner}{start}, {first}]"
+            at = f"[{self.corner}{first}, {start}]" if self.transposed else f"[{self.corner}{start}, {first}]"
             lines.append(f"copy({box_name(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
         return lines
 
@@ -285,7 +285,7 @@ class Ring:
 
     def blocks_in(self, slot: str, folded: str = "FOLDED") -> list[str]:
         """The same of a slot."""
-        shape = "[{1}, {0}]).permute((1, 0)" if self.turned else "[{0}, {1}]"
+        shape = "[{1}, {0}]).permute((1, 0)" if self.transposed else "[{0}, {1}]"
         return [
             f"{ring}.index({slot}).reshape({shape.format(folded, size)})"
             for ring, (_, size) in zip(self.rings, self.slices, strict=True)
@@ -364,16 +364,19 @@ class TileOrder:
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
         if self.backwards:
             lines.append("last_whole = whole_steps - 1")
-        if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
-            lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
+        if self.spec.folded_batch_dim is not None:  # a step for each element of the batch dimension that is folded too
+            lines += [
+                f"whole_steps = whole_steps * {self.spec.folded_batch_text}",
+                f"steps = steps * {self.spec.folded_batch_text}",
+            ]
         return lines
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
-        if self.spec.group is not None:
-            step = f"({step} // {self.spec.group_text})"
+        if self.spec.folded_batch_dim is not None:
+            step = f"({step} // {self.spec.folded_batch_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
@@ -381,18 +384,18 @@ class TileOrder:
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
         if not self.spec.bounds:
-            return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
+            return step if self.spec.folded_batch_dim is None else f"({step} // {self.spec.folded_batch_text})"
         at = f"({step} - whole_steps)"
-        at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
+        at = at if self.spec.folded_batch_dim is None else f"({at} // {self.spec.folded_batch_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
     def any(self, step: str = "step") -> str:
         """The tile of a step, where it may be either."""
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
-        if not self.sloped and not self.spec.bounds and self.spec.group is None:
+        if not self.sloped and not self.spec.bounds and self.spec.folded_batch_dim is None:
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {step})" if self.backwards else step
-        if self.spec.group is not None:
+        if self.spec.folded_batch_dim is not None:
             if not self.spec.bounds and not self.backwards:
                 return self.whole(step)
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
@@ -409,9 +412,9 @@ class TileOrder:
 
     def enter_group(self, step: str = "step") -> list[str]:
         """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""
-        if self.spec.group is None:
+        if self.spec.folded_batch_dim is None:
             return []
-        return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
+        return [f"b{self.spec.folded_batch_dim} = tl.cast({step} % {self.spec.folded_batch_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
         step = f"(last_whole - {step})" if self.backwards else step
@@ -520,7 +523,7 @@ def assemble(
         return None
     header = kernel_text.write_header(spec, list(plain.leaves), imports)
     text = "\n".join([header, *in_gluon(helpers), functions + body])
-    return replace(plain, text=text, staged=True, consumers=consumers)
+    return replace(plain, text=text, hand_scheduled=True, consumers=consumers)
 
 
 def in_gluon(helpers: Iterable[str]) -> list[str]:

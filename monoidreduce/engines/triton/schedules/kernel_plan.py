@@ -265,7 +265,7 @@ def _float32_split_kind(kernel: Kernel) -> str:
     """The key of the table for float32 vectors that are multiplied in 16-bit pieces."""
     widths, traits = kernel.widths, kernel.traits
     found = "float32, halves" if traits.pieces == 2 else "float32, thirds"
-    if traits.near:
+    if traits.close_pairs:
         return f"{found}, close, powers" if traits.exponentials and traits.pieces == 2 else f"{found}, close"
     wide = max(widths.kept // max(widths.kept_blocks, 1) // traits.pieces, widths.state // 2) > 64
     return f"{found}, wide" if wide and traits.pieces == 3 else f"{found}, sums" if widths.state else found

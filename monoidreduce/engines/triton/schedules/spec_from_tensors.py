@@ -80,14 +80,14 @@ def describe_fold(
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
     many = narrow is not None and pairs * torch.Size(batch).numel() >= MANY
-    types, rooms, casts = [], [], list[Cast]()
+    types, padded_widths, casts = [], [], list[Cast]()
     for e in fold.leaves:
         v = values[e]
         kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
         room = 0
         if e in split:
             types.append("float16" if rewritten.pieces == 2 else "bfloat16")
-            rooms.append(padded(sizes.of(str(e.feature))))
+            padded_widths.append(padded(sizes.of(str(e.feature))))
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
@@ -105,13 +105,13 @@ def describe_fold(
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
-        rooms.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
+        padded_widths.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
     converted = {e for e, _, _ in casts} | split
     spec = Spec(
         fold,
         over,
         tuple(types),
-        tuple(rooms),
+        tuple(padded_widths),
         tuple(sorted(sizes.letters.items())),
         str(sizes.compute)[6:],
         str(narrow)[6:] if narrow else None,
@@ -120,14 +120,14 @@ def describe_fold(
         max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
         narrow in _GUESSED and not wide and not short,
         sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
-        deep=wide,
-        join=pairs >= MANY,
-        raw=fold.exact,
+        k_loop=wide,
+        precomputed_shifts=pairs >= MANY,
+        unrounded=fold.exact,
         native=narrow is not None and has_tanh(sizes.device),
         pieces=rewritten.pieces,
-        eight=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
-        near=rewritten.near,
-        eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
+        eight_bit_mma=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
+        close_pairs=rewritten.close_pairs,
+        strides_of_eight=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
 
@@ -171,9 +171,9 @@ def describe_as_given(
 ) -> Spec:
     """The spec of a kernel that reads its leaves as they are given, tensors or Python numbers, and skips no tiles."""
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in values)
-    rooms, letters = (0,) * len(types), tuple(sorted(sizes.letters.items()))
+    padded_widths, letters = (0,) * len(types), tuple(sorted(sizes.letters.items()))
     flags = dict(bounds=False, lanes=False, guess=False) | more
-    return Spec(fold, over, types, rooms, letters, str(sizes.compute)[6:], narrow, rank, **flags)
+    return Spec(fold, over, types, padded_widths, letters, str(sizes.compute)[6:], narrow, rank, **flags)
 
 
 def _is_unaligned(v: Tensor) -> bool:
@@ -194,7 +194,7 @@ def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | N
 def has_short_loops(spec: Spec) -> bool:
     """Whether a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
     guesses = any(spec.narrow == str(kind)[6:] for kind in _GUESSED)
-    return guesses and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
+    return guesses and not (spec.guess or spec.k_loop) and _is_softmax(spec.fold)
 
 
 def _is_softmax(fold: Fold) -> bool:

@@ -148,7 +148,7 @@ class Rewritten:
     fold: Fold
     splits: tuple[Split, ...] = ()
     pieces: int = 0  # of every vector that is split
-    near: Near = ()
+    close_pairs: Near = ()
 
 
 @functools.cache
@@ -383,11 +383,11 @@ class NormRows:
 _COLS = 128  # columns of an instance
 
 
-def turn_leaves(turned: Iterable[Expr], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
+def transpose_leaves(transposed: Iterable[Expr], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
     """The leaves [*batch, columns, features] as [*batch, features, columns]; features are a power of two, and columns
     padded with zeros to a multiple of 16."""
     found = {}
-    for e in turned:
+    for e in transposed:
         v = values[e]
         own = _drop_broadcast(v, batch)  # once
         flat = own.view(torch.int8)
@@ -414,7 +414,7 @@ class Conversions(NamedTuple):
     splits: tuple[Split, ...] = ()
     casts: tuple[Cast, ...] = ()
     norms: tuple[Norm, ...] = ()
-    turned: tuple[Expr, ...] = ()
+    transposed: tuple[Expr, ...] = ()
 
     def convert(self, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> dict[Expr, Any]:
         """The leaves as the kernel reads them; ``values``: tensors ``[*batch, length(, features)]``, or numbers."""
@@ -431,4 +431,4 @@ class Conversions(NamedTuple):
                 found[e] = kept.expand(*batch, -1, -1)
             else:
                 found[e] = v.to(dtype)
-        return found | turn_leaves(self.turned, found, rank)
+        return found | transpose_leaves(self.transposed, found, rank)

@@ -172,7 +172,7 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
     title = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
     helpers = gluon_parts.in_gluon(kernel_text.copy_device_functions(body))
     text = title + "\n".join([gluon_parts.STORE_IMPORTS, *helpers, body])
-    return kernel_text.Kernel(name, text, (), staged=True, consumers=2)
+    return kernel_text.Kernel(name, text, (), hand_scheduled=True, consumers=2)
 
 
 def _slot(piece: int) -> str:

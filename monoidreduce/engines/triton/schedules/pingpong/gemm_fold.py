@@ -419,12 +419,12 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 
     ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra folded indices."""
     products = [e for e in topological(spec.fold.reductions) if e.op in OF_VECTORS]
-    if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
+    if not spec.k_loop or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args
     if spec.width(kept.feature) > (WIDE_DEEPEST if _prefers_wide_tiles(spec) else DEEPEST):
         return None
-    if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
+    if any(spec.descriptor_dims.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
     plain = compiler.compile_fold(spec)
     v = _PairValues(spec)

@@ -94,7 +94,7 @@ def find_operands(spec: Spec) -> Operands | None:
     """The vectors of a fold that is one softmax-weighted sum, its logits made of one product, and maybe weighted means
     of numbers that are made of the same product and of indices; None for any other."""
     (r, *others) = spec.fold.reductions
-    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.deep:
+    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.k_loop:
         return None
     if len(r.args) > 2 and not all(_is_made_of_pairs(e) for e in r.args[2:]):
         return None
@@ -107,7 +107,7 @@ def find_operands(spec: Spec) -> Operands | None:
     vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
-    copied = keys in spec.box_of and values in spec.box_of
+    copied = keys in spec.descriptor_dims and values in spec.descriptor_dims
     if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
         copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2 and not spec.fold.tables
     else:
@@ -186,8 +186,10 @@ def write_kernel(
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
     made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    turned = operands.values if spec.is_stored_softmax else None
-    return made and replace(made, made=text.softcap.coefficients() if text.softcap else (), turned=turned)
+    transposed = operands.values if spec.is_stored_softmax else None
+    return made and replace(
+        made, coefficients=text.softcap.coefficients() if text.softcap else (), transposed=transposed
+    )
 
 
 class _PairValues(ExpressionWriter):
@@ -256,11 +258,11 @@ class _Text:
         self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
         self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
         self.values = Ring.of(
-            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, turned=self.stored
+            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, transposed=self.stored
         )
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.staged = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
-        self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
+        self.hand_scheduled = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
+        self.staging = [f"staged{suffix(k)}" for k in range(len(self.hand_scheduled))]
         self.rows = VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
 
@@ -335,7 +337,7 @@ class _Text:
         layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
         queries, keys, values = self.kinds
         tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
-        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staged, strict=True)]
+        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.hand_scheduled, strict=True)]
         allocate = [
             *(
                 gluon_parts.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
@@ -578,7 +580,7 @@ class _Text:
                 *(rounding if compensates else []),
                 *(f"{mean} = tl.convert_layout(tl.sum({mean}, 1), {rows})" for mean in self.means),
             ],
-            near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
+            close_pairs=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
             no_rounding=[
                 *([f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else []),
                 *self._zero_means(),
@@ -612,7 +614,7 @@ class _Text:
     def _find_memory(self) -> list[str]:
         """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
         free = [] if self.stored else list(zip(self.keys.slices, self.residents, strict=True))
-        own = dict(zip(self.staged, self.staging, strict=True))
+        own = dict(zip(self.hand_scheduled, self.staging, strict=True))
         found = []
         for each in self.values.slices:
             at = next((k for k, ((_, size), _) in enumerate(free) if size == each[1] and each not in own), None)

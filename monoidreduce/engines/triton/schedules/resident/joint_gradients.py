@@ -188,7 +188,7 @@ def consumer(
 def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
     """Write the kernel of a spec that has ``joint``; None where there is none."""
     work, schedule = divide_joint_work(spec), find_schedule(spec)
-    if work is None or schedule is None or spec.line:
+    if work is None or schedule is None or spec.shift_descriptors:
         return None
     plain = compiler.compile_fold(replace(spec, joint=None))
     text = _Text(spec, work, schedule, plain)

@@ -91,7 +91,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     """Write the kernel; None where there is none. ``even``: whether there is an even number of columns, so that dropout
     can take two at once."""
     text = _Text(spec, work, plain)
-    if spec.line or not text.can_drop_pairs(even):
+    if spec.shift_descriptors or not text.can_drop_pairs(even):
         return None
     body, generated = text.write()
     if any("coin(" in line for line in generated):
@@ -100,7 +100,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     functions += write_look_up_band(spec, GROUP_ROWS) if has_bands(spec.fold.tables) else ""
     functions += INDEX_DISTANCE if "index_distance(" in body else ""
     made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
-    return made and replace(made, alone=True)
+    return made and replace(made, single_warpgroup=True)
 
 
 class ScoredPairs(ExpressionWriter):
@@ -244,7 +244,7 @@ class _Text:
 
     def _number_places(self) -> dict[str, tuple[str, str]]:
         """The numbers of folded indices: their types, and where the next tile's begin."""
-        found, start, group = {}, "tl.cast(next_start, tl.int64)", self.spec.group
+        found, start, group = {}, "tl.cast(next_start, tl.int64)", self.spec.folded_batch_dim
         for k in range(len(self.v.shifts)):
             base = f"shift{k}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
             if group is None:

@@ -72,7 +72,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
     kept = count_kept(work)
     instances = -(-length // kept)
     busy = spec_from_tensors.busy_share(instances, processors)
-    enough = 2 * instances > processors if work[0].alone else busy >= _BUSY[len(work)]
+    enough = 2 * instances > processors if work[0].single_warpgroup else busy >= _BUSY[len(work)]
     return (kept, SCHEDULE.folded, 4, 2) if enough else None
 
 
@@ -99,13 +99,13 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     plain = compiler.compile_fold(spec)
     if spec.diagonals is not None:
-        if len(work) == 2 or work[0].alone or spec.group is not None:
+        if len(work) == 2 or work[0].single_warpgroup or spec.folded_batch_dim is not None:
             return None
         more = (e for e in topological([spec.diagonals]) if e.op == "leaf")
         plain = replace(plain, leaves=tuple(dict.fromkeys((*plain.leaves, *more))))
-    if work[0].alone:
+    if work[0].single_warpgroup:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
-    if plain.shifts and (spec.line or len(work) == 1):
+    if plain.shifts and (spec.shift_descriptors or len(work) == 1):
         return None
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = _KernelText(spec, work, names, plain.shifts, even)

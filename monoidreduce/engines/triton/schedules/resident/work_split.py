@@ -62,7 +62,7 @@ class GroupWork:
     takes: tuple[Expr, ...] = ()
     early: int = 0  # how many of its sums are started before a tile's scores, instead of after
     held: int = 0  # kept operands that are multiplied from registers
-    alone: bool = False  # whether it is an instance by itself
+    single_warpgroup: bool = False  # whether it is an instance by itself
     sent: str = ""  # the type in which factors are sent; by default that of matrix products
 
     @property
@@ -88,7 +88,7 @@ def count_features(e: Expr, spec: Spec) -> int:
 def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     """The work of the consumer groups: one that both do on kept indices of their own, or two on the same kept indices.
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
-    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
+    if spec.narrow != "bfloat16" or spec.split or spec.k_loop or spec.fold.raised:
         return ()
     if spec.listed is not None and spec.listed.ends:  # what blocks hold beyond the end of a list is not cleared
         return ()
@@ -121,7 +121,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
 def divide_joint_work(spec: Spec) -> GroupWork | None:
     """The work of each of two consumer groups on kept indices of their own, beside a sum over these (``Spec.joint``);
     None where there is no such kernel."""
-    if spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+    if spec.split or spec.k_loop or spec.fold.raised or spec.listed or spec.fold.tables:
         return None
     if spec.narrow not in ("bfloat16", "float16"):
         return None
@@ -151,12 +151,12 @@ def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product
         return ()
     (lead,) = needs[first]
     ordered = lead, *(e for e in dots if e is not lead)
-    return (GroupWork(ordered, (products[first], products[1 - first]), alone=True),)
+    return (GroupWork(ordered, (products[first], products[1 - first]), single_warpgroup=True),)
 
 
 def count_kept(found: Sequence[GroupWork]) -> int:
     """How many kept indices an instance has."""
-    return GROUP_ROWS if len(found) == 2 or found[0].alone else 2 * GROUP_ROWS
+    return GROUP_ROWS if len(found) == 2 or found[0].single_warpgroup else 2 * GROUP_ROWS
 
 
 def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
@@ -208,7 +208,7 @@ def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
 def _is_copied(e: Expr, spec: Spec, least: int) -> bool:
     """True for a leaf of the folded axis, of so many features (0: as many as gain), whose blocks descriptors copy."""
     least = least or (_NARROW_TABLES if spec.fold.tables else _NARROW) + 1
-    return e in spec.box_of and spec.folds(e) and count_features(e, spec) >= least
+    return e in spec.descriptor_dims and spec.folds(e) and count_features(e, spec) >= least
 
 
 def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:
