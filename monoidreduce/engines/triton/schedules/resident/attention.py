@@ -580,7 +580,7 @@ class _Text:
                 *(rounding if compensates else []),
                 *(f"{mean} = tl.convert_layout(tl.sum({mean}, 1), {rows})" for mean in self.means),
             ],
-            close_pairs=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
+            near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
             no_rounding=[
                 *([f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else []),
                 *self._zero_means(),
