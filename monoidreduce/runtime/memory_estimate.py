@@ -242,7 +242,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
         done += _sum_bytes([made[r, 0]])
     for one in ready.launches:
         peak = max(peak, done + _run_launch(call, one))
-        if one.parts > 1 or one.lists:
+        if one.splits > 1 or one.topk_places:
             peak = max(peak, done + _run_combine(one, sizes))
         if replayed and one.holds_splits and len(ready.launches) > 1:
             done += _sum_bytes(one.outputs)
@@ -263,7 +263,7 @@ def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
 def _run_launch(call: FoldCall, one: Any) -> int:
     """Bytes alive while one kernel runs: converted leaves, and what it writes."""
     spare = copy.copy(one)
-    spare.sizes, spare.again = replace(call.sizes, device=_META), lambda *arguments: None
+    spare.sizes, spare.relaunch = replace(call.sizes, device=_META), lambda *arguments: None
     spare._bounds = lambda *given: []  # tile ranges are computed once for a condition's data, and cached
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
@@ -275,7 +275,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
 def _run_combine(one: Any, sizes: Sizes) -> int:
     """Bytes alive while the partial results of splits are combined, and top-k lists sorted."""
-    splits, scale = one.parts, Scale(sizes, tiles=(one.parts,))
+    splits, scale = one.splits, Scale(sizes, tiles=(one.splits,))
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
     with track_small_run(scale) as memory:
         count = scale.down(splits)
@@ -284,7 +284,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
             made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=triton.split_combine.allocate_results)
-        for at in one.lists:
+        for at in one.topk_places:
             made[at : at + 2] = triton.topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak
 

@@ -75,7 +75,7 @@ def test_columns_are_read_once_for_all_heads_that_share_them():
         ops.attention(*inputs(batch, heads, shared, rows, cols), enable_gqa=True)
     (one,) = prepared()
     assert one.spec.grouped and one.few_rows.period == rows and one.lengths == (heads // shared * rows, cols)
-    assert one.parts == 2 and one.grid == batch * shared * one.parts  # eight multiprocessors
+    assert one.splits == 2 and one.grid == batch * shared * one.splits  # eight multiprocessors
 
 
 def test_new_lengths_compute_no_table_of_tiles():

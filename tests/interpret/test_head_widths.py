@@ -100,7 +100,7 @@ def test_hand_scheduled(width, values, causal, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("width", "values", "boxes"), [(72, 24, 0), (96, 160, 1)])
 def test_by_the_compilers_schedule(width, values, boxes):
-    plan = KernelPlan(64, 32, 4, 2, parts=1, rendering=Rendering(boxes))
+    plan = KernelPlan(64, 32, 4, 2, splits=1, rendering=Rendering(boxes))
     with use_plan({"cols": plan, "rows": plan}):
         _check(width, values, torch.float16, causal=True, strided=not boxes)
 

@@ -184,7 +184,7 @@ def test_a_few_rows_take_all_processors():
 def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
     one = fold_kernel.FoldLaunch.__new__(fold_kernel.FoldLaunch)
-    one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
+    one.plan, one.lengths, one.splits = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
     assert one._split_lengths() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
 
@@ -219,7 +219,7 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     monkeypatch.setattr(k_loop, "_NEAR", few * 16 * 300 * 2)
     monkeypatch.setattr(k_loop, "_FITS", 0)
     label = torch.arange(rows)
-    with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, parts=3)}):
+    with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, splits=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())
     logits = x.float() @ w.float().T
     torch.testing.assert_close(loss.float(), F.cross_entropy(logits, label, reduction="none"), rtol=2e-3, atol=2e-3)

@@ -108,7 +108,7 @@ def edges(rows, cols, most, long=0):
 
 
 TILES = {"cols": KernelPlan(16, 32), "rows": KernelPlan(16, 16)}
-SPLIT = {"cols": KernelPlan(16, 16, parts=3), "rows": KernelPlan(16, 32, parts=2)}
+SPLIT = {"cols": KernelPlan(16, 16, splits=3), "rows": KernelPlan(16, 32, splits=2)}
 CASES = {
     "tiles divide blocks, the last is cut": (lambda: blocks((), 40, 80, (32, 32), 3), (), (), 40, 80, TILES),
     "whole blocks, named twice, of each batch element": (
@@ -132,7 +132,7 @@ CASES = {
         (),
         5,
         7,
-        {"cols": KernelPlan(1, 4, parts=2), "rows": KernelPlan(1, 4)},
+        {"cols": KernelPlan(1, 4, splits=2), "rows": KernelPlan(1, 4)},
     ),
 }
 
@@ -216,8 +216,8 @@ def paged(page, most, lengths, heads=2, widths=(16, 24)):
 @pytest.mark.parametrize("rows, page, plan", [
     (1, 16, None),
     (3, 64, None),
-    (5, 16, KernelPlan(16, 16, parts=3)),
-    (4, 32, KernelPlan(16, 32, parts=2)),
+    (5, 16, KernelPlan(16, 16, splits=3)),
+    (4, 32, KernelPlan(16, 32, splits=2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("groups", [1, 4])
 def test_pages(run, rows, page, plan, groups):
@@ -234,7 +234,7 @@ def test_pages(run, rows, page, plan, groups):
         expected = softmax(q @ keys.mT * 0.3, seen[:, None].long())[1] @ values
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert all(one.spec.grouped == (groups > 1) for one in launches())
-    assert plan is None or all(one.parts == plan.parts for one in launches())
+    assert plan is None or all(one.splits == plan.splits for one in launches())
 
 
 @mr.op
@@ -245,7 +245,7 @@ def scaled_by_length(q: Row["f"], k: Col["f"], v: Col["d"], scale: mr.Batch, see
 
 PAGED = {
     "one row": (attention, 1, 16, 1, {}),
-    "one row, shared keys, small tiles": (attention, 1, 16, 3, {"rows": KernelPlan(16, 16, parts=2)}),
+    "one row, shared keys, small tiles": (attention, 1, 16, 3, {"rows": KernelPlan(16, 16, splits=2)}),
     "rows of a chunk": (local, 5, 16, 1, {}),
     "tiles divide a sequence's rows": (local, 32, 32, 2, {"rows": KernelPlan(16, 32)}),
     "page wider than a tile": (local, 3, 64, 2, {"rows": KernelPlan(16, 16)}),

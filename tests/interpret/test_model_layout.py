@@ -105,8 +105,8 @@ def test_hand_scheduled_kernels(causal, monkeypatch):
     """Forward, row gradients, and column gradients of one warp group, on the simulator."""
     model = Model(1, 2, 1, 330, 128)
     plans = {
-        "cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
-        "rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+        "cols": KernelPlan(128, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
+        "rows": KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
     }
     with use_plan(plans):
         launches = gluon_simulator.simulate(monkeypatch)

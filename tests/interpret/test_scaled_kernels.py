@@ -167,7 +167,7 @@ def test_wide_columns_of_many_rows_are_widened_once(kind, monkeypatch):
     w = store(torch.randn(37, 320), kind)
     exact = ops.linear_cross_entropy(x.double(), w.dequantize(torch.float64), target, reduction="none")
     widened = internals.watch_prepared(
-        monkeypatch, lambda launch: [c[1] for c in launch.before.casts if c[0].is_stored]
+        monkeypatch, lambda launch: [c[1] for c in launch.conversions.casts if c[0].is_stored]
     )
     for budget, expected in ((None, [torch.bfloat16]), ("64MB", [])):
         with mr.use(engine="triton"), torch.no_grad(), mr.budget(budget) if budget else contextlib.nullcontext():

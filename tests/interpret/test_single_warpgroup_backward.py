@@ -51,9 +51,9 @@ def test_attentions_column_gradients_are_taken(options):
     "options",
     [
         *(o for o in OTHERS if o != {"d": 256}),  # two groups divide those
-        {"plans": {"rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS)}},
+        {"plans": {"rows": KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.DESCRIPTORS)}},
         {"plans": {"rows": replace(ALONE, block_kept=128)}},
-        {"plans": {"rows": replace(ALONE, parts=2)}},
+        {"plans": {"rows": replace(ALONE, splits=2)}},
         DROPPED | {"softcap": 5.0},  # weights of another form: their coins are compared one by one
         DROPPED | {"n": 301},  # the last column has no neighbour to share a product with
     ],
@@ -108,7 +108,7 @@ def test_weights_that_coins_decide_on():
 @pytest.fixture
 def alone(monkeypatch):
     """Column gradients have kernels of one warp group, which run on the simulator; the launches that did."""
-    plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED), "rows": ALONE}
+    plans = {"cols": KernelPlan(128, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED), "rows": ALONE}
     with use_plan(plans):
         yield gluon_simulator.simulate(monkeypatch)
 

@@ -37,7 +37,7 @@ from tests.support.warp_specialised_attention_cases import CASES as TRIED
 DOCUMENTS = torch.arange(300) // 60
 # What tests of the text itself run, whatever ships: changes of it below name its groups, its ring and its lines.
 KNOWN = AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40))
-BY_KNOWN = {"cols": KernelPlan(*KNOWN.tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+BY_KNOWN = {"cols": KernelPlan(*KNOWN.tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}
 known_tile = pytest.mark.parametrize("by_turns", [KNOWN], ids=[""], indirect=True)
 
 
@@ -73,7 +73,7 @@ def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=Non
         {"return_lse": True, "scale": 0.3},
         {"d": 72},
         {"d": 96, "causal": True},
-        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}},
+        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}},
     ],
     ids=lambda o: ", ".join(f"{k}={v}" if k == "d" else k for k, v in o.items()) or "plain",
 )
@@ -93,9 +93,9 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"inputs": tuple(torch.zeros(3, 128, 300, dtype=torch.bfloat16).mT for _ in range(3))},  # not to be copied
         {"capability": 80},
         {
-            "plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+            "plans": {"cols": KernelPlan(64, 128, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED)}
         },  # tiles of another kernel
-        {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, rendering=Rendering.HAND_SCHEDULED)}},  # in parts
+        {"plans": {"cols": KernelPlan(128, 128, 4, 2, splits=2, rendering=Rendering.HAND_SCHEDULED)}},  # in parts
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )

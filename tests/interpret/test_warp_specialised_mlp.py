@@ -100,8 +100,8 @@ def test_one_score_has_one_number_of_folded_indices_and_no_condition():
     "options",
     [
         *OTHERS,
-        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS))},
-        {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},
+        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.DESCRIPTORS))},
+        {"plans": {"cols": replace(ABREAST, splits=2), "rows": replace(RELAY, splits=2)}},
         {"plans": {"cols": RELAY, "rows": replace(RELAY, block_kept=256)}},
     ],
     ids=lambda o: ", ".join(f"{k}={str(v)[:20]}" for k, v in o.items()),

@@ -153,7 +153,7 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
     if None in every:
         return {}
     return {
-        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.rendering))
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.splits, int(p.rendering))
         for o, p in found.items()
     }
 

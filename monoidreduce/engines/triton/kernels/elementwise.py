@@ -161,7 +161,7 @@ class ElementwiseLaunch:
         if total and not (numbers and alone):
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total, cast), KernelPlan(kept, 1, 4, 1)
-        self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
+        self.call_options: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         self.allocators = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         self.template: list[Any] = [
@@ -176,7 +176,7 @@ class ElementwiseLaunch:
                 view = next(given)
                 self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
         self.template += [length, other, tiles, *batch[1:]]
-        self.again: Callable[..., None] | None = None
+        self.relaunch: Callable[..., None] | None = None
 
     @staticmethod
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
@@ -194,15 +194,17 @@ class ElementwiseLaunch:
         outputs = [allocate() for allocate in self.allocators]
         arguments = self.template.copy()
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
-        again = self.again if small else None
+        relaunch = self.relaunch if small else None
         for at, leaf, is_tensor in self.fill:
-            arguments[at] = leaves[leaf].data_ptr() if is_tensor and again is not None else leaves[leaf]
-        if again is not None:
-            again(*[t.data_ptr() for t in outputs], *arguments)
+            arguments[at] = leaves[leaf].data_ptr() if is_tensor and relaunch is not None else leaves[leaf]
+        if relaunch is not None:
+            relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
-            again = fold_kernel.execute(call)
-            self.again = again if small else None
+            call = fold_kernel.KernelCall(
+                self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.call_options
+            )
+            relaunch = fold_kernel.execute(call)
+            self.relaunch = relaunch if small else None
         return outputs
 
     def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
@@ -214,10 +216,10 @@ class ElementwiseLaunch:
 
     def recipe(self) -> Recipe | None:
         """How it is launched again, with integers that fit in 32 bits."""
-        if self.again is None:
+        if self.relaunch is None:
             return None
         arguments = self.template.copy()
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         strides = tuple(allocate.strides for allocate in self.allocators)
-        return Recipe(self.again, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)
+        return Recipe(self.relaunch, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)

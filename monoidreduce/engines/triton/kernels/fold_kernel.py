@@ -143,12 +143,12 @@ class FoldLaunch:
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         self.layouts = {o: found for o in fold.outputs if (found := (layouts or {}).get(o)) is not None}
         # the leaves that masks depend on, and their places
-        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
-        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
+        self.mask_leaves = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
+        self.topk_places = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self._describe(values)
-        self.described = self.spec
+        self.first_spec = self.spec
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
@@ -161,9 +161,9 @@ class FoldLaunch:
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
         if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
             return None
-        one.spec, one.copied = self.described, None if any(self.before) else self.copied
+        one.spec, one.copied = self.first_spec, None if any(self.conversions) else self.copied
         one.prepare(values)
-        one.again = self._relaunch(one)
+        one.relaunch = self._relaunch(one)
         return one
 
     def _find_class(self, values: Leaves) -> tuple:
@@ -173,19 +173,21 @@ class FoldLaunch:
 
     def _relaunch(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
-        alike = other.kernel is self.kernel and (other.plan, other.how) == (self.plan, self.how)
-        if not alike or not other.grid or self.asked:  # tables of conditions on data have strides of their own
+        alike = other.kernel is self.kernel and (other.plan, other.call_options) == (self.plan, self.call_options)
+        if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
             return None
         pairs = zip(self.template[: self.specialized], other.template[: other.specialized], strict=True)
         if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
             return None
-        return getattr(self.again, "on_grid", lambda grid: None)((other.grid,))
+        return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
         """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
         self.length_class = self._find_class(values)
-        self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
-        few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
+        self.spec, self.conversions = spec_from_tensors.describe_fold(
+            self.fold, self.over, values, self.batch, self.sizes
+        )
+        few = None if any(self.conversions) else few_rows.find(self.spec, values, self.batch, self.lengths)
         self.few_rows = few
         if few is not None:
             self.spec, self.batch, self.lengths = few.spec, few.batch, (few.kept, self.lengths[1])
@@ -193,25 +195,30 @@ class FoldLaunch:
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
-        self.before = self.before._replace(transposed=())
+        self.conversions = self.conversions._replace(transposed=())
         places = {e: k for k, e in enumerate(self.fold.leaves)}
         self.norm_rows = [
             (places[one.vector], vector_conversions.NormRows.of(values[one.vector], len(self.batch)))
-            for one in self.before.norms
+            for one in self.conversions.norms
         ]
-        leaves = self.before.convert(values, self.batch, self.sizes)
+        leaves = self.conversions.convert(values, self.batch, self.sizes)
         leaves = leaves if self.few_rows is None else self.few_rows.regroup(leaves)
         copied = self._choose_batch_and_plan(leaves, plan)
         self._write_kernel(copied)
         if self.kernel.transposed is not None:
-            self.before = self.before._replace(transposed=(self.kernel.transposed,))
-            leaves = {**leaves, **vector_conversions.transpose_leaves(self.before.transposed, leaves, len(self.batch))}
+            self.conversions = self.conversions._replace(transposed=(self.kernel.transposed,))
+            leaves = {
+                **leaves,
+                **vector_conversions.transpose_leaves(self.conversions.transposed, leaves, len(self.batch)),
+            }
         self._lay_out_results()
         self._lay_out_arguments(leaves)
-        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
-        self.merged = any(self.before)  # whether calls need leaves with merged batch
-        self.edges: list[Any] | None = None  # which tiles are visited, where masks depend on indices alone
-        self.again: Callable[..., None] | None = None  # launches the compiled kernel
+        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.mask_leaves)
+        self.merged = any(self.conversions)  # whether calls need leaves with merged batch
+        self.tile_range_arguments: list[Any] | None = (
+            None  # which tiles are visited, where masks depend on indices alone
+        )
+        self.relaunch: Callable[..., None] | None = None  # launches the compiled kernel
 
     def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
         """Decide whether a batch dimension is folded too, and choose the plan; see :meth:`_choose_plan`.
@@ -228,7 +235,7 @@ class FoldLaunch:
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
             least *= spec_from_tensors.processors(self.sizes.device)
-            if group is not None and self.parts == 1 and self.grid >= least:
+            if group is not None and self.splits == 1 and self.grid >= least:
                 break
         return copied
 
@@ -243,7 +250,7 @@ class FoldLaunch:
         if len(summed) != 1:  # a result that is summed over other dimensions too would need another kernel
             return None
         (dims,) = summed
-        asked = {e for e, _ in self.asked}
+        asked = {e for e, _ in self.mask_leaves}
         once = [v for e, v in leaves.items() if isinstance(v, Tensor) and (e in asked or not self.spec.folds(e))]
         return dims[0] if len(dims) == 1 and not any(v.stride(dims[0]) for v in once) else None
 
@@ -283,8 +290,8 @@ class FoldLaunch:
             k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.k_loop else 0
         )
         processors = spec_from_tensors.processors(self.sizes.device)
-        self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
-        self.grid = self.tiles * self.count * self.parts
+        self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
+        self.grid = self.tiles * self.count * self.splits
 
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
@@ -296,10 +303,10 @@ class FoldLaunch:
         strided = tuple(
             k
             for k, o in enumerate(self.fold.outputs)
-            if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
+            if self.splits == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
         )
         self.spec = specialize(
-            self.spec, split=self.parts > 1, descriptors=boxes, shift_descriptors=line, strided=strided
+            self.spec, split=self.splits > 1, descriptors=boxes, shift_descriptors=line, strided=strided
         )
         if self.few_rows is not None and self.spec.split:
             self.spec = specialize(self.spec, launches_dependents=split_combine.can_chain(self.sizes.device))
@@ -313,7 +320,7 @@ class FoldLaunch:
         pairs = zip(self.outputs, self.strides, strict=True)
         self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
-        self.cuts = self._split_lengths() if self.spec.split else []
+        self.split_lengths = self._measure_splits() if self.spec.split else []
 
     def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
@@ -357,13 +364,13 @@ class FoldLaunch:
     @property
     def is_repeatable(self) -> bool:
         """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
-        return not (self.kernel.coefficients or self.lists or any(self.before._replace(norms=())))
+        return not (self.kernel.coefficients or self.topk_places or any(self.conversions._replace(norms=())))
 
     @property
     def holds_splits(self) -> bool:
         """Whether a replay combines the results of splits, and holds them until the call is done."""
         every = [(r, [self.outputs[k] for k in at]) for r, at in split(self.fold, list(range(len(self.outputs))))]
-        return self.parts > 1 and self.is_repeatable and all(split_combine.are_held(r, forms) for r, forms in every)
+        return self.splits > 1 and self.is_repeatable and all(split_combine.are_held(r, forms) for r, forms in every)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -395,7 +402,7 @@ class FoldLaunch:
         given = self.spec.folded_batch_dim is not None and not self.spec.folded_batch_size
         self.template += [self.batch[self.spec.folded_batch_dim or 0]] if given else []
         self.template += (
-            [self.parts, self.count, *([self.beside] if self.spec.k_loop else [])] if self.spec.split else []
+            [self.splits, self.count, *([self.beside] if self.spec.k_loop else [])] if self.spec.split else []
         )
         ragged = bool(self.kernel.hand_scheduled and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
@@ -420,7 +427,7 @@ class FoldLaunch:
                     descriptors.make_descriptor(values[e], self.spec.descriptor_dims[e], (EXTRA, k_loop.DEPTH), True),
                 )
             )
-        self.how: dict[str, Any] = dict(
+        self.call_options: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
@@ -449,31 +456,31 @@ class FoldLaunch:
             return self(leaves, merged, then)
         if then is not None:
             then(outputs)
-        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
+        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.topk_places else outputs
 
     def allocate(self) -> list[Tensor] | None:
         """Its results, where they are nothing but what it writes and it was compiled before; else None."""
-        plain = type(self) is FoldLaunch and self.again is not None and not (self.spec.split or self.lists)
+        plain = type(self) is FoldLaunch and self.relaunch is not None and not (self.spec.split or self.topk_places)
         return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
 
     def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
         arguments, _kept = self._arguments(leaves, merged)
-        if self.again is None:
+        if self.relaunch is None:
             return self._first([*outputs, *arguments], merged)
-        self.again(*outputs, *arguments)
+        self.relaunch(*outputs, *arguments)
         return True
 
     def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
         given = self._convert(merged()) if self.merged else leaves
-        arguments, again = self.template.copy(), self.again
+        arguments, relaunch = self.template.copy(), self.relaunch
         for at, leaf, is_tensor in self.fill:
-            arguments[at] = given[leaf].data_ptr() if is_tensor and again is not None else given[leaf]
+            arguments[at] = given[leaf].data_ptr() if is_tensor and relaunch is not None else given[leaf]
         if self.spec.bounds:
-            arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
+            arguments += self.tile_range_arguments or self._bounds([leaves[leaf] for _, leaf in self.mask_leaves])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.descriptors]
         arguments += [
@@ -485,14 +492,16 @@ class FoldLaunch:
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
         of exponents, and which tiles are visited."""
-        if self.again is None or not self.is_repeatable:
+        if self.relaunch is None or not self.is_repeatable:
             return None
         arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            found = self.edges or (None if self.asked else self._bounds([]))
-            arguments += found or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
+            found = self.tile_range_arguments or (None if self.mask_leaves else self._bounds([]))
+            arguments += found or [
+                FoundAtLaunch(tuple(leaf for _, leaf in self.mask_leaves), self._find_bounds, _EDGED)
+            ]
         count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
             arguments.append(
@@ -501,7 +510,7 @@ class FoldLaunch:
                 else DescriptorOf(count + k, self.shift_descriptor)
             )
         arguments += [DescriptorOf(leaf, template) for leaf, template in self.descriptors]
-        return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
+        return Recipe(self.relaunch, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def list_shift_recipes(self, leaves: Sequence[Any]) -> list[Recipe] | None:
         """How a replay computes norms and the shifts of exponents, for leaves like these; None where torch does."""
@@ -512,17 +521,17 @@ class FoldLaunch:
                 return None
             out = torch.empty(rows.shape, dtype=torch.float32, device=self.sizes.device)
             flat = leaves[at].as_strided((rows.count, rows.width), rows.strides)
-            again = rows.launch(out, flat)
-            if again is None:
+            relaunch = rows.launch(out, flat)
+            if relaunch is None:
                 return None
             given = (Leaf(at, True), rows.count, *flat.stride())
-            found.append(Recipe(again, ((rows.shape, torch.float32),), given))
+            found.append(Recipe(relaunch, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
-            again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
-            if again is None:
+            relaunch = row_kernels.replay_shift(leaves[n], leaves[t], shape)
+            if relaunch is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
-            found.append(Recipe(again, ((shape, torch.float32),), arguments))
+            found.append(Recipe(relaunch, ((shape, torch.float32),), arguments))
         return found
 
     def make_sum_recipe(self) -> Recipe | None:
@@ -545,13 +554,15 @@ class FoldLaunch:
         return found
 
     def _convert(self, values: Leaves) -> list[Any]:
-        found = self.before.convert(values, self.batch, self.sizes)
+        found = self.conversions.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
-            self.again = execute(KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.how))
+            self.relaunch = execute(
+                KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.call_options)
+            )
         except Exception as error:
             smaller = shrink(self.plan) if type(error).__name__ == "OutOfResources" else None
             if smaller is None:
@@ -565,7 +576,7 @@ class FoldLaunch:
         layout = self._layout((r, k))
         shape = shape if layout is None else layout.shape
         stacked = self.spec.split and not self.keeps_pairs
-        return ((self.parts, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
+        return ((self.splits, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
 
     def _result_dtype(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
@@ -577,18 +588,18 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.combine_splits
+                self.fold, outputs, self.split_lengths, ordered=self.ordered, faster=split_combine.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
-        for at in self.lists:
+        for at in self.topk_places:
             outputs[at : at + 2] = topk.sort_list(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
-    def _split_lengths(self) -> list[int]:
+    def _measure_splits(self) -> list[int]:
         """How much of the folded axis each split covers."""
         block = self.plan.block_folded
-        each, more = divmod(-(-self.lengths[1] // block), self.parts)
-        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.parts + 1)]
+        each, more = divmod(-(-self.lengths[1] // block), self.splits)
+        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.splits + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
@@ -602,11 +613,11 @@ class FoldLaunch:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
         ``asked``: the leaves that masks depend on."""
-        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.asked))
+        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.mask_leaves))
         parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
-        self.edges = None if asked else found
+        self.tile_range_arguments = None if asked else found
         return found
 
     def _find_bounds(self, *asked: Any) -> tuple:
@@ -615,7 +626,7 @@ class FoldLaunch:
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
-        values = dict(zip([e for e, _ in self.asked], asked, strict=True))
+        values = dict(zip([e for e, _ in self.mask_leaves], asked, strict=True))
         bounds = functools.partial(tile_ranges.compute_tile_ranges, self.fold, self.over)
         if self.data:
             batch = self.sizes.batch or (1,)

@@ -117,12 +117,12 @@ class HistogramLaunch(FoldLaunch):
             classes, self.beside = self.alike.first.numel(), 0
             rests = self.count // self.alike.sharing
             enough = -(-_INSTANCES * spec_from_tensors.processors(self.sizes.device) // max(1, rests * classes))
-            self.parts = max(1, min(self.alike.sharing, enough))
-            self.tiles = classes * self.parts
+            self.splits = max(1, min(self.alike.sharing, enough))
+            self.tiles = classes * self.splits
             self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)
             return ()
         kept, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.tiles, self.parts, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
+        self.tiles, self.splits, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
         shares = -(-self.table_size // self.entries) if self.entries else 1
         self.grid = self.tiles * shares * self.count if min(self.lengths) else 0
         return ()
@@ -155,7 +155,7 @@ class HistogramLaunch(FoldLaunch):
     def _default_plan(self) -> KernelPlan:
         asked = find_overriding_plan(self.over)
         if asked is not None:
-            return replace(asked, parts=0, rendering=Rendering.LOADS)
+            return replace(asked, splits=0, rendering=Rendering.LOADS)
         if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
         # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of
@@ -171,7 +171,7 @@ class HistogramLaunch(FoldLaunch):
         tail = tail if self.alike is None else (self.alike.width,)
         self.outputs = [((self.grid // max(1, self.tiles), self.tiles, *tail), self.sizes.compute)]
         self.allocators = [Allocator(self.outputs[0], self.sizes.device)]
-        self.strides, self.types, self.cuts = [None], [self.sizes.compute], []
+        self.strides, self.types, self.split_lengths = [None], [self.sizes.compute], []
 
     @property
     def is_repeatable(self) -> bool:
@@ -202,7 +202,7 @@ class HistogramLaunch(FoldLaunch):
 
     def _add_alike(self, alike: AlikeTiles, parts: Tensor) -> Tensor:
         """The entries of the table from those of every class of tiles, summed over batch elements that share it."""
-        sums = parts.view(parts.shape[0], -1, self.parts, alike.width).sum(2)
+        sums = parts.view(parts.shape[0], -1, self.splits, alike.width).sum(2)
         if self.entries_read is None:  # copied to the device once
             self.entries_read = (alike.first.view(1, -1, 1) + torch.arange(alike.width)).to(sums.device)
         total = sums.new_zeros(parts.shape[0], self.table_size)

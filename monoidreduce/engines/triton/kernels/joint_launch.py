@@ -129,7 +129,7 @@ class JointLaunch(FoldLaunch):
 
     def _describe(self, values: Leaves) -> None:
         super()._describe(values)
-        if self.few_rows is not None or any(self.before):
+        if self.few_rows is not None or any(self.conversions):
             raise Unsupported("leaves are converted before the launch")
         joint = Joint(self.weight, self.vector, self.joint_scale, self.sizes.cols % KEPT != 0)
         self.spec = replace(self.spec, joint=joint)
@@ -145,7 +145,7 @@ class JointLaunch(FoldLaunch):
         super()._write_kernel(copied)
         known = {e for e in topological([self.joint_scale]) if e.op == "leaf"}
         plainly = all(self.spec.is_number(e) for e in known) and known <= {*self.kernel.leaves}
-        if self.parts != 1 or not self.grid or not plainly or not self.kernel.hand_scheduled:
+        if self.splits != 1 or not self.grid or not plainly or not self.kernel.hand_scheduled:
             raise Unsupported("there is no warp-specialised kernel")
 
     def _lay_out_arguments(self, values: Leaves) -> None:
@@ -171,7 +171,7 @@ class JointLaunch(FoldLaunch):
         """The first column tile that adds to each block of rows, by the order in which tiles are launched."""
         if not self.spec.bounds:
             return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
-        if self.asked:
+        if self.mask_leaves:
             raise Unsupported("which tiles are visited depends on more than indices")
         self.data = False
         edges, _, flip = self._edges([])
@@ -210,12 +210,12 @@ class JointLaunch(FoldLaunch):
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
         arguments += self._joint(buffer)
-        if self.again is None:
+        if self.relaunch is None:
             self._first([*outputs, *arguments], merged)
         else:
             arguments[-6] = buffer.data_ptr()
             arguments[-5] = self.first.data_ptr()
-            self.again(*outputs, *arguments)
+            self.relaunch(*outputs, *arguments)
         self._round(out, buffer, leaves)
         return [*outputs, out]
 
@@ -233,20 +233,20 @@ class JointLaunch(FoldLaunch):
 
     def make_sum_recipe(self) -> Recipe | None:
         buffer = self.allocate_buffer()
-        again = self._set_counters(buffer)
+        relaunch = self._set_counters(buffer)
         arguments = (self.first, self.blocks_of_rows, self.counters)
-        return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
+        return None if relaunch is None else Recipe(relaunch, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
     def list_combining_launches(self) -> list[Joined] | None:
         out, device = self.other.allocators[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
-        again = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
+        relaunch = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
         at = len(self.fold.outputs)
         numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
         numbers += [self.first] * (2 - len(numbers))
         arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
-        made = Recipe(again, tuple(self.other.outputs), arguments, tuple(self.other.strides))
-        return None if again is None else [Joined(made, (at,))]
+        made = Recipe(relaunch, tuple(self.other.outputs), arguments, tuple(self.other.strides))
+        return None if relaunch is None else [Joined(made, (at,))]
 
 
 @functools.lru_cache(maxsize=256)

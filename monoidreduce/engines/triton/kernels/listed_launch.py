@@ -90,7 +90,7 @@ class ListedLaunch(FoldLaunch):
         read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
         types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
         padded_widths = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.padded_widths, strict=True))
-        self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
+        self.conversions = Conversions(casts=tuple(c for c in casts if c[0] not in read))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
         guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess
@@ -121,7 +121,7 @@ class ListedLaunch(FoldLaunch):
             or any(e.is_pair for e in spec.fold.leaves)
         ):
             return None
-        if any(self.before):  # what is converted has the batch dimensions of the call
+        if any(self.conversions):  # what is converted has the batch dimensions of the call
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
         if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e) or e in spec.fold.tables):
@@ -234,7 +234,7 @@ class ListedLaunch(FoldLaunch):
         if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence
             average = 1 << max(self.lists_of.average - 1, 1).bit_length()
             plan = replace(plan, block_folded=min(plan.block_folded, max(16, average)))
-        return replace(plan, block_kept=min(plan.block_kept, most), parts=0)
+        return replace(plan, block_kept=min(plan.block_kept, most), splits=0)
 
     def _plan_single(self, plainly: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
@@ -261,7 +261,7 @@ class ListedLaunch(FoldLaunch):
         rows = kept // heads
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
         if self.role != "lists":
-            self.tiles, self.beside, self.parts = lists.windows(self.window), 0, 1
+            self.tiles, self.beside, self.splits = lists.windows(self.window), 0, 1
             self.grid = self.tiles * self.count
             return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
@@ -271,18 +271,18 @@ class ListedLaunch(FoldLaunch):
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
         instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
-        self.parts = count_splits(self.plan, instances, folded, processors)
+        self.splits = count_splits(self.plan, instances, folded, processors)
         waves = _UNKNOWN_WAVES if lists.ends else UNEVEN_WAVES
-        if not self.plan.parts and 0 < instances < waves * processors:
+        if not self.plan.splits and 0 < instances < waves * processors:
             even = -(-waves * processors // instances)
-            self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
+            self.splits = max(self.splits, min(even, folded // _LEAST_SPLIT, 64))
         if (
             self.plan.rendering == Rendering.HAND_SCHEDULED
             or self.spec.listed.window
             or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
         ):
-            self.parts = 1
-        self.grid = self.tiles * self.count * self.parts
+            self.splits = 1
+        self.grid = self.tiles * self.count * self.splits
 
     def _lay_out_arguments(self, values: Leaves) -> None:
         super()._lay_out_arguments(values)
@@ -298,7 +298,7 @@ class ListedLaunch(FoldLaunch):
             v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
         )
         cut |= self.kernel.hand_scheduled  # an empty list is one tile beyond the axis
-        self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
+        self.call_options |= dict(ragged=cut, wide=self.call_options["wide"] or far)
 
     def _lay_out_results(self) -> None:
         super()._lay_out_results()
@@ -317,8 +317,8 @@ class ListedLaunch(FoldLaunch):
         rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
         return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
 
-    def _split_lengths(self) -> list[int]:
-        return [1] * self.parts  # kinds that are split do not ask how much each split covers
+    def _measure_splits(self) -> list[int]:
+        return [1] * self.splits  # kinds that are split do not ask how much each split covers
 
     def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
         """How a replay launches it again; ``places``: of its leaves among the whole fold's; ``found``: the lists."""
@@ -339,8 +339,8 @@ class ListedLaunch(FoldLaunch):
         """How a replay clears the k-th result, numbers of entries, of which some may be in no list."""
         shape, dtype = self.outputs[k]
         out = torch.empty(shape, dtype=dtype, device=self.sizes.device)
-        again = _kernels("clear", (-(-out.numel() // _LANES),), (out, out.numel()), dict(LANES=_LANES))
-        return None if again is None else Recipe(again, (self.outputs[k],), (out.numel(),))
+        relaunch = _kernels("clear", (-(-out.numel() // _LANES),), (out, out.numel()), dict(LANES=_LANES))
+        return None if relaunch is None else Recipe(relaunch, (self.outputs[k],), (out.numel(),))
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not LISTS}, plan)

@@ -212,7 +212,7 @@ class PartlyShownFold:
             return None
         forms = {one.outputs[k] for k in self.rest}
         strided = any(one.strides[k] is not None for k in self.rest)
-        if len(forms) > 1 or one.spec.split or one.lists or not one.grid or strided:
+        if len(forms) > 1 or one.spec.split or one.topk_places or not one.grid or strided:
             return None
         ((shape, dtype),) = forms
         self.step = torch.Size(shape).numel() * dtype.itemsize
@@ -222,7 +222,7 @@ class PartlyShownFold:
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The results that are shown, and the others: a list, or one tensor that holds them one after the other."""
         one = self.one
-        if one is None or one.again is None:
+        if one is None or one.relaunch is None:
             found = self.ready(leaves)
             return [found[k] for k in self.shown], [found[k] for k in self.rest]
         shown, rest = [one.allocators[k]() for k in self.shown], self.allocate_hidden()
@@ -299,11 +299,11 @@ def prepare_launches(
         return made()
     with use_plan({}):
         own = made()
-    if replace(own[-1].plan, parts=asked.parts) != asked:
+    if replace(own[-1].plan, splits=asked.splits) != asked:
         return made()
     for each in own:
-        if each.plan.parts != asked.parts:
-            each.prepare(values, replace(each.plan, parts=asked.parts))
+        if each.plan.splits != asked.splits:
+            each.prepare(values, replace(each.plan, splits=asked.splits))
     return own
 
 

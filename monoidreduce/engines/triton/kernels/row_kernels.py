@@ -84,15 +84,15 @@ def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    room, again = _one(labels.device), None
+    room, relaunch = _one(labels.device), None
 
     def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
-        nonlocal again
+        nonlocal relaunch
         out = room()
-        if again is None:
-            again = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
+        if relaunch is None:
+            relaunch = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
         else:
-            again(out.data_ptr(), labels.data_ptr(), ignored, size)
+            relaunch(out.data_ptr(), labels.data_ptr(), ignored, size)
         return out
 
     return share

@@ -18,7 +18,7 @@ from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
 from ..launch import descriptors
-from ..launch.jit_module import Again, Kernels
+from ..launch.jit_module import Relaunch, Kernels
 from ..launch.launch_recipes import Leaf, Recipe
 
 _PARTS = 1024
@@ -59,7 +59,7 @@ def can_chain(device: torch.device) -> bool:
     return device.type == "cuda" and descriptors.are_supported(device)
 
 
-def _launch(task: CombineLaunch, given: tuple) -> Again | None:
+def _launch(task: CombineLaunch, given: tuple) -> Relaunch | None:
     constants = dict(task.constants)
     if "SOME" not in constants:
         return _kernels(task.name, task.grid, given, constants)
@@ -89,12 +89,12 @@ def recipes(
         return None
     made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
     for task in todo:
-        again = _launch(task, task.given(made, parts))
-        if again is None:
+        relaunch = _launch(task, task.given(made, parts))
+        if relaunch is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)
         arguments = (*(Leaf(k, True) for k in task.read), task.parts, task.rows)
-        found.append(Joined(Recipe(again, forms, arguments), task.written))
+        found.append(Joined(Recipe(relaunch, forms, arguments), task.written))
     return found
 
 

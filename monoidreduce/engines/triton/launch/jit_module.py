@@ -327,13 +327,13 @@ def _can_compile_ahead(device: torch.device) -> bool:
 
 
 _MOST_LAUNCHERS = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
-Again = Callable[..., Any]
+Relaunch = Callable[..., Any]
 
 
 class LaunchRecorder(Protocol):
     """What launches on panels are reported to."""
 
-    def add_launch(self, again: Again | None, arguments: Sequence[Any]) -> None:
+    def add_launch(self, relaunch: Relaunch | None, arguments: Sequence[Any]) -> None:
         """A kernel was launched with these arguments; None: it cannot be launched again."""
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
@@ -343,32 +343,32 @@ class LaunchRecorder(Protocol):
 recording: contextvars.ContextVar[LaunchRecorder | None] = contextvars.ContextVar("recording", default=None)
 
 
-def report(again: Again | None, arguments: Sequence[Any]) -> None:
+def report(relaunch: Relaunch | None, arguments: Sequence[Any]) -> None:
     """Report a launch to the recorder, if there is one."""
     recorder = recording.get()
     if recorder is not None:
-        recorder.add_launch(again, arguments)
+        recorder.add_launch(relaunch, arguments)
 
 
 class LaunchCache:
     """Launchers by their keys; the oldest is dropped where they are too many."""
 
     def __init__(self, most: int = _MOST_LAUNCHERS):
-        self.made: BoundedCache[tuple, Again] = BoundedCache(most)
+        self.made: BoundedCache[tuple, Relaunch] = BoundedCache(most)
 
-    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
+    def __call__(self, key: tuple, first: Callable[[], Relaunch | None], arguments: Sequence[Any]) -> Relaunch | None:
         """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
-        again = self.made.get(key)
+        relaunch = self.made.get(key)
         if is_collecting():
-            return again or first()
-        if again is not None:
-            again(*arguments)
+            return relaunch or first()
+        if relaunch is not None:
+            relaunch(*arguments)
         else:
-            again = first()
-            if again is not None:
-                self.made.keep(key, again)
-        report(again, arguments)
-        return again
+            relaunch = first()
+            if relaunch is not None:
+                self.made.keep(key, relaunch)
+        report(relaunch, arguments)
+        return relaunch
 
 
 class Kernels:
@@ -391,7 +391,7 @@ class Kernels:
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
         options: Mapping[str, int] | None = None,
-    ) -> Again | None:
+    ) -> Relaunch | None:
         """Launch one on the device of its first argument; what launches it again, if there is. ``constants``: in the
         order of the text, after all others; ``options``: for the compiler."""
         options = options or {}
@@ -405,12 +405,12 @@ class Kernels:
                 found += v.dtype, address & 15
                 given.append(address)
         key = tuple(found)
-        again = self.kept.made.get(key)
-        if again is None or is_collecting():
+        relaunch = self.kept.made.get(key)
+        if relaunch is None or is_collecting():
             return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
-        again(*given)
-        report(again, arguments)
-        return again
+        relaunch(*given)
+        report(relaunch, arguments)
+        return relaunch
 
     def _first(
         self,
@@ -419,7 +419,7 @@ class Kernels:
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
         options: Mapping[str, int],
-    ) -> Again | None:
+    ) -> Relaunch | None:
         device = arguments[0].device
         with use_device(device):
             kernel = getattr(load_module(self.text), name)

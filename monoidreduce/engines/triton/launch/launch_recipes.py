@@ -77,7 +77,7 @@ class Recipe(NamedTuple):
     """How a kernel is launched again: what launches it, the forms of its outputs, the arguments after them, and the
     strides of the outputs (nothing: all are contiguous; None: this one is)."""
 
-    again: Callable[..., None]
+    relaunch: Callable[..., None]
     outputs: tuple[Form, ...]
     arguments: tuple[Any, ...]
     strides: tuple[Strides, ...] = ()
@@ -258,7 +258,7 @@ class ProgramReplay:
             if buffer.places:
                 steps.append(self._add_allocation(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
-        steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
+        steps += [Launch(one.recipe.relaunch, self._arguments(one)) for one in recorded.launches]
         for name, shape in (summed or {}).items():
             place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))

@@ -109,7 +109,7 @@ class Operation:
 class Launch:
     """A kernel: what launches it again, and its arguments."""
 
-    again: Any
+    relaunch: Any
     arguments: tuple[Any, ...]
 
 
@@ -219,17 +219,17 @@ class Recorder(TorchDispatchMode):
             options = {name: self.symbolic(v) for name, v in named.items()}
             self.steps.append(Operation(func, self.symbolic(args), options, made, writes))
 
-    def add_launch(self, again: Any, arguments: Sequence[Any]) -> None:
+    def add_launch(self, relaunch: Any, arguments: Sequence[Any]) -> None:
         """A kernel was launched; ``again`` None: it cannot be launched again."""
         try:
-            if again is None:
+            if relaunch is None:
                 raise NotRecordable("a kernel is not launched again here")
             given = self.symbolic(tuple(arguments))
         except NotRecordable as reason:
             self.failure = str(reason)
             return
         self.fixed -= {p.store for p in places(given)}
-        self.steps.append(Launch(again, given))
+        self.steps.append(Launch(relaunch, given))
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
         """A walk over panels begins."""
@@ -320,8 +320,8 @@ class Replay:
         device: torch.device,
         always: bool = False,
     ):
-        launchers = [s.again for s in steps if isinstance(s, Launch)]
-        starts = bool(launchers) and all(isinstance(again, jit_module.Relauncher) for again in launchers)
+        launchers = [s.relaunch for s in steps if isinstance(s, Launch)]
+        starts = bool(launchers) and all(isinstance(relaunch, jit_module.Relauncher) for relaunch in launchers)
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
@@ -429,12 +429,15 @@ class _Writer(FunctionWriter):
         self._line(f"{', '.join(made)} = {call}" if any(step.made) else call, [name for name in made if name != "_"])
 
     def _launch(self, step: Launch) -> None:
-        again, encoded = step.again, dict[int, encoded_descriptors.EncodedByAddress]()
-        start, values, first = again, list(step.arguments), 0
+        relaunch, encoded = step.relaunch, dict[int, encoded_descriptors.EncodedByAddress]()
+        start, values, first = relaunch, list(step.arguments), 0
         if self.starts:
-            start, encoded = self._encode(again, step.arguments)
-            values, first = [*again.before, Number("s"), *again.after, *values, *again.constants], len(again.before) + 1
-            first += len(again.after)
+            start, encoded = self._encode(relaunch, step.arguments)
+            values, first = (
+                [*relaunch.before, Number("s"), *relaunch.after, *values, *relaunch.constants],
+                len(relaunch.before) + 1,
+            )
+            first += len(relaunch.after)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
             if type(value) in _WRITTEN:
@@ -451,15 +454,15 @@ class _Writer(FunctionWriter):
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
         return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
 
-    def _encode(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    def _encode(self, relaunch: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
             templates += [v.template] if type(v) is Descriptor else [None] * _width(v)
-        key = (id(again), *(_form(v) for v in templates if v is not None))
+        key = (id(relaunch), *(_form(v) for v in templates if v is not None))
         if key not in self.encoded:
-            self.encoded[key] = again.open_descriptors(templates)
+            self.encoded[key] = relaunch.open_descriptors(templates)
         return self.encoded[key]
 
     def _argument(self, value: Any, encoded: encoded_descriptors.EncodedByAddress | None) -> str:

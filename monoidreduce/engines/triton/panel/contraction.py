@@ -21,7 +21,7 @@ from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
 from ..launch import descriptors, jit_module
-from ..launch.jit_module import Again, Kernels, LaunchCache
+from ..launch.jit_module import Relaunch, Kernels, LaunchCache
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
@@ -108,7 +108,7 @@ class PreparedContraction:
         arguments = [*map(descriptors.replace_base, self.descriptors, given), *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
 
-    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
+    def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         return fold_kernel.execute(
             fold_kernel.KernelCall(self.kernel, PLAN, self.grid, tuple(arguments), False, "ieee", False, device)
         )

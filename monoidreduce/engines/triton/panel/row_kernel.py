@@ -33,7 +33,7 @@ from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import Again, LaunchCache
+from ..launch.jit_module import Relaunch, LaunchCache
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
@@ -455,7 +455,7 @@ class PreparedKernel:
         key = () if alike else tuple(map(specialization, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 
-    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
+    def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)

@@ -54,7 +54,7 @@ class KernelPlan:
     block_folded: int
     num_warps: int = 4  # of a hand-scheduled kernel: of its first warp group
     num_stages: int = 2  # of the compiler's pipeline; of hand-scheduled attention: blocks in a ring buffer
-    parts: int = 0  # splits of the folded axis (as in split-K); 0: as many as keep the device busy
+    splits: int = 0  # of the folded axis (as in split-K); 0: as many as keep the device busy
     rendering: int = Rendering.LOADS  # a ``Rendering``; plan records hold its number
 
 
@@ -125,8 +125,8 @@ def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, 
     A split has at least eight tiles, so that combining the splits costs little beside them. ``beside``: of GEMMs of
     many features, how many kept tiles run at the same time; their splits then fill the device.
     """
-    if plan.parts:
-        return max(1, min(plan.parts, tiles))
+    if plan.splits:
+        return max(1, min(plan.splits, tiles))
     if beside:
         return _count_even_splits(instances, tiles, processors, -(-processors // beside) if beside < instances else 1)
     if not instances or instances * 2 > processors:
@@ -165,11 +165,11 @@ def choose_few_plan(
     if processors <= 1:  # of a device elsewhere: the cost model chooses the splits
         return plan
     instances, tiles = count * -(-lengths[0] // block), -(-lengths[1] // plan.block_folded)
-    plan = replace(plan, parts=count_few_splits(instances, tiles, processors * (WIDENING if widens else 1)))
-    idle = instances * plan.parts < ONE_WAVE * processors
+    plan = replace(plan, splits=count_few_splits(instances, tiles, processors * (WIDENING if widens else 1)))
+    idle = instances * plan.splits < ONE_WAVE * processors
     longer = replace(plan, block_folded=2 * plan.block_folded, num_stages=max(least, plan.num_stages - 1))
     fits = block <= 32 and shared_bytes(longer, kernel, 2, family) <= room
-    return longer if idle and fits and tiles >= LONG_TILES * plan.parts else plan
+    return longer if idle and fits and tiles >= LONG_TILES * plan.splits else plan
 
 
 def count_few_splits(instances: int, tiles: int, processors: int) -> int:
