@@ -18,7 +18,7 @@ from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
 from ..launch import descriptors
-from ..launch.jit_module import Relaunch, Kernels
+from ..launch.jit_module import Kernels, Relaunch
 from ..launch.launch_recipes import Leaf, Recipe
 
 _PARTS = 1024

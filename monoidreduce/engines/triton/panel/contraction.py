@@ -21,7 +21,7 @@ from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
 from ..launch import descriptors, jit_module
-from ..launch.jit_module import Relaunch, Kernels, LaunchCache
+from ..launch.jit_module import Kernels, LaunchCache, Relaunch
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan

@@ -33,7 +33,7 @@ from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import Relaunch, LaunchCache
+from ..launch.jit_module import LaunchCache, Relaunch
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
