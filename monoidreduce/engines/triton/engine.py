@@ -38,7 +38,7 @@ from .kernels import (
 )
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
-from .launch import jit_module
+from .launch import hardware, jit_module
 from .launch.jit_module import compile_only, skip_launches, watch_resources
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel import epilogue
@@ -70,6 +70,7 @@ __all__ = [
     "describe_numbers",
     "epilogue",
     "gather_labels",
+    "hardware",
     "is_k_loop_fold",
     "k_loop",
     "large_topk",
@@ -233,7 +234,7 @@ def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
     1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * spec_from_tensors.processors(sizes.device)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)
 
 
 def describe_numbers(numbers: Sequence[Any]) -> tuple:

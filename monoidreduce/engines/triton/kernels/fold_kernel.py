@@ -30,7 +30,7 @@ from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
 from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
-from ..launch import descriptors, jit_module
+from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
 from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
@@ -234,7 +234,7 @@ class FoldLaunch:
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
-            least *= spec_from_tensors.processors(self.sizes.device)
+            least *= hardware.count_processors(self.sizes.device)
             if group is not None and self.splits == 1 and self.grid >= least:
                 break
         return copied
@@ -265,7 +265,7 @@ class FoldLaunch:
         vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
         copied = self.copied
         if copied is None:
-            found = descriptors.are_supported(device)
+            found = hardware.has_descriptors(device)
             copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch)) if found else ()
             self.copied = copied
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
@@ -275,9 +275,9 @@ class FoldLaunch:
         many &= any(dims is not None for dims in copied) and self.few_rows is None
         by_turns = many and not short and are_prepared(self.fold.tables)
         turns = self._choose_hand_scheduled(specialize(self.spec, descriptors=copied), self.count) if by_turns else None
-        family = spec_from_tensors.family(device)
+        family = hardware.find_family(device)
         if self.few_rows is not None and plan is None:
-            processors = spec_from_tensors.processors(device)
+            processors = hardware.count_processors(device)
             widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
             plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
         self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
@@ -289,7 +289,7 @@ class FoldLaunch:
         self.beside = (
             k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.k_loop else 0
         )
-        processors = spec_from_tensors.processors(self.sizes.device)
+        processors = hardware.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.splits
 
@@ -309,7 +309,7 @@ class FoldLaunch:
             self.spec, split=self.splits > 1, descriptors=boxes, shift_descriptors=line, strided=strided
         )
         if self.few_rows is not None and self.spec.split:
-            self.spec = specialize(self.spec, launches_dependents=split_combine.can_chain(self.sizes.device))
+            self.spec = specialize(self.spec, launches_dependents=hardware.chains_launches(self.sizes.device))
         self.kernel = (self._write_hand_scheduled() if by_turns else None) or compiler.compile_fold(self.spec)
 
     def _lay_out_results(self) -> None:

@@ -27,8 +27,8 @@ from ...common.evaluate import Allocator, Sizes
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import Unsupported, padded
+from ..launch import hardware
 from ..launch.jit_module import Kernels
-from ..schedules import spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
 from ..schedules.resident.diagonal_sums import SUMS
@@ -116,7 +116,7 @@ class HistogramLaunch(FoldLaunch):
         if self.alike is not None:
             classes, self.beside = self.alike.first.numel(), 0
             rests = self.count // self.alike.sharing
-            enough = -(-_INSTANCES * spec_from_tensors.processors(self.sizes.device) // max(1, rests * classes))
+            enough = -(-_INSTANCES * hardware.count_processors(self.sizes.device) // max(1, rests * classes))
             self.splits = max(1, min(self.alike.sharing, enough))
             self.tiles = classes * self.splits
             self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)

@@ -25,10 +25,9 @@ from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
-from ..launch import descriptors
+from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
-from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
@@ -265,7 +264,7 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
 
 def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
-    tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
+    tiles, processors = -(-launch.lengths[0] // KEPT), hardware.count_processors(launch.sizes.device)
     steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
 
@@ -300,7 +299,7 @@ def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     )
     joins = (
         schedule is not None
-        and kernel_plan.runs_warp_specialized(own.sizes.device)
+        and hardware.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1

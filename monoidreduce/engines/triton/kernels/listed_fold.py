@@ -26,8 +26,8 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
+from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
-from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import SMALL, Leaves
@@ -138,7 +138,7 @@ def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
     count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
     if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
         return 0
-    if lists.lists // each * count < UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
+    if lists.lists // each * count < UNEVEN_WAVES * hardware.count_processors(sizes.device):
         return 0
     return long_lists.window_size(fold, lists.average, lists.items // each)
 

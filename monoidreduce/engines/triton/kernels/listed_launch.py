@@ -22,7 +22,7 @@ from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.few_rows import FewRows
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
-from ..launch import descriptors
+from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
@@ -151,7 +151,7 @@ class ListedLaunch(FoldLaunch):
         self.spec = replace(self.spec, listed=listing)
         plainly = compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
         asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
-        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
+        copied = self._copied(plainly, leaves) if hardware.has_descriptors(device) else ()
         joined = self._pairs() >= spec_from_tensors.MANY and self.few_rows is None
         tiled = replace(self.spec, listed=replace(listing, gathered=False), precomputed_shifts=joined)
         staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
@@ -223,7 +223,7 @@ class ListedLaunch(FoldLaunch):
         return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
 
     def _plan_tiles(self, plainly: Any, group: int, copies: bool) -> KernelPlan:
-        family = spec_from_tensors.family(self.sizes.device)
+        family = hardware.find_family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
         if most <= _FEW and item == 2 and plainly.widths.folded:
@@ -270,7 +270,7 @@ class ListedLaunch(FoldLaunch):
         if self.spec.listed.each:
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
-        instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
+        instances, processors = self.tiles * self.count, hardware.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, instances, folded, processors)
         waves = _UNKNOWN_WAVES if lists.ends else UNEVEN_WAVES
         if not self.plan.splits and 0 < instances < waves * processors:

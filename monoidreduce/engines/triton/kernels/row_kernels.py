@@ -16,7 +16,7 @@ from torch import Tensor
 from ...common.evaluate import Allocator
 from ..codegen.exponents import LOG2E
 from ..codegen.kernel_spec import power_of_two
-from ..launch import jit_module
+from ..launch import hardware
 from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
@@ -125,7 +125,7 @@ _shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
 def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
     """Whether one kernel makes the shifts of so many numbers."""
     plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
-    return plain and jit_module.can_relaunch(number.device)
+    return plain and hardware.can_relaunch(number.device)
 
 
 def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:

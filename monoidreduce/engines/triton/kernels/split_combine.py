@@ -17,7 +17,7 @@ from ....program.expression import Expr
 from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
-from ..launch import descriptors
+from ..launch import hardware
 from ..launch.jit_module import Kernels, Relaunch
 from ..launch.launch_recipes import Leaf, Recipe
 
@@ -53,17 +53,11 @@ def combine_splits(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     return made
 
 
-def can_chain(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it runs, and wait for it on the device: from Hopper on
-    (programmatic dependent launch). What a launch takes is then not seen."""
-    return device.type == "cuda" and descriptors.are_supported(device)
-
-
 def _launch(task: CombineLaunch, given: tuple) -> Relaunch | None:
     constants = dict(task.constants)
     if "SOME" not in constants:
         return _kernels(task.name, task.grid, given, constants)
-    chained = can_chain(given[0].device)
+    chained = hardware.chains_launches(given[0].device)
     options = {"num_warps": 8 if constants["ROWS"] * constants["SOME"] * constants["LANES"] > _WIDE else 4}
     options |= {"launch_pdl": True} if chained else {}
     return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)

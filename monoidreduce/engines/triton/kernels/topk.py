@@ -24,7 +24,7 @@ from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
-from ..launch import jit_module, replay
+from ..launch import hardware, replay
 from ..launch.jit_module import Kernels
 from . import large_topk
 
@@ -246,7 +246,7 @@ class _BestProducts:
 
     def _record(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
         run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
-        if not jit_module.can_relaunch(self.sizes.device):
+        if not hardware.can_relaunch(self.sizes.device):
             return run(x, y)
         found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found

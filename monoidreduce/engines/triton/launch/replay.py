@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.evaluate import Allocator
 from ...common.torch_code import FunctionWriter, function_text, run_text, tuple_text
-from . import descriptors, encoded_descriptors, jit_module
+from . import descriptors, jit_module
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time
 _TINY = 16  # bytes: a tensor of this size that was allocated elsewhere is a constant
@@ -360,14 +360,12 @@ class _Writer(FunctionWriter):
         device: torch.device,
         starts: bool,
     ):
-        super().__init__(empty=torch.empty_like, descriptor=encoded_descriptors.make_descriptor_at, **constants)
+        super().__init__(empty=torch.empty_like, descriptor=descriptors.make_descriptor_at, **constants)
         self.inputs, self.constants, self.device, self.starts = inputs, constants, device, starts
         self.given = inputs.keys() | constants.keys()
         self.whole = {name: p for name, p in inputs.items() if p is not None}  # how storages are bound to names
         self.whole |= {name: Place.whole(name, t) for name, t in constants.items()}
-        self.encoded: dict[
-            tuple, tuple[Any, Mapping[int, encoded_descriptors.EncodedByAddress]]
-        ] = {}  # by launcher and forms
+        self.encoded: dict[tuple, tuple[Any, Mapping[int, descriptors.EncodedByAddress]]] = {}  # by launcher and forms
         self.last: dict[str, int] = {}  # the last line that needs each name
         self.using: list[str] = []  # the names that the step being written uses
         self.known: dict[Any, str] = {}  # names of views, addresses and offsets
@@ -429,15 +427,15 @@ class _Writer(FunctionWriter):
         self._line(f"{', '.join(made)} = {call}" if any(step.made) else call, [name for name in made if name != "_"])
 
     def _launch(self, step: Launch) -> None:
-        relaunch, encoded = step.relaunch, dict[int, encoded_descriptors.EncodedByAddress]()
+        relaunch, encoded = step.relaunch, dict[int, descriptors.EncodedByAddress]()
         start, values, first = relaunch, list(step.arguments), 0
         if self.starts:
             start, encoded = self._encode(relaunch, step.arguments)
             values, first = (
-                [*relaunch.before, Number("s"), *relaunch.after, *values, *relaunch.constants],
-                len(relaunch.before) + 1,
+                [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants],
+                len(relaunch.grid) + 1,
             )
-            first += len(relaunch.after)
+            first += len(relaunch.inserted)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
             if type(value) in _WRITTEN:
@@ -465,7 +463,7 @@ class _Writer(FunctionWriter):
             self.encoded[key] = relaunch.open_descriptors(templates)
         return self.encoded[key]
 
-    def _argument(self, value: Any, encoded: encoded_descriptors.EncodedByAddress | None) -> str:
+    def _argument(self, value: Any, encoded: descriptors.EncodedByAddress | None) -> str:
         """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
         if isinstance(value, Place):
             return self._address(value)

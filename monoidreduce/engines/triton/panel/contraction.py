@@ -20,9 +20,8 @@ from ...common.bounded_cache import BoundedCache
 from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..kernels import fold_kernel
-from ..launch import descriptors, jit_module
+from ..launch import descriptors, hardware, jit_module
 from ..launch.jit_module import Kernels, LaunchCache, Relaunch
-from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import contraction_kernel
@@ -62,7 +61,7 @@ def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: boo
 def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
     """Whether the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
-    many = tiles * turns >= ROUNDS * spec_from_tensors.processors(device)
+    many = tiles * turns >= ROUNDS * hardware.count_processors(device)
     return (
         SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
     )
@@ -79,7 +78,7 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
-        and kernel_plan.runs_warp_specialized(out.device)
+        and hardware.runs_warp_specialized(out.device)
         and _can_copy(out, panel, vectors)
     )
 
@@ -97,16 +96,16 @@ class PreparedContraction:
         self.kernel = contraction_kernel.write_kernel(str(out.dtype)[6:], self.over, add)
         tiles, turns = -(-out.shape[0] // SCHEDULE.tile), -(-out.shape[1] // SCHEDULE.width)
         self.numbers = (-(-weights.shape[1] // depth), tiles, turns)
-        self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)
+        self.grid = min(hardware.count_processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
         self.descriptors = [descriptors.make_descriptor(t, (), block, with_layout=True) for t, block in forms]
-        self.kept = LaunchCache()
+        self.launch_cache = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)
         arguments = [*map(descriptors.replace_base, self.descriptors, given), *self.numbers]
-        self.kept((), functools.partial(self._first, arguments, out.device), arguments)
+        self.launch_cache((), functools.partial(self._first, arguments, out.device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         return fold_kernel.execute(

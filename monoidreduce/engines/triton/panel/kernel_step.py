@@ -30,7 +30,7 @@ from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import jit_module
+from ..launch import hardware, jit_module
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights, StoredWeights
@@ -95,7 +95,7 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not jit_module.can_relaunch(sizes.device):
+    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None

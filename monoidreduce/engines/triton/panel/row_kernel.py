@@ -431,7 +431,7 @@ class PreparedKernel:
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
-        self.kept = LaunchCache()  # by the alignment of what is pointed to
+        self.launch_cache = LaunchCache()  # by the alignment of what is pointed to
         self.templates: list[Any] = []
 
     def __call__(
@@ -453,7 +453,7 @@ class PreparedKernel:
                 for one, (e, _) in zip(self.templates, self.copied, strict=True)
             ]
         key = () if alike else tuple(map(specialization, arguments))
-        self.kept(key, functools.partial(self._first, arguments, device), arguments)
+        self.launch_cache(key, functools.partial(self._first, arguments, device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0

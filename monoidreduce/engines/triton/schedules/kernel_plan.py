@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import torch
 
 from ....plan import settings
 from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, FEW_STORED_PAGES, MOST_FEW, Family, Tile
 from ..codegen.kernel_spec import padded
 from ..codegen.kernel_text import Kernel
-from ..launch import jit_module
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
 WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits
@@ -306,24 +302,6 @@ def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)
     return replace(plan, block_kept=plan.block_kept // 2) if plan.block_kept > 16 else None
-
-
-# What warp-specialised kernels need of a device and of Triton: they are written in Gluon, for Hopper's ``wgmma``.
-
-
-@functools.cache
-def runs_warp_specialized(device: torch.device) -> bool:
-    """True when the device has ``wgmma`` (compute capability 9.0) and this Triton has the Gluon calls we use."""
-    return jit_module.find_capability(device) == (9, 0) and jit_module.triton_version() >= (3, 6)
-
-
-def has_registers_for_wide_tiles() -> bool:
-    """True when this Triton keeps ping-pong tiles of 128 x 192 in registers.
-
-    Triton 3.6 does; Triton 3.9 spills some of them to local memory, and then tiles of 128 x 128 are faster. On an H200
-    with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
-    65536 x 65536 pairs, 768 features)."""
-    return jit_module.triton_version() < (3, 7)
 
 
 def compiler_options(consumers: int) -> dict[str, int]:

@@ -7,14 +7,12 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings, tiles
-from ....plan.tiles import Family
+from ....plan import budget, settings
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -23,7 +21,7 @@ from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
-from ..launch import jit_module
+from ..launch import hardware
 from .vector_conversions import (
     MANY_FLOAT32,
     MANY_SIXTEEN,
@@ -123,9 +121,9 @@ def describe_fold(
         k_loop=wide,
         precomputed_shifts=pairs >= MANY,
         unrounded=fold.exact,
-        native=narrow is not None and has_tanh(sizes.device),
+        native=narrow is not None and hardware.has_tanh(sizes.device),
         pieces=rewritten.pieces,
-        eight_bit_mma=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
+        eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
         close_pairs=rewritten.close_pairs,
         strides_of_eight=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
     )
@@ -207,39 +205,6 @@ def _is_in_eighths(v: Any) -> bool:
         return False
     strides = v.stride()[:-1]
     return all(s % 8 == 0 for s in strides) and any(s % 16 for s in strides)
-
-
-def _is_present(device: torch.device) -> bool:
-    """True for a GPU of this machine; plans are also made for GPUs elsewhere."""
-    return device.type == "cuda" and torch.cuda.is_available()
-
-
-@functools.cache
-def family(device: torch.device) -> Family | None:
-    """The family of a GPU, with the shared memory that it reports; None without a GPU."""
-    if not _is_present(device):
-        return None
-    known = torch.cuda.get_device_properties(device)
-    found = tiles.family(known.major, known.minor)
-    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
-
-
-@functools.cache
-def has_tanh(device: torch.device) -> bool:
-    """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
-    return jit_module.find_capability(device) >= (7, 5)
-
-
-@functools.cache
-def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
-    return jit_module.find_capability(device) >= (8, 9) or (not _is_present(device) and settings.interprets_kernels())
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """The number of multiprocessors; 1 without a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if _is_present(device) else 1
 
 
 def busy_share(instances: int, many: int) -> float:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings
+from ....plan import budget
 from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
@@ -44,7 +44,8 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
-from ..launch.jit_module import Kernels, find_capability
+from ..launch import hardware
+from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
 def high_third(x):
@@ -151,14 +152,6 @@ class Rewritten:
     close_pairs: Near = ()
 
 
-@functools.cache
-def can_split(device: torch.device) -> bool:
-    """True on Hopper and newer, which multiply split weights without moving them between threads."""
-    if device.type != "cuda":
-        return settings.interprets_kernels()
-    return find_capability(device) >= (9, 0)
-
-
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
@@ -167,7 +160,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and can_split(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and hardware.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 

@@ -22,7 +22,8 @@ from ...codegen import compiler, k_loop, kernel_text, tile_ranges
 from ...codegen import reductions as kinds
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
-from .. import gluon_parts, kernel_plan
+from ...launch import hardware
+from .. import gluon_parts
 from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
 from ..kernel_plan import KernelPlan, Rendering
 
@@ -396,7 +397,7 @@ _NARROW_FEATURES = 512
 
 def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices; None where it has no such kernel."""
-    if not kernel_plan.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
+    if not hardware.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
         return None
     return KEPT, FOLDS[_prefers_wide_tiles(spec)].folded, 4, 1
 
@@ -404,13 +405,13 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """Whether a fold is faster in wide tiles. They have no registers for numbers per folded index."""
     many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
-    return many and not _has_folded_numbers(spec) and kernel_plan.has_registers_for_wide_tiles()
+    return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
 
 
 def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     tile = (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and tile and hardware.runs_warp_specialized(device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -31,7 +31,8 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import make, substitute_truths
-from .. import gluon_parts, kernel_plan, spec_from_tensors
+from ...launch import hardware
+from .. import gluon_parts, spec_from_tensors
 from ..gluon_parts import (
     Partitions,
     Ring,
@@ -61,7 +62,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     kept = plan.num_warps == 4 and any(
         s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
     )
-    return plan.rendering == Rendering.HAND_SCHEDULED and kept and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and kept and hardware.runs_warp_specialized(device)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -70,10 +71,10 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
 
     Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    if not kernel_plan.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
+    if not hardware.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
     short = spec_from_tensors.walks_are_short(spec)
-    few = count * length < schedule.kept * spec_from_tensors.processors(device)
+    few = count * length < schedule.kept * hardware.count_processors(device)
     if spec.listed is not None and spec.listed.folded_block < schedule.folded:  # a tile lies in one block
         tile = (schedule.kept, spec.listed.folded_block, 4, schedule.ring * schedule.folded // spec.listed.folded_block)
         schedule = find_schedule(spec, tile) if tile[1] >= _LEAST_FOLDED else None

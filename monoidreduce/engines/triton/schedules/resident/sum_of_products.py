@@ -25,7 +25,8 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
-from .. import gluon_parts, kernel_plan, spec_from_tensors
+from ...launch import hardware
+from .. import gluon_parts, spec_from_tensors
 from ..gluon_parts import (
     GROUP_ROWS,
     PACK_PAIRS,
@@ -66,9 +67,9 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
     A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
     enough. A single warp group leaves room for another instance, as the compiler's do."""
-    if not kernel_plan.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+    if not hardware.runs_warp_specialized(device) or write_kernel(spec, even) is None:
         return None
-    work, processors = divide_work(spec), spec_from_tensors.processors(device)
+    work, processors = divide_work(spec), hardware.count_processors(device)
     kept = count_kept(work)
     instances = -(-length // kept)
     busy = spec_from_tensors.busy_share(instances, processors)
@@ -80,7 +81,7 @@ def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
     """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
     kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
     tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
+    return plan.rendering == Rendering.HAND_SCHEDULED and tile and hardware.runs_warp_specialized(device)
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
