@@ -43,8 +43,7 @@ from .launch.jit_module import compile_only, skip_launches, watch_resources
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel import epilogue
 from .panel.arena import MemoryPlan
-from .panel.kernel_step import KernelStep
-from .panel.meta_step import MetaStep
+from .panel.kernel_step import KernelStep, MetaStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, Rendering, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for

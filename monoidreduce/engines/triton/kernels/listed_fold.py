@@ -31,9 +31,8 @@ from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import SMALL, Leaves
-from .list_tensors import ListForm, Lists, make_lists
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
-from .listed_program import FIRST, LocalFold, localize
+from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import Beside, Made, list_kernels, merge_batches

@@ -29,8 +29,7 @@ from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits
 from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
-from .list_tensors import ListForm
-from .listed_program import FIRST
+from .lists import FIRST, ListForm
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has

@@ -29,7 +29,7 @@ from ...common.torch_code import Side
 from ..codegen.kernel_spec import Unsupported
 from ..launch.launch_recipes import FoundAtLaunch, Leaf, Recipe
 from .elementwise import ElementwiseLaunch
-from .list_tensors import Lists, read_lists
+from .lists import Lists, read_lists
 
 # Leaves that the rewritten fold has besides its own
 _FIRST = node("leaf", (), ("page_first",), rows=True, cols=True, feature=None, dtype="int")  # per entry: its position

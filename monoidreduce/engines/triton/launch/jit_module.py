@@ -136,8 +136,9 @@ class Relauncher:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
         self.compiled, self.constants, self.device, self.grid = compiled, constants, device, (*grid, 1, 1)[:3]
-        inserted = (compiled.function, compiled.packed_metadata, None, None, None)
+        inserted: tuple = (compiled.function, compiled.packed_metadata, None, None, None)
         launcher = compiled.run
+        self.start: Callable[..., None]
         self.start, self.inserted = _find_c_launcher(launcher, self.grid, inserted) or (launcher, inserted)
         self.run_hooked, self.stream = compiled[self.grid], find_stream(device)
 
@@ -302,8 +303,8 @@ def _compile(function: Any, launches: list[_LaunchArguments], device: torch.devi
 
 
 def _can_compile_ahead(device: torch.device) -> bool:
-    """True where a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a torch
-    dispatch mode and outside of CUDA graph capture."""
+    """True where a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a
+    torch dispatch mode and outside of CUDA graph capture."""
     if device.type != "cuda" or hardware.triton_version() < (3, 4) or skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())

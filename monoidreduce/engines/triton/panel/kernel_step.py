@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -430,3 +430,36 @@ def _gather_scalars(scalars: tuple[Expr, ...]) -> list[FoundSide]:
 def _row_kernels(loop: PanelLoop) -> dict[tuple, row_kernel.PreparedKernel]:
     """The kernels of a loop that were written so far."""
     return {}
+
+
+# The same on meta tensors, for estimates of memory: panels that are alike run once
+
+
+class _MetaPlan(MemoryPlan):
+    """A memory plan for meta tensors, with the fused GEMMs of the real device."""
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype], real_sizes: Sizes):
+        self.real = MemoryPlan(loop, real_sizes, dtypes)
+        super().__init__(loop, sizes, dtypes)
+
+    def epilogue(self, shifted: bool) -> EpilogueGemm | None:
+        return self.real.epilogue(shifted)
+
+
+class MetaStep(KernelStep):
+    """Runs the panel engine on meta tensors; of panels that are alike, only the first."""
+
+    real_sizes: ClassVar[Sizes]
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.plan = _MetaPlan(loop, sizes, dtypes, self.real_sizes)
+
+    def iterate_panels(self) -> Iterator[tuple[slice, slice]]:
+        seen = set()
+        for rows, cols in super().iterate_panels():
+            own = self.arena.panel is self.arena.own
+            kind = (rows.stop - rows.start, cols.stop - cols.start, self.directions, own)
+            if kind not in seen:
+                seen.add(kind)
+                yield rows, cols
