@@ -140,7 +140,7 @@ class FewRows:
     batch: tuple[int, ...]
     period: int  # rows of a group, where a batch dimension is part of the kept axis; 0 elsewhere
     kept: int  # kept indices, those of all groups
-    alone: bool = False  # whether the groups were the only batch dimension
+    added_batch: bool = False  # the groups were the only batch dimension: one of size 1 was added
 
     def regroup(self, values: Mapping[Expr, Any]) -> dict[Expr, Any]:
         """The leaves with the batch dimensions of this fold: kept ones ``[*batch, groups, rows(, features)]``."""
@@ -151,7 +151,7 @@ class FewRows:
     def _regroup(self, e: Expr, v: Any) -> Any:
         if not isinstance(v, Tensor):
             return v
-        v = v.unsqueeze(0) if self.alone else v
+        v = v.unsqueeze(0) if self.added_batch else v
         at = len(self.batch)
         if not self.spec.keeps(e):
             return v.select(at, 0)
@@ -163,7 +163,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
 
     ``values``: tensors ``[*batch, length(, features)]``; ``lengths``: of the kept and the folded axis."""
     kept, folded = lengths
-    if not 0 < kept <= FEW_ROWS or folded < LEAST or not batch[-1] or not _has_kernel(spec):
+    if folded < LEAST or not batch[-1] or not _has_kernel(spec):
         return None
     groups = batch[-1]
     shared = groups > 1 and all(_is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
@@ -180,7 +180,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     fold = vary_by_row(spec.fold, spec.over, own)
     rest = batch[:-1] or (1,)
     spec = replace(spec, fold=fold, grouped=True, rank=len(rest))
-    return FewRows(spec, rest, kept, groups * kept, alone=len(batch) == 1)
+    return FewRows(spec, rest, kept, groups * kept, added_batch=len(batch) == 1)
 
 
 def _is_shared(v: Any, at: int) -> bool:

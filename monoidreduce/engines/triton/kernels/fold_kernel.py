@@ -33,7 +33,7 @@ from ..codegen.lookups import are_prepared
 from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
-from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
+from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
@@ -123,13 +123,13 @@ class FoldLaunch:
     """One kernel of a fold on tensors of given types, shapes, strides and alignment, with its arguments.
 
     Prepared once; a call allocates the outputs, fills in the pointers and launches. At small sizes Python overhead
-    dominates.
+    dominates. Other launches that end in results of a fold are subclasses: over lists (``listed_launch.py``), of
+    histograms (``histogram.py``), of sums over both axes (``joint_launch.py``).
     """
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
     least_masked = _LEAST_MASKED
-    copied: tuple | None = None  # per leaf of the fold, the batch dimensions of its descriptor; None: not yet asked
 
     def __init__(
         self,
@@ -140,6 +140,7 @@ class FoldLaunch:
         sizes: Sizes,
         layouts: Layouts | None = None,
     ):
+        """``values``: the leaves, with ``batch`` as their merged batch dimensions; ``layouts``: of its results."""
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         self.layouts = {o: found for o in fold.outputs if (found := (layouts or {}).get(o)) is not None}
         # the leaves that masks depend on, and their places
@@ -147,13 +148,14 @@ class FoldLaunch:
         self.topk_places = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+        self.copied: tuple | None = None  # see _find_copied; None: not asked yet
         self._describe(values)
         self.first_spec = self.spec
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
-        """This launch for other lengths, as a new one would be: what does not depend on them is not asked again, and
-        what was compiled is launched on another grid. None where it may be another kernel."""
+        """This launch for other lengths, equal to a new one: what does not depend on lengths is not computed again, and
+        a compiled kernel is launched on another grid. None where it may be another kernel."""
         if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
         one = copy.copy(self)
@@ -163,7 +165,7 @@ class FoldLaunch:
             return None
         one.spec, one.copied = self.first_spec, None if any(self.conversions) else self.copied
         one.prepare(values)
-        one.relaunch = self._relaunch(one)
+        one.relaunch = self._relaunch_as(one)
         return one
 
     def _find_class(self, values: Leaves) -> tuple:
@@ -171,7 +173,7 @@ class FoldLaunch:
         kinds = tuple([spec_from_tensors.describe_leaf(e, values[e]) for e in self.fold.leaves])
         return spec_from_tensors.list_thresholds(self.over, self.batch, self.sizes), kinds
 
-    def _relaunch(self, other: FoldLaunch) -> Callable[..., None] | None:
+    def _relaunch_as(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
         alike = other.kernel is self.kernel and (other.plan, other.call_options) == (self.plan, self.call_options)
         if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
@@ -182,16 +184,16 @@ class FoldLaunch:
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
-        """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
+        """The spec, and what is converted before a launch; of few kept indices, the batch dimension they share."""
         self.length_class = self._find_class(values)
-        self.spec, self.conversions = spec_from_tensors.describe_fold(
-            self.fold, self.over, values, self.batch, self.sizes
-        )
-        few = None if any(self.conversions) else few_rows.find(self.spec, values, self.batch, self.lengths)
-        self.few_rows = few
-        if few is not None:
-            self.spec, self.batch, self.lengths = few.spec, few.batch, (few.kept, self.lengths[1])
-            self.layouts = {} if few.period else self.layouts  # groups have no stride of their own in results
+        given = self.fold, self.over, values, self.batch, self.sizes
+        self.spec, self.conversions = spec_from_tensors.describe_fold(*given)
+        few = 0 < self.lengths[0] <= FEW_ROWS and not any(self.conversions)
+        self.few_rows = few_rows.find(self.spec, values, self.batch, self.lengths) if few else None
+        if self.few_rows is not None:
+            self.spec, self.batch = self.few_rows.spec, self.few_rows.batch
+            self.lengths = self.few_rows.kept, self.lengths[1]
+            self.layouts = {} if self.few_rows.period else self.layouts  # groups have no stride of their own in results
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
@@ -203,43 +205,36 @@ class FoldLaunch:
         ]
         leaves = self.conversions.convert(values, self.batch, self.sizes)
         leaves = leaves if self.few_rows is None else self.few_rows.regroup(leaves)
-        copied = self._choose_batch_and_plan(leaves, plan)
-        self._write_kernel(copied)
+        self._choose_batch_and_plan(leaves, plan)
+        self._write_kernel(leaves)
         if self.kernel.transposed is not None:
             self.conversions = self.conversions._replace(transposed=(self.kernel.transposed,))
-            leaves = {
-                **leaves,
-                **vector_conversions.transpose_leaves(self.conversions.transposed, leaves, len(self.batch)),
-            }
+            leaves |= vector_conversions.transpose_leaves(self.conversions.transposed, leaves, len(self.batch))
         self._lay_out_results()
         self._lay_out_arguments(leaves)
-        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.mask_leaves)
-        self.merged = any(self.conversions)  # whether calls need leaves with merged batch
-        self.tile_range_arguments: list[Any] | None = (
-            None  # which tiles are visited, where masks depend on indices alone
-        )
+        self.masks_read_data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.mask_leaves)
+        self.needs_merged = any(self.conversions)  # whether calls need leaves with merged batch
+        self.tile_range_arguments: list[Any] | None = None  # known where masks depend on indices alone
         self.relaunch: Callable[..., None] | None = None  # launches the compiled kernel
 
-    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
+    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
         """Decide whether a batch dimension is folded too, and choose the plan; see :meth:`_choose_plan`.
 
         A sum over query heads that share keys then takes place in registers. Instances do as much more work and are as
         much fewer: where these are too few to keep all multiprocessors equally busy, results are summed afterwards."""
-        for group in dict.fromkeys((self._find_group(leaves), None)):
-            size = 0 if group is None else self.batch[group]
-            size = size if size in _GROUP_SIZES else 0
-            self.spec = specialize(self.spec, folded_batch_dim=group, folded_batch_size=size)
-            self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
-            copied = self._choose_plan(leaves, plan)
+        for dim in dict.fromkeys((self._find_summed_dim(leaves), None)):
+            size = 0 if dim is None or self.batch[dim] not in _GROUP_SIZES else self.batch[dim]
+            self.spec = specialize(self.spec, folded_batch_dim=dim, folded_batch_size=size)
+            self.count = math.prod(n for k, n in enumerate(self.batch) if k != dim)  # batch elements of the results
+            self._choose_plan(leaves, plan)
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
             least *= hardware.count_processors(self.sizes.device)
-            if group is not None and self.splits == 1 and self.grid >= least:
+            if dim is not None and self.splits == 1 and self.grid >= least:
                 break
-        return copied
 
-    def _find_group(self, leaves: Leaves) -> int | None:
+    def _find_summed_dim(self, leaves: Leaves) -> int | None:
         """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
         kernel computes once, before it walks the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
@@ -254,75 +249,89 @@ class FoldLaunch:
         once = [v for e, v in leaves.items() if isinstance(v, Tensor) and (e in asked or not self.spec.folds(e))]
         return dims[0] if len(dims) == 1 and not any(v.stride(dims[0]) for v in once) else None
 
-    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        """Choose the tile and its schedule, unless ``plan`` is given.
-
-        Returns, per leaf, the batch dimensions of the descriptor that may copy its blocks (None: it has none)."""
-        sizes, device = self.sizes, self.sizes.device
-        item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        plainly = compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
-        item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
-        vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
-        copied = self.copied
-        if copied is None:
-            found = hardware.has_descriptors(device)
-            copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch)) if found else ()
-            self.copied = copied
-        pairs = math.prod(self.batch) * sizes.rows * sizes.cols
-        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        short = spec_from_tensors.has_short_loops(self.spec)
-        many = self.spec.bounds if short else self.spec.k_loop or pairs >= least
-        many &= any(dims is not None for dims in copied) and self.few_rows is None
-        by_turns = many and not short and are_prepared(self.fold.tables)
-        turns = self._choose_hand_scheduled(specialize(self.spec, descriptors=copied), self.count) if by_turns else None
+    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
+        """Choose the tile and its schedule, unless ``plan`` is given."""
+        spec, sizes, device = self.spec, self.sizes, self.sizes.device
+        plain = self._compile_plain()
         family = hardware.find_family(device)
         if self.few_rows is not None and plan is None:
-            processors = hardware.count_processors(device)
-            widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
-            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
-        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
-        return copied
+            widens = any(e.is_stored and spec.folds(e) for e in spec.fold.leaves)
+            given = self.lengths, self.count, hardware.count_processors(device), widens
+            plan = choose_few_plan(plain, self.over, family, *given)
+        item = 2 if spec.pieces else getattr(torch, spec.narrow or spec.compute).itemsize
+        item = 1 if spec.multiplies_only_eight_bits and not plain.widths.state else item
+        pairs = math.prod(self.batch) * sizes.rows * sizes.cols
+        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plain.widths.folded > 2 * NARROW else 1)
+        short = spec_from_tensors.has_short_loops(spec)
+        copies = self.few_rows is None and bool(spec.bounds if short else spec.k_loop or pairs >= least)
+        copies = copies and any(dims is not None for dims in self._find_copied(leaves))
+        tile = None
+        if copies and not short and self._has_prepared_tables():
+            spec = specialize(spec, descriptors=self._find_copied(leaves))
+            tile = self._choose_hand_scheduled(spec, self.count)
+        self.plan = plan or choose_plan(plain, self.over, item, family, copies, self.lengths[0], tile)
+
+    def _compile_plain(self) -> kernel_text.Kernel:
+        """The kernel without splits and descriptors: what it holds is what tiles are chosen by."""
+        return compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
+
+    def _find_copied(self, leaves: Leaves) -> tuple:
+        """Per leaf, the batch dimensions of the descriptor that may copy its blocks; None where it has none."""
+        if self.copied is None:
+            self.copied = ()
+            if hardware.has_descriptors(self.sizes.device):
+                vectors = self._compile_plain().folded
+                vectors += tuple(k_loop.list_operands(self.spec)) if self.spec.k_loop else ()
+                self.copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
+        return self.copied
+
+    def _has_prepared_tables(self) -> bool:
+        """True where hand-scheduled kernels have all tables that pairs look up."""
+        return not self.fold.tables or are_prepared(self.fold.tables)
 
     def _split_folded_axis(self) -> None:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = (
-            k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.k_loop else 0
-        )
+        spec, kept = self.spec, self.blocks[0]
+        self.beside = k_loop.count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
         processors = hardware.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.splits
 
-    def _write_kernel(self, copied: tuple) -> None:
+    def _write_kernel(self, leaves: Leaves) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
-        takers = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
-        by_turns = are_prepared(self.fold.tables)
-        by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
-        line = bool(self.plan.rendering and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
-        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.rendering else ()
-        strided = tuple(
-            k
-            for k, o in enumerate(self.fold.outputs)
-            if self.splits == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
-        )
-        self.spec = specialize(
-            self.spec, split=self.splits > 1, descriptors=boxes, shift_descriptors=line, strided=strided
-        )
-        if self.few_rows is not None and self.spec.split:
-            self.spec = specialize(self.spec, launches_dependents=hardware.chains_launches(self.sizes.device))
-        self.kernel = (self._write_hand_scheduled() if by_turns else None) or compiler.compile_fold(self.spec)
+        by_hand = self._asks_for_hand_scheduled()
+        copied = self._find_copied(leaves) if self.plan.rendering or by_hand else ()
+        copied = descriptors.keep_vectors(self.spec.fold, copied) if by_hand else copied
+        shifts = bool(self.plan.rendering and not by_hand and self.lengths[1] % 4 == 0 < self.lengths[1])
+        layouts = enumerate(map(self._find_layout, self.fold.outputs)) if self.splits == 1 else ()
+        strided = tuple(k for k, layout in layouts if layout is not None and layout.strides is not None)
+        fields = dict(split=self.splits > 1, descriptors=copied, shift_descriptors=shifts, strided=strided)
+        if self.few_rows is not None and self.splits > 1:
+            fields["launches_dependents"] = hardware.chains_launches(self.sizes.device)
+        self.spec = specialize(self.spec, **fields)
+        self.kernel = (self._write_hand_scheduled() if by_hand else None) or compiler.compile_fold(self.spec)
+
+    def _asks_for_hand_scheduled(self) -> bool:
+        """True when the plan names a hand-scheduled kernel whose tile there is."""
+        if self.plan.rendering != Rendering.HAND_SCHEDULED or not self._has_prepared_tables():
+            return False
+        if not hardware.runs_warp_specialized(self.sizes.device):
+            return False
+        kernels = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
+        return any(one.has_tile(self.plan) for one in kernels)
 
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        places = enumerate(map(self._layout, self.fold.outputs))
+        places = enumerate(map(self._find_layout, self.fold.outputs))
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
         self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.split_lengths = self._measure_splits() if self.spec.split else []
 
-    def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
+    def _find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
         found = self.layouts.get(output)
         return None if found is None or (found.summed and self.spec.folded_batch_dim is None) else found
@@ -475,7 +484,7 @@ class FoldLaunch:
     def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
-        given = self._convert(merged()) if self.merged else leaves
+        given = self._convert(merged()) if self.needs_merged else leaves
         arguments, relaunch = self.template.copy(), self.relaunch
         for at, leaf, is_tensor in self.fill:
             arguments[at] = given[leaf].data_ptr() if is_tensor and relaunch is not None else given[leaf]
@@ -573,7 +582,7 @@ class FoldLaunch:
 
     def _output(self, r: Expr, k: int) -> Form:
         shape, dtype = result_form(r, k, self.sizes)
-        layout = self._layout((r, k))
+        layout = self._find_layout((r, k))
         shape = shape if layout is None else layout.shape
         stacked = self.spec.split and not self.keeps_pairs
         return ((self.splits, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
@@ -605,7 +614,7 @@ class FoldLaunch:
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
         made = row_kernels.compute_shift(
-            number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
+            number, total, (*(self.batch if self.needs_merged else self.sizes.batch), self.lengths[1])
         )
         return made if self.shift_descriptor is None else descriptors.replace_base(self.shift_descriptor, made)
 
@@ -613,7 +622,8 @@ class FoldLaunch:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
         ``asked``: the leaves that masks depend on."""
-        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.mask_leaves))
+        leaves = [e for e, _ in self.mask_leaves]
+        table = self.fold if self.masks_read_data else (tile_ranges.identify_table(self.fold), *leaves)
         parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
@@ -628,10 +638,10 @@ class FoldLaunch:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
         values = dict(zip([e for e, _ in self.mask_leaves], asked, strict=True))
         bounds = functools.partial(tile_ranges.compute_tile_ranges, self.fold, self.over)
-        if self.data:
+        if self.masks_read_data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)
-            summed = self._layout(self.fold.outputs[0])
+            summed = self._find_layout(self.fold.outputs[0])
             kept = batch if summed is None or missing else summed.shape[: len(batch)]
             if all(math.prod(v.shape[: len(self.sizes.batch)]) == 1 for v in asked if isinstance(v, Tensor)):
                 kept = (1,) * len(batch)  # one table for all batch elements

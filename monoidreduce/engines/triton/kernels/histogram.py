@@ -105,7 +105,7 @@ class HistogramLaunch(FoldLaunch):
         found = (leaves[fold.leaves.index(e)] for e in self.read)
         return tuple(None if isinstance(v, Tensor) else v for v in found)
 
-    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
+    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
         self.spec = replace(self.spec, bounds=False, guess=False, precomputed_shifts=False)
         self.plan = plan or self._default_plan()
         if not self.entries or split_index(self.index) is not None:  # such tiles are square
@@ -120,12 +120,11 @@ class HistogramLaunch(FoldLaunch):
             self.splits = max(1, min(self.alike.sharing, enough))
             self.tiles = classes * self.splits
             self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)
-            return ()
+            return
         kept, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.tiles, self.splits, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
         shares = -(-self.table_size // self.entries) if self.entries else 1
         self.grid = self.tiles * shares * self.count if min(self.lengths) else 0
-        return ()
 
     def _find_alike(self, leaves: Leaves) -> AlikeTiles | None:
         """Which tiles read the same entries at the same places; None where it is no two, or not known."""
@@ -162,7 +161,7 @@ class HistogramLaunch(FoldLaunch):
         # that and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
         return KernelPlan(64, 64, 8, 2)
 
-    def _write_kernel(self, copied: tuple) -> None:
+    def _write_kernel(self, leaves: Leaves) -> None:
         alike = self.alike and (self.alike.period, self.alike.width)
         self.kernel = compile_histogram(self.spec, self.entries, alike)
 
@@ -277,8 +276,8 @@ class DiagonalLaunch(FoldLaunch):
         super()._describe(values)
         self.spec = replace(self.spec, diagonals=self.number)
 
-    def _write_kernel(self, copied: tuple) -> None:
-        super()._write_kernel(copied)
+    def _write_kernel(self, leaves: Leaves) -> None:
+        super()._write_kernel(leaves)
         if "sum_antidiagonals" not in self.kernel.text:
             raise Unsupported("there is no warp-specialised kernel")
 

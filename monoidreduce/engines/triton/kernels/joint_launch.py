@@ -140,8 +140,8 @@ class JointLaunch(FoldLaunch):
     def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
 
-    def _write_kernel(self, copied: tuple) -> None:
-        super()._write_kernel(copied)
+    def _write_kernel(self, leaves: Leaves) -> None:
+        super()._write_kernel(leaves)
         known = {e for e in topological([self.joint_scale]) if e.op == "leaf"}
         plainly = all(self.spec.is_number(e) for e in known) and known <= {*self.kernel.leaves}
         if self.splits != 1 or not self.grid or not plainly or not self.kernel.hand_scheduled:
@@ -158,7 +158,7 @@ class JointLaunch(FoldLaunch):
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
-        layout = self.other._layout(self.other.fold.outputs[0])
+        layout = self.other._find_layout(self.other.fold.outputs[0])
         width = self.schedule.features
         steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
         *steps, step = layout.steps if layout is not None else (*steps, width)
@@ -172,7 +172,7 @@ class JointLaunch(FoldLaunch):
             return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
         if self.mask_leaves:
             raise Unsupported("which tiles are visited depends on more than indices")
-        self.data = False
+        self.masks_read_data = False
         edges, _, flip = self._edges([])
         ends = edges[0].cpu()
         ends = ends.flip(0) if flip else ends
@@ -293,7 +293,7 @@ def _factors(e: Expr) -> list[Expr]:
 
 def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     """How both launches run as one: of plain sums, on a device that has such kernels, where memory is not limited."""
-    layouts = [other._layout(o) for o in other.fold.outputs]
+    layouts = [other._find_layout(o) for o in other.fold.outputs]
     schedule = joint_gradients.schedule_of(
         {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
     )

@@ -31,7 +31,7 @@ from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import SMALL, Leaves
-from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
+from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
 from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
@@ -59,8 +59,8 @@ class PreparedListedFold:
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
             window = _choose_window(small, own.form, sizes)
-            how = (own.form, steps, entries, window)
-            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, *how)
+            work = ListWork(own.form, steps, entries, window)
+            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, work)
             self.launches.append(one)
             split_ones = one.spec.listed is not None and one.spec.listed.window
             self.long.append(_split_long_lists(one, values, batch, sizes, own) if split_ones else None)
@@ -98,7 +98,7 @@ class PreparedListedFold:
             )
             if recipe is None or joined is None or after is None:
                 return None
-            before = [(one.cleared(k), k) for k in numbers]
+            before = [(one.clear_recipe(k), k) for k in numbers]
             count = len(one.outputs)
             results = [self.order.index(first + k) for k in range(count)]
             beside = [Beside(clear, (k,)) for clear, k in before if clear is not None]
@@ -145,13 +145,14 @@ def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
 def _split_long_lists(
     one: ListedLaunch, values: Leaves, batch: tuple[int, ...], sizes: Sizes, lists: Lists
 ) -> LongLists:
-    fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
-    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, one.entries, window, "windows")
+    fold, work = replace(one.fold, raised=True, gradients=()), one.work
+    windows = ListedLaunch(fold, values, batch, sizes, {}, replace(work, role="windows"))
 
     def make(joined: Fold, parts: list[Tensor], among: Sizes, numbers: int) -> ListedLaunch:
         strides = _strides(lists.batch, sizes.batch)
         values, batch, _, (steps,) = merge_batches(joined, parts, among, (strides,))
-        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine", numbers)
+        combining = replace(work, steps=steps, entries=0, role="combine", numbers=numbers)
+        return ListedLaunch(joined, values, batch, among, {}, combining)
 
     return LongLists(one.fold, one.over, sizes, windows, make)
 

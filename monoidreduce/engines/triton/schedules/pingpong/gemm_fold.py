@@ -25,7 +25,7 @@ from ...codegen.kernel_spec import WIDEST, Spec
 from ...launch import hardware
 from .. import gluon_parts
 from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
-from ..kernel_plan import KernelPlan, Rendering
+from ..kernel_plan import KernelPlan
 
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 #
@@ -408,10 +408,9 @@ def _prefers_wide_tiles(spec: Spec) -> bool:
     return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
-    tile = (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and hardware.runs_warp_specialized(device)
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile is one of these kernels'."""
+    return (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -43,7 +43,7 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
-from ..kernel_plan import KernelPlan, Rendering
+from ..kernel_plan import KernelPlan
 from . import attention_template
 from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
@@ -57,12 +57,10 @@ _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are small
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
-    kept = plan.num_warps == 4 and any(
-        s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
-    )
-    return plan.rendering == Rendering.HAND_SCHEDULED and kept and hardware.runs_warp_specialized(device)
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile may be one of these kernels'."""
+    schedules = (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
+    return plan.num_warps == 4 and any(s.kept == plan.block_kept for s in schedules)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:

@@ -39,7 +39,7 @@ from ..gluon_parts import (
     leaf_name,
     suffix,
 )
-from ..kernel_plan import KernelPlan, Rendering
+from ..kernel_plan import KernelPlan
 from . import diagonal_sums, single_warpgroup
 from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
 
@@ -77,11 +77,10 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
     return (kept, SCHEDULE.folded, 4, 2) if enough else None
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile is one of these kernels'."""
     kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
-    tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and hardware.runs_warp_specialized(device)
+    return kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
