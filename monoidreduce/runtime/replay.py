@@ -181,7 +181,7 @@ class PassReplay:
         """Run by the engine; what it did is kept, as launches where it is nothing else."""
         found = self._run(leaves)
         ready = READY[self.engine](self.fold, list(leaves), self.sizes)
-        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.PartlyShownFold(ready, self.shown))
+        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.FoldSavingResults(ready, self.shown))
         return found
 
     def _engine_run(self, leaves: Sequence[Any]) -> Launches:

@@ -317,7 +317,7 @@ def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
     with mr.use(engine="triton"):
         wanted = attention(*args, 0.3)
         attention(*args, 0.3)
-        real, tried = triton.PartlyShownFold.__call__, []
+        real, tried = triton.FoldSavingResults.__call__, []
 
         def once(self, leaves):
             tried.append(self)
@@ -325,7 +325,7 @@ def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
             return real(self, leaves)
 
-        monkeypatch.setattr(triton.PartlyShownFold, "__call__", once)
+        monkeypatch.setattr(triton.FoldSavingResults, "__call__", once)
         assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 1
         assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 2
 

@@ -144,7 +144,7 @@ def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -
                 one.strides,
                 one.split_lengths,
             ),
-            [v for v in one.template if v],
+            [v for v in one.template.values if v],
             [(leaf, box.shape, box.strides, box.block_shape) for leaf, box in one.descriptors],
             [v.tolist() if isinstance(v, Tensor) else v for v in one.tile_range_arguments or ()],
             order,

@@ -37,7 +37,7 @@ from .kernels import (
     user_kernels,
 )
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
+from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
 from .launch import hardware, jit_module
 from .launch.jit_module import compile_only, skip_launches, watch_resources
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
@@ -52,13 +52,13 @@ __all__ = [
     "TINY",
     "WIDEST",
     "Buffer",
+    "FoldSavingResults",
     "KernelPlan",
     "KernelStep",
     "ListedFold",
     "MemoryPlan",
     "MetaStep",
     "NumberArithmetic",
-    "PartlyShownFold",
     "PreparedFold",
     "ProgramReplay",
     "RecordedLaunches",

@@ -21,7 +21,7 @@ from ...common.torch_code import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
-from ..launch.launch_recipes import Leaf, Recipe
+from ..launch.launch_recipes import ArgumentTemplate, Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
@@ -164,18 +164,13 @@ class ElementwiseLaunch:
         self.call_options: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         self.allocators = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
-        self.template: list[Any] = [
-            n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])
-        ]
-        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+        self.template = ArgumentTemplate(
+            [n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])]
+        )
         given = iter(views)
         for k, v in enumerate(leaves):
-            self.fill.append((len(self.template), k, isinstance(v, Tensor)))
-            self.template.append(None)
-            if isinstance(v, Tensor):
-                view = next(given)
-                self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
-        self.template += [length, other, tiles, *batch[1:]]
+            self.template.add_leaf(k, next(given) if isinstance(v, Tensor) else v)
+        self.template.values += [length, other, tiles, *batch[1:]]
         self.relaunch: Callable[..., None] | None = None
 
     @staticmethod
@@ -192,11 +187,9 @@ class ElementwiseLaunch:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [allocate() for allocate in self.allocators]
-        arguments = self.template.copy()
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
         relaunch = self.relaunch if small else None
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = leaves[leaf].data_ptr() if is_tensor and relaunch is not None else leaves[leaf]
+        arguments = self.template.fill(leaves, by_address=relaunch is not None)
         if relaunch is not None:
             relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
@@ -209,17 +202,12 @@ class ElementwiseLaunch:
 
     def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments after the outputs."""
-        arguments = self.template.copy()
-        for at, leaf, _ in self.fill:
-            arguments[at] = leaves[leaf]
-        return arguments
+        return self.template.fill(leaves, by_address=False)
 
     def recipe(self) -> Recipe | None:
         """How it is launched again, with integers that fit in 32 bits."""
         if self.relaunch is None:
             return None
-        arguments = self.template.copy()
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = Leaf(leaf, is_tensor)
+        arguments = self.template.list_recipe_arguments()
         strides = tuple(allocate.strides for allocate in self.allocators)
         return Recipe(self.relaunch, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)

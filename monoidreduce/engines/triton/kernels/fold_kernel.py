@@ -31,7 +31,7 @@ from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
 from ..launch import descriptors, hardware, jit_module
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.launch_recipes import ArgumentTemplate, DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
@@ -178,7 +178,7 @@ class FoldLaunch:
         alike = other.kernel is self.kernel and (other.plan, other.call_options) == (self.plan, self.call_options)
         if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
             return None
-        pairs = zip(self.template[: self.specialized], other.template[: other.specialized], strict=True)
+        pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
         if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
             return None
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
@@ -379,68 +379,55 @@ class FoldLaunch:
     def holds_splits(self) -> bool:
         """Whether a replay combines the results of splits, and holds them until the call is done."""
         every = [(r, [self.outputs[k] for k in at]) for r, at in split(self.fold, list(range(len(self.outputs))))]
-        return self.splits > 1 and self.is_repeatable and all(split_combine.are_held(r, forms) for r, forms in every)
+        return (
+            self.splits > 1
+            and self.is_repeatable
+            and all(split_combine.can_hold_splits(r, forms) for r, forms in every)
+        )
 
     @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
     def _lay_out_arguments(self, values: Leaves) -> None:
-        """The arguments of every call after the outputs: a template in which leaves are filled in (``fill``)."""
-        self.template: list[Any] = []
-        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
-        wide, most = False, max(*self.blocks, WIDEST)
-        for k in self.spec.strided:
+        """The arguments of every call after the outputs."""
+        spec, wide, most = self.spec, False, max(*self.blocks, WIDEST)
+        self.template = ArgumentTemplate()
+        for k in spec.strided:
             *steps, step = self.layouts[self.fold.outputs[k]].steps
-            self.template += [*(steps[d] for d in self.spec.kept_batch), step]
+            self.template.values += [*(steps[d] for d in spec.kept_batch), step]
             wide |= step * most >= 2**31
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.template), self.spec.fold.leaves.index(e), isinstance(v, Tensor)))
-            self.template.append(None)
-            if isinstance(v, Tensor):
-                strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
-                wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
-                self.template += strides
-                self.template += [v.shape[-1]] if e in self.fold.tables else []
-            else:
-                wide |= isinstance(v, int) and abs(v) >= SMALL
-        self.specialized = len(self.template)  # Triton compiles for what these are a multiple of
-        self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [self.few_rows.period] if self.few_rows is not None and self.few_rows.period else []
-        given = self.spec.folded_batch_dim is not None and not self.spec.folded_batch_size
-        self.template += [self.batch[self.spec.folded_batch_dim or 0]] if given else []
-        self.template += (
-            [self.splits, self.count, *([self.beside] if self.spec.k_loop else [])] if self.spec.split else []
-        )
-        ragged = bool(self.kernel.hand_scheduled and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
-        place = self.spec.fold.leaves.index
+            strides = self.template.add_leaf(spec.fold.leaves.index(e), v)
+            wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
+            wide |= isinstance(v, int) and abs(v) >= SMALL
+            self.template.values += [v.shape[-1]] if e in self.fold.tables else []
+        self.specialized = len(self.template.values)  # Triton compiles for what these are a multiple of
+        sizes = [*self.lengths, self.tiles, *self.batch[1:]]
+        sizes += [self.few_rows.period] if self.few_rows is not None and self.few_rows.period else []
+        if spec.folded_batch_dim is not None and not spec.folded_batch_size:
+            sizes.append(self.batch[spec.folded_batch_dim])
+        if spec.split:
+            sizes += [self.splits, self.count, *([self.beside] if spec.k_loop else [])]
+        self.template.values += sizes
+        ragged = bool(self.kernel.hand_scheduled and spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
+        place = spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
-        line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
-        self.shift_descriptor = (
-            descriptors.make_shift_descriptor(*line)
-            if self.spec.shift_descriptors and self.shifts and self.count
-            else None
-        )
-        self.descriptors = [
-            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.hand_scheduled))
-            for e, dims in self.spec.descriptor_dims.items()
-            if e in self.kernel.leaves
-            for block in self._blocks(e)
-        ]
-        if self.kernel.hand_scheduled and self.spec.k_loop and self.blocks[1] > TILE:
-            e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
-            self.descriptors.append(
-                (
-                    place(e),
-                    descriptors.make_descriptor(values[e], self.spec.descriptor_dims[e], (EXTRA, k_loop.DEPTH), True),
-                )
-            )
+        self.shift_descriptor = None
+        if spec.shift_descriptors and self.shifts and self.count:
+            form = self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device
+            self.shift_descriptor = descriptors.make_shift_descriptor(*form)
+        copied = [(e, block) for e in spec.descriptor_dims if e in self.kernel.leaves for block in self._list_blocks(e)]
+        if self.kernel.hand_scheduled and spec.k_loop and self.blocks[1] > TILE:
+            copied.append((next(e for e in k_loop.list_operands(spec) if spec.folds(e)), (EXTRA, k_loop.DEPTH)))
+        make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
+        self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
-    def _blocks(self, e: Expr) -> list[tuple[int, ...]]:
+    def _list_blocks(self, e: Expr) -> list[tuple[int, ...]]:
         """How many numbers, or vectors and of how many features, each tensor descriptor of a leaf copies at a time."""
         if e.feature is None:
             return [(self.blocks[1],)]
@@ -485,9 +472,7 @@ class FoldLaunch:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
         given = self._convert(merged()) if self.needs_merged else leaves
-        arguments, relaunch = self.template.copy(), self.relaunch
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = given[leaf].data_ptr() if is_tensor and relaunch is not None else given[leaf]
+        arguments = self.template.fill(given, by_address=self.relaunch is not None)
         if self.spec.bounds:
             arguments += self.tile_range_arguments or self._bounds([leaves[leaf] for _, leaf in self.mask_leaves])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
@@ -503,9 +488,7 @@ class FoldLaunch:
         of exponents, and which tiles are visited."""
         if self.relaunch is None or not self.is_repeatable:
             return None
-        arguments = [*self.template]
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = Leaf(leaf, is_tensor)
+        arguments = self.template.list_recipe_arguments()
         if self.spec.bounds:
             found = self.tile_range_arguments or (None if self.mask_leaves else self._bounds([]))
             arguments += found or [
@@ -548,9 +531,9 @@ class FoldLaunch:
         not."""
         return None
 
-    def list_combining_launches(self) -> list[split_combine.Joined] | None:
+    def list_combining_launches(self) -> list[split_combine.CombiningLaunch] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
-        found: list[split_combine.Joined] = []
+        found: list[split_combine.CombiningLaunch] = []
         if not self.spec.split:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):

@@ -32,7 +32,7 @@ from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
-from .split_combine import Joined
+from .split_combine import CombiningLaunch
 
 _RANK = 4  # batch dimensions of a result, after merging
 _NOBODY = 2**30  # the first column tile of rows that no tile visits
@@ -236,7 +236,7 @@ class JointLaunch(FoldLaunch):
         arguments = (self.first, self.blocks_of_rows, self.counters)
         return None if relaunch is None else Recipe(relaunch, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
-    def list_combining_launches(self) -> list[Joined] | None:
+    def list_combining_launches(self) -> list[CombiningLaunch] | None:
         out, device = self.other.allocators[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
         relaunch = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
@@ -245,7 +245,7 @@ class JointLaunch(FoldLaunch):
         numbers += [self.first] * (2 - len(numbers))
         arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
         made = Recipe(relaunch, tuple(self.other.outputs), arguments, tuple(self.other.strides))
-        return None if relaunch is None else [Joined(made, (at,))]
+        return None if relaunch is None else [CombiningLaunch(made, (at,))]
 
 
 @functools.lru_cache(maxsize=256)

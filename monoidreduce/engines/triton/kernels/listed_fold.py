@@ -35,7 +35,7 @@ from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
 from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import Beside, Made, list_kernels, merge_batches
+from .prepared_fold import ExtraLaunch, StepLaunches, list_kernels, merge_batches
 
 _KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
@@ -81,7 +81,7 @@ class PreparedListedFold:
 
     def recipes(
         self, leaves: Sequence[Any], places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]
-    ) -> list[Made] | None:
+    ) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot. ``leaves``: of a call; ``places``: of those of
         this fold among them."""
         made, first = [], 0
@@ -101,10 +101,10 @@ class PreparedListedFold:
             before = [(one.clear_recipe(k), k) for k in numbers]
             count = len(one.outputs)
             results = [self.order.index(first + k) for k in range(count)]
-            beside = [Beside(clear, (k,)) for clear, k in before if clear is not None]
+            beside = [ExtraLaunch(clear, (k,)) for clear, k in before if clear is not None]
             if len(beside) < len(before):
                 return None
-            made.append(Made(recipe, results, joined, before=beside, after=after))
+            made.append(StepLaunches(recipe, results, joined, before=beside, after=after))
             first += count
         return made
 
@@ -257,11 +257,11 @@ class ListedFold:
             results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
         return results
 
-    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+    def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot."""
         return self.recipes_among(leaves, range(len(leaves)))
 
-    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[Made] | None:
+    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[StepLaunches] | None:
         """The same of a part of a call; ``places``: of this fold's leaves among those of the call."""
         given, asked = [leaves[places[k]] for k in self.asked], tuple(places[k] for k in self.asked)
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
@@ -311,7 +311,7 @@ class PagedFold(ListedFold):
             made |= dict(zip(self.by_row.fold.outputs, rows, strict=True))
         return [made[o] for o in self.fold.outputs]
 
-    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+    def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot. Rows of all sequences are put in one order
         before those of columns."""
         at, by_col = lambda fold: [self.fold.leaves.index(e) for e in fold.leaves], self.by_col
@@ -345,9 +345,9 @@ class PagedFold(ListedFold):
                 else a
             )
             recipe = m.recipe._replace(arguments=tuple(map(feed, m.recipe.arguments)))
-            joined = [one._replace(recipe=by_col.shaped(one.recipe)) for one in m.joined]
+            joined = [one._replace(recipe=by_col.shaped(one.recipe)) for one in m.combining]
             results = [outputs(by_col.whole.outputs[k]) for k in m.results]
-            mine.append(Made(recipe if joined else by_col.shaped(recipe), results, joined, fed[1]))
+            mine.append(StepLaunches(recipe if joined else by_col.shaped(recipe), results, joined, fed[1]))
         return mine
 
 

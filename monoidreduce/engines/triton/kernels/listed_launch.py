@@ -295,9 +295,8 @@ class ListedLaunch(FoldLaunch):
         lists, listed = self.lists, self.spec.listed
         assert listed is not None
         for k in range(2 + listed.ends + listed.entries):
-            self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
-            self.template.append(None)
-        self.template += [self.groups, *[self.work.entries] * listed.numbered, *self.steps]
+            self.template.add_gap(len(self.spec.fold.leaves) + k, True)
+        self.template.values += [self.groups, *[self.work.entries] * listed.numbered, *self.steps]
         cut = lists.ends or self.lengths[1] % lists.folded_block != 0
         folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
         far = listed.gathered and any(

@@ -23,7 +23,7 @@ from ...common.evaluate import Form, Sizes
 from ..launch.launch_recipes import FoundAtLaunch
 from .fold_kernel import Leaves
 from .listed_launch import ListedLaunch
-from .prepared_fold import Beside
+from .prepared_fold import ExtraLaunch
 
 # Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
 KINDS = ("soft", "sum", "pair", "best", "topk", "user")
@@ -115,7 +115,7 @@ class LongLists:
 
     def recipes(
         self, outputs: Sequence[Form], places: Sequence[int], feeds: int, find: Callable[[Any], FoundAtLaunch]
-    ) -> list[Beside] | None:
+    ) -> list[ExtraLaunch] | None:
         """How a replay makes these launches again after that of all lists, into its ``outputs``; None where it cannot.
 
         ``places``: of the leaves among the step's, of which there are ``feeds``; ``find``: the lists of a launch."""
@@ -125,11 +125,11 @@ class LongLists:
         recipe = self.windows.recipe_over(places, find(self.windows))
         if recipe is None:
             return None
-        made = [Beside(recipe, tuple(names.get(k, k) for k in range(len(self.windows.allocators))))]
+        made = [ExtraLaunch(recipe, tuple(names.get(k, k) for k in range(len(self.windows.allocators))))]
         if self.combine is not None:
             recipe = self.combine.recipe_over(range(feeds, feeds + len(self.read)), find(self.combine))
             if recipe is None:
                 return None
             recipe = recipe._replace(outputs=tuple(outputs[k] for k in self.whole))  # in their types
-            made.append(Beside(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
+            made.append(ExtraLaunch(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
         return made

@@ -30,16 +30,16 @@ _kernels = Kernels(
 )
 
 
-class Joined(NamedTuple):
+class CombiningLaunch(NamedTuple):
     """A launch that makes these of a reduction's results; its leaves are those of the parts."""
 
     recipe: Recipe
     written: tuple[int, ...]
 
-    def offset(self, first: int) -> Joined:
+    def offset(self, first: int) -> CombiningLaunch:
         """The same where the reduction's results are not the first."""
         given = (v._replace(at=v.at + first) if isinstance(v, Leaf) else v for v in self.recipe.arguments)
-        return Joined(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
+        return CombiningLaunch(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
 
 
 def combine_splits(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
@@ -72,7 +72,7 @@ def allocate_results(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
 
 def recipes(
     r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device, most: int = 0
-) -> list[Joined] | None:
+) -> list[CombiningLaunch] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
     parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
     if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
@@ -88,11 +88,11 @@ def recipes(
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)
         arguments = (*(Leaf(k, True) for k in task.read), task.parts, task.rows)
-        found.append(Joined(Recipe(relaunch, forms, arguments), task.written))
+        found.append(CombiningLaunch(Recipe(relaunch, forms, arguments), task.written))
     return found
 
 
-def are_held(r: Expr, stacked: Sequence[Form]) -> bool:
+def can_hold_splits(r: Expr, stacked: Sequence[Form]) -> bool:
     """Whether there is a kernel for parts of these forms, and they may stay until a call is done."""
     small = sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) <= _SMALL
     return small and find_launches(r.attrs[0], r.attrs[2], tuple(stacked)) is not None

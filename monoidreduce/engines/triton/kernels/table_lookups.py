@@ -123,9 +123,15 @@ class Bands:
         return found.masked_fill(~known.view(*batch, -1), torch.nan)
 
 
+def rewrite_bands(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Fold, Bands | None]:
+    """The fold with a band in place of each table that is read along diagonals, and what makes its leaves; None where
+    it has none."""
+    inner, bands = _rewrite_bands(fold)
+    return inner, Bands(fold, bands, sizes) if bands else None
+
+
 @functools.lru_cache(maxsize=1024)
-def rewrite_bands(fold: Fold) -> tuple[Fold, tuple[Band, ...]]:
-    """The fold with a band in place of each table that is read along diagonals, and these bands."""
+def _rewrite_bands(fold: Fold) -> tuple[Fold, tuple[Band, ...]]:
     read = [e for e in topological(fold.reductions) if e.op == "lookup" and e.dtype == "float" and e.is_pair]
     bands, new = list[Band](), dict[Expr, Expr]()
     gap = apply("sub", index("row"), index("col"))
