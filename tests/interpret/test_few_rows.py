@@ -9,7 +9,8 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton.codegen import tile_ranges
-from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
+from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.schedules import kernel_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -19,7 +20,7 @@ def small_tiles(tmp_path, monkeypatch):
     """Tiles of 64 columns, and a device that they are split over; the launches that were prepared."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel_plan, "FEW", {256: (64, 4, 2)})
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 8)
+    monkeypatch.setattr(hardware, "count_processors", lambda device: 8)
     monkeypatch.setattr(engine, "_PREPARED", {})
 
 

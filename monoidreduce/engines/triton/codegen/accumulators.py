@@ -30,7 +30,7 @@ class Accumulator:
         self.width = 0 if feature is None else v.spec.width(feature)
         self.tiny = feature is not None and self.width <= TINY
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
-        self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
+        self.delayed_vector: Expr | None = None  # the vectors of products that wait for the next tile
         self.slices: Slices = ((0, 0),)  # of a vector's features, each of which has a block
         self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
         if feature is not None and not self.tiny:
@@ -38,30 +38,30 @@ class Accumulator:
             self.slices = v.spec.slices(feature)
             v.state_width += sum(size for _, size in self.slices)
 
-    def waits(self, parts: list[Contraction]) -> bool:
+    def delays_product(self, parts: list[Contraction]) -> bool:
         """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors in
         several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them only
         (H200: wrong sums)."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
-        if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
+        if not v.delays_products or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
             return False
         if len(self.slices) > 1:
             return False
         alone = one.vector in v.spec.descriptor_dims and one.vector not in v.factors and not v.spec.is_stored_softmax
-        self.waiting = one.vector if alone else self.waiting
+        self.delayed_vector = one.vector if alone else self.delayed_vector
         return alone
 
-    def catch_up(self) -> list[str]:
+    def add_delayed_product(self) -> list[str]:
         """Add the product of the tile met before, whose first index is ``gone``."""
-        assert self.waiting is not None
+        assert self.delayed_vector is not None
         # added to 0, so that the compiler keeps the weights in registers
         lines = []
         for name, (first, _) in zip(self.names, self.slices, strict=True):
-            block = self.v.load_by_descriptor(self.waiting, "gone", str(first))
+            block = self.v.load_by_descriptor(self.delayed_vector, "gone", str(first))
             lines.append(f"{name} = tl.dot({self.name}_late + 0.0, {block}, acc={name}{self.v.options()})")
         return lines
 
-    def wait(self, weight: str) -> str:
+    def delay_product(self, weight: str) -> str:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
@@ -76,7 +76,7 @@ class Accumulator:
             shapes = [f"[KEPT, {size}]" for _, size in self.slices]
         lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n, shape in zip(self.names, shapes, strict=True)]
         late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
-        lines += [late] if self.waiting is not None else []
+        lines += [late] if self.delayed_vector is not None else []
         return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
 
     def scale(self, factor: str) -> list[str]:
@@ -216,7 +216,7 @@ def _is_outer(c: Contraction) -> bool:
 class StoredSum:
     """A running sum in the result's memory, with the methods of ``Accumulator`` that a sum calls."""
 
-    tiny, waiting = False, None
+    tiny, delayed_vector = False, None
 
     def __init__(self, name: str, reduction: Expr, v: ExpressionWriter):
         self.name, self.v, self.feature = name, v, reduction.args[0].feature
@@ -227,7 +227,7 @@ class StoredSum:
         self.out = sum(len(outputs_of(r)) for r in before)
         self.count, self.width = (spec.width(letter) for letter in letters(self.feature))
 
-    def waits(self, parts: list[Contraction]) -> bool:
+    def delays_product(self, parts: list[Contraction]) -> bool:
         return False
 
     def _block(self) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from . import few_rows, k_loop, kernel_text, listed, tile_ranges
 from . import reductions as kinds
 from .accumulators import is_stored
 from .expressions import ExpressionWriter
-from .kernel_spec import Spec, padded
+from .kernel_spec import LoopBodies, Spec, padded
 from .kernel_text import (
     BlockWidths,
     Kernel,
@@ -96,7 +96,7 @@ def run_passes(spec: Spec) -> Passes:
     accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
     invariants = list(writer.before)
     text = join_text(spec, reductions, len(writer.shifts), invariants, accumulators, tile_range, loops, results)
-    kernel = describe_kernel(writer, text, conditions, bool(_guessing(reductions)))
+    kernel = describe_kernel(writer, text, conditions, bool(_list_guessing(reductions)))
     return Passes(spec, conditions, tile_range, loops, results, accumulators, invariants, kernel)
 
 
@@ -200,7 +200,7 @@ def _used_leaves(spec: Spec) -> list[Expr]:
 # The loops, and the guessed maximum that whole tiles use in place of the running one
 
 
-def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
+def _list_guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
     """The softmaxes that need no running maximum in whole tiles."""
     return [r for r in reductions if isinstance(r, SoftmaxLines) and r.guesses]
 
@@ -208,17 +208,18 @@ def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
 def write_loops(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr, bool]) -> list[str]:
     """The two loops. In whole tiles a softmax uses a guessed maximum; the second loop keeps a running one (online
     softmax), and visits all tiles again where the guess proved too far off."""
-    soft = _guessing(reductions)
+    soft = _list_guessing(reductions)
     guess = _write_guess(v, soft, truths)
     for r in soft:
         r.guessing = True
-    v.late = bool(v.spec.descriptors)
-    plain = write_tile_body(v, reductions, truths, masked=False)
-    v.late = False
+    v.delays_products = bool(v.spec.descriptors)
+    whole_tile = write_tile_body(v, reductions, truths, masked=False)
+    v.delays_products = False
     for r in soft:
         r.guessing = False
-    after = _finish_delayed(reductions), _check_guess(v.spec, reductions, soft)
-    return [*guess, *_join_loops(v.spec, plain, *after, write_tile_body(v, reductions, {}, masked=True))]
+    delayed, check_guess = _finish_delayed(reductions), _check_guess(v.spec, reductions, soft)
+    cut_tile = write_tile_body(v, reductions, {}, masked=True)
+    return [*guess, *_join_loops(v.spec, LoopBodies(whole_tile, delayed, check_guess, cut_tile))]
 
 
 def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Expr, bool]) -> list[str]:
@@ -228,7 +229,7 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
     v.loop(False)
     for r in soft:
         r.guess(tuple(substitute_truths(f, truths) for f in r.reduction.args[:1]))
-    runs = _in_two_runs(v.spec)
+    runs = _has_two_runs(v.spec)
     some = "whole + again > 0" if runs else "whole_last > whole_first"
     first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"
     what = "the first whole tile"
@@ -252,7 +253,7 @@ def _write_guessed_place(spec: Spec, tile: str) -> list[str]:
     return [f"start = {tile} * FOLDED", "folded_at = start + tl.arange(0, FOLDED)"]
 
 
-def _in_two_runs(spec: Spec) -> bool:
+def _has_two_runs(spec: Spec) -> bool:
     """Whether whole tiles come in two runs, with other tiles before, between and after them."""
     return spec.listed is None and (spec.bounds or spec.split)
 
@@ -266,7 +267,7 @@ def _check_guess(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) 
         *(line for r in soft for line in r.after_whole_tiles()),
         f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
         *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
-        *_NO_WHOLE_TILES[_in_two_runs(spec)],
+        *_NO_WHOLE_TILES[_has_two_runs(spec)],
     ]
 
 
@@ -282,13 +283,14 @@ _NO_WHOLE_TILES = {  # lines that leave every tile to the second loop, by whethe
 
 def _finish_delayed(reductions: list[Lines]) -> list[str]:
     """The products that the last whole tile left to the next (``accumulators.py``)."""
-    return [line for r in reductions for t in r.totals if t.waiting is not None for line in t.catch_up()]
+    delayed = [total for r in reductions for total in r.totals if total.delayed_vector is not None]
+    return [line for total in delayed for line in total.add_delayed_product()]
 
 
-def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
+def _join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
     """Both loops as lines: whole tiles, then those before, between and after them."""
     if spec.listed:
-        return listed.join_loops(spec, plain, waiting, judged, general)
+        return listed.join_loops(spec, bodies)
     begin, stop, at = "whole_first", "whole_last", "{}"
     count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
     if spec.bounds or spec.split:
@@ -296,34 +298,30 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
     if spec.folded_batch_dim is not None:
-        return _join_group_loops(spec, (begin, stop, at), (count, turn), plain, waiting, general)
+        return _join_group_loops(spec, (begin, stop, at), (count, turn), bodies)
     second = [
         f"for t in range(0, {count}):",
         f"    start = ({turn}) * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         "    folded_in = within(folded_at, folded_size, RAGGED)",
-        *(f"    {line}" for line in general),
+        *(f"    {line}" for line in bodies.cut_tile),
     ]
-    always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
+    before = at.format("(t - 1)")
+    always = spec.bounds or spec.split or bool(bodies.check_guess)  # else it is for the ragged end alone
     return [
         f"for t in {k_loop.write_tile_loop(spec)}:".format(begin, stop),
         f"    start = {at.format('t')} * FOLDED",
-        *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
+        *([f"    gone = tl.where(t > {begin}, {before} * FOLDED, folded_size)"] if bodies.delayed else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
-        *(f"    {line}" for line in plain),
-        *_after_whole_tiles(begin, stop, at, waiting),
-        *judged,
+        *(f"    {line}" for line in bodies.whole_tile),
+        *_after_whole_tiles(begin, stop, at, bodies.delayed),
+        *bodies.check_guess,
         *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
 
 
 def _join_group_loops(
-    spec: Spec,
-    whole: tuple[str, str, str],
-    others: tuple[str, str],
-    plain: list[str],
-    waiting: list[str],
-    general: list[str],
+    spec: Spec, whole: tuple[str, str, str], others: tuple[str, str], bodies: LoopBodies
 ) -> list[str]:
     """Both loops where a batch dimension is folded too: a tile of each of its elements, then the next tile of each.
 
@@ -340,27 +338,27 @@ def _join_group_loops(
         f"    start = ({place}) * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         "    folded_in = within(folded_at, folded_size, RAGGED)",
-        *(f"    {line}" for line in general),
+        *(f"    {line}" for line in bodies.cut_tile),
     ]
     before = [
         f"    gone = tl.where(turn > 0, {tile('(turn - 1)')} * FOLDED, folded_size)",
         f"    gone_group = tl.where(turn > 0, turn - 1, 0) % {size}",
     ]
-    after = [f"gone = {tile('(whole_turns - 1)')} * FOLDED", f"gone_group = {size} - 1", *waiting]
+    after = [f"gone = {tile('(whole_turns - 1)')} * FOLDED", f"gone_group = {size} - 1", *bodies.delayed]
     return [
         f"whole_turns = ({stop}{'' if begin == '0' else f' - {begin}'}) * {size}",
         "for turn in range(0, whole_turns):",
         group,
         f"    start = {tile('turn')} * FOLDED",
-        *(before if waiting else []),
+        *(before if bodies.delayed else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
-        *(f"    {line}" for line in plain),
-        *(["if whole_turns > 0:", *(f"    {line}" for line in after)] if waiting else []),
+        *(f"    {line}" for line in bodies.whole_tile),
+        *(["if whole_turns > 0:", *(f"    {line}" for line in after)] if bodies.delayed else []),
         *(second if spec.bounds else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
 
 
-def _after_whole_tiles(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
+def _after_whole_tiles(begin: str, stop: str, at: str, delayed: list[str]) -> list[str]:
     """What the last whole tile left to do, if there was one."""
-    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *waiting]
-    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []
+    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *delayed]
+    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if delayed else []

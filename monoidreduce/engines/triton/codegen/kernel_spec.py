@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
@@ -232,6 +232,15 @@ class Spec:
     def keeps(self, e: Expr) -> bool:
         """Whether an expression varies along the kept axis."""
         return e.rows if self.over == "cols" else e.cols
+
+
+class LoopBodies(NamedTuple):
+    """The lines of a kernel's two loops over tiles, and those between them."""
+
+    whole_tile: list[str]  # of the first loop: what one tile adds, without masks
+    delayed: list[str]  # after it: the product that its last tile left to the next
+    check_guess: list[str]  # whether guessed maxima were near enough; if not, all tiles are left to the second loop
+    cut_tile: list[str]  # of the second loop, with masks
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ import re
 from ....program.expression import Expr
 from . import few_rows
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec
+from .kernel_spec import TINY, LoopBodies, Spec
 
 ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
@@ -297,19 +297,19 @@ def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
 
-def join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
-    """Both loops: whole tiles, then the others; the arguments are those of the compiler's own."""
+def join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
+    """Both loops: whole tiles, then the others."""
     head = write_place(spec)
     return [
-        *(["gone = folded_size"] if waiting else []),
+        *(["gone = folded_size"] if bodies.delayed else []),
         *write_first(spec, "whole_first"),
         "for t in range(whole_first, whole_last):",
-        *(f"    {line}" for line in [*head, *plain, *(["gone = start"] if waiting else [])]),
-        *(["if whole_last > whole_first:", *(f"    {line}" for line in waiting)] if waiting else []),
-        *judged,
+        *(f"    {line}" for line in [*head, *bodies.whole_tile, *(["gone = start"] if bodies.delayed else [])]),
+        *(["if whole_last > whole_first:", *(f"    {line}" for line in bodies.delayed)] if bodies.delayed else []),
+        *bodies.check_guess,
         *write_first(spec, "whole_last"),
         "for t in range(whole_last, end):",
-        *(f"    {line}" for line in [*head, *general]),
+        *(f"    {line}" for line in [*head, *bodies.cut_tile]),
     ]
 
 
