@@ -147,7 +147,7 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = large_topk.list_panel_folds(fold) if large_topk.selects_from_panels(fold) else [fold]
+    folds = large_topk.list_panel_folds(fold) if _selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
     found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
     if None in every:
@@ -177,9 +177,13 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if large_topk.selects_from_panels(fold):
+    if _selects_from_panels(fold):
         return large_topk.run(fold, leaves, sizes, _run)
     return _prepare(fold, leaves, sizes)(leaves)
+
+
+def _selects_from_panels(fold: Fold) -> bool:
+    return any(r.attrs[0] == "topk" for r in fold.reductions) and large_topk.selects_from_panels(fold)
 
 
 def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:

@@ -173,7 +173,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             few_tiles=data or any(e.op == "logical_and" for e in topological(conditions)),
             data_masks=data,
             k_loop=spec.k_loop,
-            draws=k_loop.draws_random_numbers(spec),
+            draws=spec.draws_numbers,
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
             close_pairs=bool(spec.close_pairs),
@@ -306,10 +306,10 @@ def _join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
         "    folded_in = within(folded_at, folded_size, RAGGED)",
         *(f"    {line}" for line in bodies.cut_tile),
     ]
-    before = at.format("(t - 1)")
+    loop, before = k_loop.write_tile_loop(spec) if spec.k_loop else "range({}, {})", at.format("(t - 1)")
     always = spec.bounds or spec.split or bool(bodies.check_guess)  # else it is for the ragged end alone
     return [
-        f"for t in {k_loop.write_tile_loop(spec)}:".format(begin, stop),
+        f"for t in {loop}:".format(begin, stop),
         f"    start = {at.format('t')} * FOLDED",
         *([f"    gone = tl.where(t > {begin}, {before} * FOLDED, folded_size)"] if bodies.delayed else []),
         "    folded_at = start + tl.arange(0, FOLDED)",

@@ -60,9 +60,11 @@ def list_operands(spec: Spec) -> list[Expr]:
 
 
 def write_tile_loop(spec: Spec) -> str:
-    """The loop over whole tiles, from one number to another. Where tensor descriptors copy, it is one with that over
-    features: the next tile's first blocks are then on their way while this one is folded. (H200, 1024 × 128256 of 4096
-    features: an argmax 1.49 ms, else 1.54. Two folds at once have no registers for it.)"""
+    """The loop over whole tiles of a K loop's fold, from one number to another.
+
+    Where tensor descriptors copy, it is flattened with the loop over features: the next tile's first blocks are then on
+    their way while this one is folded. (H200, 1024 × 128256 of 4096 features: an argmax 1.49 ms, else 1.54. Two folds
+    at once have no registers for it.)"""
     walked = set(list_operands(spec))
     flat = walked and walked <= spec.descriptor_dims.keys() and len(spec.fold.reductions) == 1
     return "tl.range({}, {}, flatten=True)" if flat else "range({}, {})"
@@ -74,11 +76,6 @@ def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
     32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
     each = sum(spec.width(e.feature) * 2 for e in list_operands(spec) if not spec.folds(e))
     return max(1, _NEAR // (kept * each) if length * each > _FITS else -(-length // kept))
-
-
-def draws_random_numbers(spec: Spec) -> bool:
-    """Whether pairs draw numbers that take registers of their own."""
-    return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
 def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:

@@ -195,8 +195,13 @@ class Spec:
             and all(self.type_of[e] in EIGHT_BITS for e in vectors)
         )
 
+    @cached_property
+    def draws_numbers(self) -> bool:
+        """True when pairs draw random numbers, which take registers of their own."""
+        return any(e.op in ("gumbel", "uniform") for e in topological(self.fold.reductions))
+
     def folds(self, e: Expr) -> bool:
-        """Whether an expression varies along the folded axis."""
+        """True when an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
 
     @property

@@ -252,7 +252,7 @@ def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[E
             r.step(fields)
 
     v.loop(masked)
-    if v.spec.k_loop and k_loop.draws_random_numbers(v.spec):
+    if v.spec.k_loop and v.spec.draws_numbers:
         return k_loop.write_tile_in_strips(v, step)
     step()
     return v.inside

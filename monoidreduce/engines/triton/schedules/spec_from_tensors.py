@@ -71,7 +71,7 @@ def describe_fold(
     }
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
-    wide = k_loop.takes_fold(fold, widest, narrow is not None)
+    wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
     folded = sizes.cols if over == "cols" else sizes.rows
     masked = tile_ranges.whole_tile_conditions(fold) and not condition_leaves(fold)
     shortest = _SHORT_MASKED if masked else _SHORT

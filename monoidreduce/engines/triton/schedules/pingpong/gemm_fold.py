@@ -450,7 +450,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 def _has_registers(spec: Spec) -> bool:
     """Whether registers suffice beside a product: for one softmax, and a label or a number per folded index."""
     found = sorted(r.attrs[0] for r in spec.fold.reductions)
-    return not k_loop.draws_random_numbers(spec) and (
+    return not spec.draws_numbers and (
         found == ["soft"] or (found == ["pick", "soft"] and not _has_folded_numbers(spec))
     )
 
