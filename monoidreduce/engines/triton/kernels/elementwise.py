@@ -21,10 +21,11 @@ from ...common.torch_code import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
-from ..launch.launch_recipes import ArgumentTemplate, Recipe
+from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
+from .fold_kernel import ArgumentTemplate
 
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block

@@ -31,7 +31,7 @@ from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
 from ..launch import descriptors, hardware, jit_module
-from ..launch.launch_recipes import ArgumentTemplate, DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
@@ -117,6 +117,42 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
         compiled = jit_module.launch(kernel, grid, call.arguments, constants | options)
         jit_module.report_resources(compiled)
         return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
+
+
+class ArgumentTemplate:
+    """The arguments of a kernel after its outputs: numbers, and gaps that leaves fill at every launch."""
+
+    def __init__(self, values: Sequence[Any] = ()):
+        self.values: list[Any] = [*values]
+        self.gaps: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+
+    def add_gap(self, leaf: int, is_tensor: bool) -> None:
+        """Leave a gap for a leaf."""
+        self.gaps.append((len(self.values), leaf, is_tensor))
+        self.values.append(None)
+
+    def add_leaf(self, leaf: int, v: Any) -> list[int]:
+        """The same, with the strides of a tensor like ``v`` behind it (0 where broadcast); returns these."""
+        self.add_gap(leaf, isinstance(v, Tensor))
+        if not isinstance(v, Tensor):
+            return []
+        strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
+        self.values += strides
+        return strides
+
+    def fill(self, leaves: Sequence[Any], by_address: bool) -> list[Any]:
+        """The arguments for these leaves; ``by_address``: addresses in place of tensors."""
+        found = self.values.copy()
+        for at, leaf, is_tensor in self.gaps:
+            found[at] = leaves[leaf].data_ptr() if is_tensor and by_address else leaves[leaf]
+        return found
+
+    def list_recipe_arguments(self) -> list[Any]:
+        """The same for a :class:`Recipe`."""
+        found = self.values.copy()
+        for at, leaf, is_tensor in self.gaps:
+            found[at] = Leaf(leaf, is_tensor)
+        return found
 
 
 class FoldLaunch:

@@ -33,42 +33,6 @@ class Leaf(NamedTuple):
     is_tensor: bool
 
 
-class ArgumentTemplate:
-    """The arguments of a kernel after its outputs: numbers, and gaps that leaves fill at every launch."""
-
-    def __init__(self, values: Sequence[Any] = ()):
-        self.values: list[Any] = [*values]
-        self.gaps: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
-
-    def add_gap(self, leaf: int, is_tensor: bool) -> None:
-        """Leave a gap for a leaf."""
-        self.gaps.append((len(self.values), leaf, is_tensor))
-        self.values.append(None)
-
-    def add_leaf(self, leaf: int, v: Any) -> list[int]:
-        """The same, with the strides of a tensor like ``v`` behind it (0 where broadcast); returns these."""
-        self.add_gap(leaf, isinstance(v, Tensor))
-        if not isinstance(v, Tensor):
-            return []
-        strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
-        self.values += strides
-        return strides
-
-    def fill(self, leaves: Sequence[Any], by_address: bool) -> list[Any]:
-        """The arguments for these leaves; ``by_address``: addresses in place of tensors."""
-        found = self.values.copy()
-        for at, leaf, is_tensor in self.gaps:
-            found[at] = leaves[leaf].data_ptr() if is_tensor and by_address else leaves[leaf]
-        return found
-
-    def list_recipe_arguments(self) -> list[Any]:
-        """The same for a :class:`Recipe`."""
-        found = self.values.copy()
-        for at, leaf, is_tensor in self.gaps:
-            found[at] = Leaf(leaf, is_tensor)
-        return found
-
-
 class DescriptorOf(NamedTuple):
     """The argument of a launch that is the tensor descriptor of one of its leaves."""
 
