@@ -233,8 +233,8 @@ def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[S
 
 
 def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
-    """Whether the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the call,
-    1 where it is summed."""
+    """True when the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the
+    call, 1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
     return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)

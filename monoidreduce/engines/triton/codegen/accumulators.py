@@ -39,9 +39,9 @@ class Accumulator:
             v.state_width += sum(size for _, size in self.slices)
 
     def delays_product(self, parts: list[Contraction]) -> bool:
-        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors in
-        several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them only
-        (H200: wrong sums)."""
+        """True when the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors
+        in several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them
+        only (H200: wrong sums)."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
         if not v.delays_products or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
             return False
@@ -204,7 +204,7 @@ def _times(weight: Expr, number: Expr) -> Expr:
 
 @functools.lru_cache(maxsize=1024)
 def is_stored(r: Expr) -> bool:
-    """Whether a reduction is a sum of vectors that is kept in memory."""
+    """True when a reduction is a sum of vectors that is kept in memory."""
     kind, over, _ = r.attrs
     return kind == "sum" and any(_is_outer(c) for c in contractions(r.args[0], over))
 

@@ -254,7 +254,7 @@ def _write_guessed_place(spec: Spec, tile: str) -> list[str]:
 
 
 def _has_two_runs(spec: Spec) -> bool:
-    """Whether whole tiles come in two runs, with other tiles before, between and after them."""
+    """True when whole tiles come in two runs, with other tiles before, between and after them."""
     return spec.listed is None and (spec.bounds or spec.split)
 
 

@@ -188,7 +188,7 @@ def _is_shared(v: Any, at: int) -> bool:
 
 
 def _has_kernel(spec: Spec) -> bool:
-    """Whether a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
+    """True when a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
     if spec.narrow is None or spec.k_loop or spec.pieces or any(spec.padded_widths) or spec.fold.tables:
         return False
     under = topological([*spec.fold.reductions, *spec.fold.scales])

@@ -42,7 +42,7 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
 
 
 def rounds_products(spec: Spec) -> bool:
-    """Whether products are rounded as a panel would hold them.
+    """True when products are rounded as a panel would hold them.
 
     So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
     pairs see products as exact as they are.

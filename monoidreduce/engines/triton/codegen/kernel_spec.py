@@ -159,7 +159,7 @@ class Spec:
         return frozenset(str(e.feature) for e in topological(self.fold.reductions) if e.feature is not None)
 
     def is_number(self, e: Expr) -> bool:
-        """Whether a leaf is a Python number."""
+        """True when a leaf is a Python number."""
         return self.type_of[e] in ("number", "positive")
 
     def zero(self, e: Expr) -> str:
@@ -179,14 +179,14 @@ class Spec:
 
     @cached_property
     def multiplies_only_eight_bits(self) -> bool:
-        """Whether all products are taken by the matrix units for 8 bits."""
+        """True when all products are taken by the matrix units for 8 bits."""
         products = [e for e in topological(self.fold.reductions) if e.op in ("dot", "sqdist")]
         plain = all(e.op == "dot" and all(a.op == "leaf" for a in e.args) for e in products)
         return bool(products) and plain and all(self.multiplies_eight_bits(*e.args) for e in products)
 
     @cached_property
     def is_stored_softmax(self) -> bool:
-        """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
+        """True when this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
         (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]
         return (
             self.eight_bit_mma
@@ -235,7 +235,7 @@ class Spec:
         return text
 
     def keeps(self, e: Expr) -> bool:
-        """Whether an expression varies along the kept axis."""
+        """True when an expression varies along the kept axis."""
         return e.rows if self.over == "cols" else e.cols
 
 

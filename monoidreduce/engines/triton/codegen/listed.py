@@ -166,7 +166,7 @@ def find_upper_limits(spec: Spec) -> tuple[few_rows.Limit, ...] | None:
 
 
 def _rises(spec: Spec, e: Expr) -> bool:
-    """Whether an integer is the kept index and numbers of the batch element, added or subtracted."""
+    """True when an integer is the kept index and numbers of the batch element, added or subtracted."""
     if e.op == "add":
         return all(_rises(spec, a) for a in e.args)
     if e.op == "sub":
@@ -220,7 +220,7 @@ def write_tile_range(v: ExpressionWriter) -> list[str]:
 
 
 def walks_twice(spec: Spec) -> bool:
-    """Whether whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
+    """True when whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
     assert spec.listed is not None
     return not spec.listed.gathered and bool(spec.guess or spec.descriptors)
 

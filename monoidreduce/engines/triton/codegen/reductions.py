@@ -53,7 +53,7 @@ class BlockFunctionWriter(ExpressionWriter):
 
 
 def _varies(e: Expr) -> bool:
-    """Whether a number is a block: it is made of arguments."""
+    """True when a number is a block: it is made of arguments."""
     return any(n.op == "leaf" for n in topological([e]))
 
 
@@ -199,7 +199,7 @@ def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
 
 
 def _has_pair_vectors(reduction: Expr) -> bool:
-    """Whether a kernel holds a vector per pair."""
+    """True when a kernel holds a vector per pair."""
     return kind_of(reduction).vector_lines is not None and any(a.feature is not None for a in reduction.args)
 
 

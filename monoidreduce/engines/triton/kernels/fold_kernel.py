@@ -408,12 +408,12 @@ class FoldLaunch:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
+        """True when a replay can launch it: nothing is computed before the launch but norms and shifts."""
         return not (self.kernel.coefficients or self.topk_places or any(self.conversions._replace(norms=())))
 
     @property
     def holds_splits(self) -> bool:
-        """Whether a replay combines the results of splits, and holds them until the call is done."""
+        """True when a replay combines the results of splits, and holds them until the call is done."""
         every = [(r, [self.outputs[k] for k in at]) for r, at in split(self.fold, list(range(len(self.outputs))))]
         return (
             self.splits > 1

@@ -128,7 +128,7 @@ def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
 
 
 def _is_broadcast(shape: tuple[int, ...], r: Expr, at: Mapping[Expr, int], leaves: Sequence[Any]) -> bool:
-    """Whether numbers of entries of this shape belong to an argument of another one."""
+    """True when numbers of entries of this shape belong to an argument of another one."""
     return len(r.args) > 1 and tuple(leaves[at[r.args[1]]].shape) != tuple(shape)
 
 

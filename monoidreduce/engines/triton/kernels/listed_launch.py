@@ -356,7 +356,7 @@ class ListedLaunch(FoldLaunch):
 
 
 def _can_share_tiles(spec: Spec) -> bool:
-    """Whether rows with lists of their own may share a program instance: lists are of single indices, and folded
+    """True when rows with lists of their own may share a program instance: lists are of single indices, and folded
     vectors are in products of two leaves, or multiplied by numbers and summed."""
     listed = spec.listed
     if listed is None or (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:

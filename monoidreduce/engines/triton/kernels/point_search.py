@@ -106,7 +106,7 @@ _kernels = Kernels("The points nearest to each query, block by block.", _TEXT)
 
 
 def takes(tree: PointTree, k: int) -> bool:
-    """Whether the kernel searches this tree: float32, and a list that fits registers."""
+    """True when the kernel searches this tree: float32, and a list that fits registers."""
     return tree.sorted.dtype is torch.float32 and k <= MOST and tree.count < 2**31 - 1
 
 

@@ -123,7 +123,7 @@ _shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
 
 
 def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
-    """Whether one kernel makes the shifts of so many numbers."""
+    """True when one kernel makes the shifts of so many numbers."""
     plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
     return plain and hardware.can_relaunch(number.device)
 

@@ -93,7 +93,7 @@ def recipes(
 
 
 def can_hold_splits(r: Expr, stacked: Sequence[Form]) -> bool:
-    """Whether there is a kernel for parts of these forms, and they may stay until a call is done."""
+    """True when there is a kernel for parts of these forms, and they may stay until a call is done."""
     small = sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) <= _SMALL
     return small and find_launches(r.attrs[0], r.attrs[2], tuple(stacked)) is not None
 

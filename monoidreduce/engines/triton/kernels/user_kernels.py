@@ -31,7 +31,7 @@ _BROKEN = ("CompilationError", "CompileTimeAssertionFailure", "InterpreterError"
 
 
 def is_kernel(function: Any) -> bool:
-    """Whether a function is a ``@triton.jit`` one; asked without importing Triton."""
+    """True when a function is a ``@triton.jit`` one; asked without importing Triton."""
     return type(function).__module__.startswith("triton.") and hasattr(function, "fn")
 
 
@@ -59,7 +59,7 @@ class Layer:
             self._check(name, getattr(self, name))
 
     def _check(self, name: str, function: Any) -> None:
-        """Whether a tile function is Triton's, and takes what it will be given."""
+        """Raise where a tile function is not Triton's, or does not take what it will be given."""
         if function is None:
             return
         if not is_kernel(function):
@@ -205,7 +205,7 @@ class Layer:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether a tensor is a number or a vector per row."""
+    """True when a tensor is a number or a vector per row."""
     return x.dim() == 1 or (x.dim() == 2 and 0 < x.shape[1] <= WIDEST)
 
 

@@ -551,7 +551,7 @@ def _form(template: Any) -> tuple:
 
 
 def _is_dense(place: Place) -> bool:
-    """Whether a tensor's memory has no gaps: ``empty_like`` then gives another one of the same strides."""
+    """True when a tensor's memory has no gaps: ``empty_like`` then gives another one of the same strides."""
     order = sorted(zip(place.stride, place.shape, strict=True))
     steps, step = [(s, n) for s, n in order if n != 1], 1
     for stride, length in steps:

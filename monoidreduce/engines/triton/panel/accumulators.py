@@ -317,7 +317,7 @@ class StoredWeights:
 
     def _launch_fold(self, values: dict[Expr, Any], results: list[Tensor], here: Sizes) -> Tensor:
         """Write the folds' results, and weights where they are stored; returns the factors of rows."""
-        gemm, rows, late = self.gemm, here.rows, self.gemm.epilogue.late
+        gemm, rows, factored = self.gemm, here.rows, self.gemm.epilogue.factored
         tiles = -(-here.cols // gemm.plan_kernel("write_guessed", here).block_folded)
         empty, padded = functools.partial(torch.empty, device=here.device), pad_rows(rows)
         guesses, label_logits, factors = empty(3, padded, dtype=torch.float32)[:, :rows]
@@ -339,7 +339,7 @@ class StoredWeights:
         if done < tiles:
             maxima[done:].fill_(-torch.inf)
             sums[done:].zero_()
-        if late is not None and late.label is not None:
+        if factored is not None and factored.label is not None:
             whole.launch("multiply_labels", [label_logits], values)
         # label columns are weighed elsewhere: no panel, no label weights
         ends = [label_logits, guesses, 0, factors, guesses, guesses, marks]

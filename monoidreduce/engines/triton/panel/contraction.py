@@ -59,7 +59,7 @@ def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: boo
 
 
 def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
-    """Whether the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
+    """True when the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
     many = tiles * turns >= ROUNDS * hardware.count_processors(device)
     return (

@@ -33,8 +33,8 @@ from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
 from . import epilogue_kernels, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
 from .row_factor import (
+    FactoredWeight,
     LabelTerm,
-    LateFactor,
     RowCorrections,
     has_distinct_labels,
     split_label_column,
@@ -149,7 +149,7 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 
 
 def is_wide(width: int) -> bool:
-    """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
+    """True when ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
     registers for them."""
     return width > _WIDE_FEATURES and hardware.has_registers_for_wide_tiles()
 
@@ -170,8 +170,8 @@ class EpilogueGemm:
 
     @property
     def guesses(self) -> bool:
-        """Whether weights are measured from a guessed maximum."""
-        return self.epilogue.late is not None
+        """True when weights are measured from a guessed maximum."""
+        return self.epilogue.factored is not None
 
     def row_bytes(self, sizes: Sizes) -> int:
         """Bytes besides the panel that are held of one row: the maxima and sums of its tiles."""
@@ -251,19 +251,19 @@ class PreparedGemm:
         guesses, label_logits, factors, label_weights = empty(4, padded, dtype=torch.float32)[:, :rows]
         marks, labels = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
         maxima, sums = (empty(self.tiles, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
-        late = self.gemm.epilogue.late
+        factored = self.gemm.epilogue.factored
         self.launch("guess_maxima", [guesses], values)
         self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded], values)
-        if late is not None and late.label is not None:
+        if factored is not None and factored.label is not None:
             self.launch("gather_label_logits", [label_logits], values)
         tiles = [guesses, maxima, sums, padded]
         rest = [label_logits, out, out.stride(0), factors, label_weights, labels, marks]
         self.launch("finish_rows", [*results, *tiles, *rest], values, self.tiles)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.gemm.epilogue.names, results, strict=True)}
         self.launch("recompute_rows", [out, out.stride(0), marks], values)
-        if late is None or late.label_weight is None:
+        if factored is None or factored.label_weight is None:
             return RowCorrections(factors)
-        return RowCorrections(factors, label_weights, labels, has_distinct_labels(late.label))
+        return RowCorrections(factors, label_weights, labels, has_distinct_labels(factored.label))
 
     def describe_output(self, out: Tensor) -> Any:
         """The descriptor by which kernels write ``out``."""
@@ -347,21 +347,21 @@ def fuse_epilogue(
     if len(operations) > _MAX_OPERATIONS or any(e.op in DRAWS for e in operations):
         return None
     folds = tuple(r for fold in stages.folds for r in fold)
-    late = split_row_factor(fuse_stages(loop, group, False)) if folds else None
-    if folds and (shifted is not stored or without_labels or late is None):
+    factored = split_row_factor(fuse_stages(loop, group, False)) if folds else None
+    if folds and (shifted is not stored or without_labels or factored is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]
     vectors = _make_vector_leaf("u0", row), _make_vector_leaf("u1", col)
     replaced = {leaf: dot(*vectors)}
     (weight,), folds = substitute(stages.weights, replaced), substitute(folds, replaced)
-    if late is not None and stored:
-        late = _substitute_late(replace(late, label_weight=None), shift_indices("col"))
-    late = None if late is None else _substitute_late(late, replaced)
+    if factored is not None and stored:
+        factored = _substitute_factored(replace(factored, label_weight=None), shift_indices("col"))
+    factored = None if factored is None else _substitute_factored(factored, replaced)
     label = None if label is None else LabelTerm(*substitute((label.weight, label.label), replaced))
     names = tuple(n for own in stages.names for n in own)
     feeds = tuple((e, f) for e, f in zip(stages.leaves, stages.feeds, strict=True) if e is not leaf)
-    epilogue = Epilogue(folds, names, weight, late, label)
+    epilogue = Epilogue(folds, names, weight, factored, label)
     return EpilogueGemm(epilogue, product, (row, col), vectors, feeds, bool(folds) or stored or loop.exact)
 
 
@@ -369,6 +369,6 @@ def _make_vector_leaf(name: str, operand: Expr) -> Expr:
     return node("leaf", (), (name,), rows=operand.rows, cols=operand.cols, feature=operand.feature, dtype="float")
 
 
-def _substitute_late(late: LateFactor, replaced: dict[Expr, Expr]) -> LateFactor:
-    parts = substitute((late.pair_weight, late.exponential, late.factor), replaced)
-    return replace(late, pair_weight=parts[0], exponential=parts[1], factor=parts[2])
+def _substitute_factored(factored: FactoredWeight, replaced: dict[Expr, Expr]) -> FactoredWeight:
+    parts = substitute((factored.pair_weight, factored.exponential, factored.factor), replaced)
+    return replace(factored, pair_weight=parts[0], exponential=parts[1], factor=parts[2])

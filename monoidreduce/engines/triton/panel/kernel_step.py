@@ -58,7 +58,7 @@ class _Recording:
     choices: tuple[tuple[Any, Any], ...]  # what chose the panels of each of its parts, and the panels
 
     def is_current(self, is_bounded: bool) -> bool:
-        """Whether the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
+        """True when the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
         return self.plans == _plans() and (
             is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
         )

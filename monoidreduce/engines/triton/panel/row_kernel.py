@@ -493,7 +493,7 @@ def round_to_power(length: int, most: int) -> int:
 
 
 def needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
-    """Whether offsets inside a tile, or a number, need 64 bits."""
+    """True when offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
         return isinstance(v, int) and abs(v) >= fold_kernel.SMALL
     return e.is_pair and any(s * b >= 2**31 for s, b in zip(v.stride()[1:], blocks, strict=True))

@@ -150,9 +150,9 @@ def describe_leaf(e: Expr, v: Any) -> tuple | type:
 
 
 def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> bool:
-    """Whether stored vectors of many features are widened before the launch: where they meet so many kept indices that
-    products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which have
-    products by whole warp groups; ``leaves``: of the fold."""
+    """True when stored vectors of many features are widened before the launch: where they meet so many kept indices
+    that products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which
+    have products by whole warp groups; ``leaves``: of the fold."""
     kept, length = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
     if not (e.is_stored and (e.cols if over == "cols" else e.rows)) or e.packing is not None:
         return False
@@ -190,7 +190,7 @@ def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | N
 
 
 def has_short_loops(spec: Spec) -> bool:
-    """Whether a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
+    """True when a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
     guesses = any(spec.narrow == str(kind)[6:] for kind in _GUESSED)
     return guesses and not (spec.guess or spec.k_loop) and _is_softmax(spec.fold)
 
@@ -200,7 +200,7 @@ def _is_softmax(fold: Fold) -> bool:
 
 
 def _is_in_eighths(v: Any) -> bool:
-    """Whether rows of 16-bit vectors begin at multiples of 16 bytes, but not all at multiples of 32."""
+    """True when rows of 16-bit vectors begin at multiples of 16 bytes, but not all at multiples of 32."""
     if not isinstance(v, Tensor) or v.dtype not in matmul.SIXTEEN or v.stride(-1) != 1 or v.data_ptr() % 16:
         return False
     strides = v.stride()[:-1]
@@ -219,7 +219,7 @@ def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
 
 
 def walks_are_short(spec: Spec) -> bool:
-    """Whether conditions on data are expected to leave few tiles of a walk, as packed documents do; long stretches
+    """True when conditions on data are expected to leave few tiles of a walk, as packed documents do; long stretches
     (``mr.jagged``) do not."""
     return bool(spec.bounds and condition_leaves(spec.fold)) and tile_ranges.find_stretches(spec.fold) is None
 

@@ -369,7 +369,7 @@ def next_label(own: str, start: str) -> str:
 
 
 def holds_label(own: str) -> str:
-    """Whether a tile holds some kept index's label."""
+    """A condition as text: a tile holds some kept index's label."""
     return f"{next_label(own, 'turn * FOLDED')} < (turn + 1) * FOLDED"
 
 
@@ -403,7 +403,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 
 
 def _prefers_wide_tiles(spec: Spec) -> bool:
-    """Whether a fold is faster in wide tiles. They have no registers for numbers per folded index."""
+    """True when a fold is faster in wide tiles. They have no registers for numbers per folded index."""
     many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
     return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
 
@@ -448,7 +448,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 
 
 def _has_registers(spec: Spec) -> bool:
-    """Whether registers suffice beside a product: for one softmax, and a label or a number per folded index."""
+    """True when registers suffice beside a product: for one softmax, and a label or a number per folded index."""
     found = sorted(r.attrs[0] for r in spec.fold.reductions)
     return not spec.draws_numbers and (
         found == ["soft"] or (found == ["pick", "soft"] and not _has_folded_numbers(spec))
