@@ -190,6 +190,17 @@ def move_factors_to_weight(c: Contraction) -> Contraction:
     return c
 
 
+def list_factors(e: Expr) -> list[Expr]:
+    """The factors of a product."""
+    return [factor for a in e.args for factor in list_factors(a)] if e.op == "mul" else [e]
+
+
+def find_plain_sum(r: Expr) -> Contraction | None:
+    """A sum of weight × vector as its one contraction; None where it is none, or several."""
+    found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
+    return found[0] if len(found) == 1 and not found[0].walk and found[0].minus is None else None
+
+
 def _times(weight: Expr, number: Expr) -> Expr:
     """weight × number, the number multiplied to the innermost factor, which other weights may share."""
     others: list[Expr] = []

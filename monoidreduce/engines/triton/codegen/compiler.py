@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
@@ -146,8 +146,11 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     spec = writer.spec
     kept = [e for e in writer.blocks if not spec.folds(e)]
     folded = [e for e in writer.blocks if spec.folds(e)]
-    held = lambda e: sum(size for _, size in spec.slices(letters(e.feature)[-1]))
-    width = lambda chosen: sum(map(held, chosen)) * max(spec.pieces, 1)
+
+    def width(leaves: Iterable[Expr]) -> int:
+        slices = (each for e in leaves for each in spec.slices(letters(e.feature)[-1]))
+        return sum(size for _, size in slices) * max(spec.pieces, 1)
+
     stored = [r for r in spec.fold.reductions if is_stored(r)]
     data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
     return Kernel(
@@ -237,20 +240,16 @@ def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Exp
         what = "the whole tile nearest to the rows' own indices"
         last = "tl.where(whole > 0, whole_last, again_last)" if runs else "whole_last"
         first = f"tl.maximum({first}, tl.minimum(tile * KEPT // FOLDED, {last} - 1))"
+    place = [f"start = {first} * FOLDED", "folded_at = start + tl.arange(0, FOLDED)"]
+    place = ["t = whole_first", *listed.write_place(v.spec)] if v.spec.listed else place
     return [
         *(line for r in soft for line in r.before_whole_tiles()),
         f"# the maximum of {what} stands in for the running one in all of them",
         *(listed.write_first(v.spec, "whole_first") if v.spec.listed else []),
         f"if {some}:",
-        *(f"    {line}" for line in _write_guessed_place(v.spec, first)),
+        *(f"    {line}" for line in place),
         *(f"    {line}" for line in v.inside),
     ]
-
-
-def _write_guessed_place(spec: Spec, tile: str) -> list[str]:
-    if spec.listed:
-        return ["t = whole_first", *listed.write_place(spec)]
-    return [f"start = {tile} * FOLDED", "folded_at = start + tl.arange(0, FOLDED)"]
 
 
 def _has_two_runs(spec: Spec) -> bool:
@@ -307,6 +306,7 @@ def _join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
         *(f"    {line}" for line in bodies.cut_tile),
     ]
     loop, before = k_loop.write_tile_loop(spec) if spec.k_loop else "range({}, {})", at.format("(t - 1)")
+    after = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *bodies.delayed]  # what the last whole tile left
     always = spec.bounds or spec.split or bool(bodies.check_guess)  # else it is for the ragged end alone
     return [
         f"for t in {loop}:".format(begin, stop),
@@ -314,7 +314,7 @@ def _join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
         *([f"    gone = tl.where(t > {begin}, {before} * FOLDED, folded_size)"] if bodies.delayed else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in bodies.whole_tile),
-        *_after_whole_tiles(begin, stop, at, bodies.delayed),
+        *([f"if {stop} > {begin}:", *(f"    {line}" for line in after)] if bodies.delayed else []),
         *bodies.check_guess,
         *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
@@ -329,7 +329,7 @@ def _join_group_loops(
     are, and where one lies."""
     (begin, stop, at), (count, place), size = whole, others, spec.folded_batch_text
     first = "" if begin == "0" else f"{begin} + "
-    tile = lambda turn: at.format(f"({first}{turn} // {size})")
+    tile_of = f"({first}{{}} // {size})".format
     group = f"    b{spec.folded_batch_dim} = tl.cast(turn % {size}, tl.int64)"
     second = [
         f"for turn in range(0, ({count}) * {size}):",
@@ -341,24 +341,18 @@ def _join_group_loops(
         *(f"    {line}" for line in bodies.cut_tile),
     ]
     before = [
-        f"    gone = tl.where(turn > 0, {tile('(turn - 1)')} * FOLDED, folded_size)",
+        f"    gone = tl.where(turn > 0, {at.format(tile_of('(turn - 1)'))} * FOLDED, folded_size)",
         f"    gone_group = tl.where(turn > 0, turn - 1, 0) % {size}",
     ]
-    after = [f"gone = {tile('(whole_turns - 1)')} * FOLDED", f"gone_group = {size} - 1", *bodies.delayed]
+    after = [f"gone = {at.format(tile_of('(whole_turns - 1)'))} * FOLDED", f"gone_group = {size} - 1", *bodies.delayed]
     return [
         f"whole_turns = ({stop}{'' if begin == '0' else f' - {begin}'}) * {size}",
         "for turn in range(0, whole_turns):",
         group,
-        f"    start = {tile('turn')} * FOLDED",
+        f"    start = {at.format(tile_of('turn'))} * FOLDED",
         *(before if bodies.delayed else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in bodies.whole_tile),
         *(["if whole_turns > 0:", *(f"    {line}" for line in after)] if bodies.delayed else []),
         *(second if spec.bounds else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
-
-
-def _after_whole_tiles(begin: str, stop: str, at: str, delayed: list[str]) -> list[str]:
-    """What the last whole tile left to do, if there was one."""
-    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *delayed]
-    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if delayed else []

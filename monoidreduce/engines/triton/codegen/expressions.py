@@ -335,7 +335,9 @@ class ExpressionWriter:
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
         if e.op in _TYPED:
             args = [self._type_constant(t, a, e) for t, a in zip(args, e.args, strict=True)]
-        if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
+        # sums of int32 data could wrap around where torch's do not; indices are small enough
+        sums = e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
+        if e.dtype == "int" and (e.op in _INTEGER_GROWS or sums):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
         if e.op in ("where", *_COMPARE) and any(map(_is_beyond_int32, e.args)):  # indices and int32 data beside it
             whole = [a.op != "const" and a.dtype != "float" and (e.op != "where" or k) for k, a in enumerate(e.args)]
@@ -356,10 +358,6 @@ class ExpressionWriter:
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
-
-    def _sums_of_int32(self, e: Expr) -> bool:
-        """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
-        return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
 
     def _is_int32_data(self, e: Expr) -> bool:
         return any(map(self._is_int32_data, e.args)) if e.op in _KEEPS_SIZE else self.spec.type_of.get(e) == "int32"

@@ -109,20 +109,10 @@ def join_loop(tile: list[str]) -> list[str]:
 
 def vary_by_row(fold: Fold, over: str, leaves: list[Expr]) -> Fold:
     """The same fold with these numbers of batch elements given per kept index."""
-    changed = {e: _per_kept(e, over) for e in leaves}
-    reductions = substitute(fold.reductions, changed)
-    return Fold(
-        tuple(changed.get(e, e) for e in fold.leaves),
-        reductions,
-        substitute(fold.scales, changed),
-        fold.raised,
-        fold.exact,
-    )
-
-
-def _per_kept(e: Expr, over: str) -> Expr:
-    rows, cols = over == "cols", over == "rows"
-    return node(e.op, e.args, e.attrs, rows=rows, cols=cols, feature=e.feature, dtype=e.dtype)
+    axes = dict(rows=over == "cols", cols=over == "rows")
+    changed = {e: node(e.op, e.args, e.attrs, **axes, feature=e.feature, dtype=e.dtype) for e in leaves}
+    reductions, scales = substitute(fold.reductions, changed), substitute(fold.scales, changed)
+    return Fold(tuple(changed.get(e, e) for e in fold.leaves), reductions, scales, fold.raised, fold.exact)
 
 
 # Which folds they are, and a batch dimension as rows

@@ -171,7 +171,8 @@ def write_function(
         "):",
         *(f"    {line}" if line else "" for line in body),
     ]
-    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
+    own = re.sub(r"(?m)^def ", "@triton.jit\ndef ", "\n".join(helpers))
+    functions = (f"{own}\n\n" if own else "\n") + "\n".join(lines)
     return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
 
 
@@ -339,8 +340,3 @@ def copy_device_functions(text: str) -> list[str]:
         wanted |= new
         stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
-
-
-def decorate_functions(text: str) -> str:
-    """Functions of reductions (a monoid's combine), each under ``@triton.jit``."""
-    return re.sub(r"(?m)^def ", "@triton.jit\ndef ", text) + "\n\n" if text else "\n"

@@ -49,12 +49,8 @@ class BlockFunctionWriter(ExpressionWriter):
 
     def _beside_vector(self, e: Expr, want: str = "") -> str:
         text = self.argument(e, want or e.dtype)
-        return text if not _varies(e) else f"tl.expand_dims({text}, -1)"
-
-
-def _varies(e: Expr) -> bool:
-    """True when a number is a block: it is made of arguments."""
-    return any(n.op == "leaf" for n in topological([e]))
+        is_block = any(n.op == "leaf" for n in topological([e]))  # it is made of arguments
+        return f"tl.expand_dims({text}, -1)" if is_block else text
 
 
 def pair_vector(v: ExpressionWriter, e: Expr) -> str:

@@ -353,20 +353,6 @@ def _span(ends: Iterable[Any]) -> Range:
     return Range(functools.reduce(_minimum, every), functools.reduce(_maximum, every))
 
 
-def _mul(x: Range, y: Range) -> Range:
-    return _span(a * b for a in x[:2] for b in y[:2])
-
-
-def _shift_right(x: Range, count: Range) -> Range:
-    """Monotone in each: the ends are among those of the four corners."""
-    return _span(_right_shift(a, b) for a in x[:2] for b in count[:2])
-
-
-def _abs(x: Range) -> Range:
-    low = _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high)))
-    return Range(low, _maximum(abs(x.low), abs(x.high)))
-
-
 def _less(x: Range, y: Range) -> Range:
     return _between(x.high < y.low, x.low >= y.high)
 
@@ -385,22 +371,14 @@ def _not(x: Range) -> Range:
     return Range(1 - high, 1 - low)
 
 
-def _and(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(_minimum(a, c), _minimum(b, d))
-
-
-def _or(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(_maximum(a, c), _maximum(b, d))
-
-
 _RULES: dict[str, Callable[..., Range]] = {
     "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
     "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
     "neg": lambda x: Range(-x.high, -x.low),
-    "mul": _mul,
-    "abs": _abs,
+    "mul": lambda x, y: _span(a * b for a in x[:2] for b in y[:2]),
+    "abs": lambda x: Range(
+        _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high))), _maximum(abs(x.low), abs(x.high))
+    ),
     "minimum": lambda x, y: Range(_minimum(x.low, y.low), _minimum(x.high, y.high)),
     "maximum": lambda x, y: Range(_maximum(x.low, y.low), _maximum(x.high, y.high)),
     "lt": _less,
@@ -409,10 +387,11 @@ _RULES: dict[str, Callable[..., Range]] = {
     "ge": lambda x, y: _less_equal(y, x),
     "eq": _equal,
     "ne": lambda x, y: _not(_equal(x, y)),
-    "logical_and": _and,
-    "logical_or": _or,
+    "logical_and": lambda x, y: Range(*map(_minimum, _as_truth(x)[:2], _as_truth(y)[:2])),
+    "logical_or": lambda x, y: Range(*map(_maximum, _as_truth(x)[:2], _as_truth(y)[:2])),
     "logical_not": _not,
     "detach": lambda x: x,
     "stretches": lambda x: x,
-    "bitwise_right_shift": _shift_right,
+    # monotone in each argument: the ends are among those of the four corners
+    "bitwise_right_shift": lambda x, y: _span(_right_shift(a, b) for a in x[:2] for b in y[:2]),
 }

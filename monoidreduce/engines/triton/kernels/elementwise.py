@@ -201,10 +201,6 @@ class ElementwiseLaunch:
             self.relaunch = relaunch if small else None
         return outputs
 
-    def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments after the outputs."""
-        return self.template.fill(leaves, by_address=False)
-
     def recipe(self) -> Recipe | None:
         """How it is launched again, with integers that fit in 32 bits."""
         if self.relaunch is None:

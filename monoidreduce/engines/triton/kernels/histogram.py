@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ....plan import budget
-from ....program.constructors import apply, contractions, is_along_diagonals, split_index
+from ....program.constructors import apply, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
-from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import Unsupported, padded
 from ..launch import hardware
@@ -188,16 +188,14 @@ class HistogramLaunch(FoldLaunch):
             return [torch.zeros(shape, dtype=self.sizes.compute, device=self.sizes.device)]
         if self.entries and (numbers := self._numbers(leaves, self.fold)) != self.numbers:
             if numbers not in self.others:
-                self.others = {**self.others, numbers: self._make_other(merged())}
+                other = HistogramLaunch(self.fold, merged(), self.batch, self.sizes, self.layouts)
+                self.others = {**self.others, numbers: other}
             return self.others[numbers](leaves, merged)
         (parts,) = super().__call__(leaves, merged)
         if self.alike is not None:
             return [self._add_alike(self.alike, parts)]
         found = parts.sum(1) if self.entries else self._add_bands(parts, leaves)
         return [found.view(*self.sizes.batch, self.table_size)]
-
-    def _make_other(self, values: Leaves) -> HistogramLaunch:
-        return HistogramLaunch(self.fold, values, self.batch, self.sizes, self.layouts)
 
     def _add_alike(self, alike: AlikeTiles, parts: Tensor) -> Tensor:
         """The entries of the table from those of every class of tiles, summed over batch elements that share it."""
@@ -323,12 +321,11 @@ def find_shared_number(fold: Fold, value: Expr) -> Expr | None:
     """What a histogram adds up, as the weight of a sum over columns times a number of the row; None where it is not."""
     if len(fold.reductions) != 1 or fold.reductions[0].attrs[:2] != ("sum", "cols"):
         return None
-    found = [move_factors_to_weight(c) for c in contractions(fold.reductions[0].args[0], "cols")]
-    if len(found) != 1:
+    if (found := find_plain_sum(fold.reductions[0])) is None:
         return None
-    weight = found[0].weight
-    rest = Counter(_factors(value))
-    rest.subtract(Counter(_factors(weight)))
+    weight = found.weight
+    rest = Counter(list_factors(value))
+    rest.subtract(Counter(list_factors(weight)))
     if min(rest.values()) < 0:
         return None
     number = weight
@@ -337,7 +334,3 @@ def find_shared_number(fold: Fold, value: Expr) -> Expr | None:
             return None
         number = apply("mul", number, e)
     return number
-
-
-def _factors(e: Expr) -> list[Expr]:
-    return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ....plan import budget
 from ....plan.tiles import Tile
-from ....program.constructors import ONE, contractions
+from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
-from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
@@ -208,7 +208,8 @@ class JointLaunch(FoldLaunch):
         )
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
-        arguments += self._joint(buffer)
+        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
+        arguments += [buffer, self.first, *self.joint_numbers, box]
         if self.relaunch is None:
             self._first([*outputs, *arguments], merged)
         else:
@@ -217,10 +218,6 @@ class JointLaunch(FoldLaunch):
             self.relaunch(*outputs, *arguments)
         self._round(out, buffer, leaves)
         return [*outputs, out]
-
-    def _joint(self, buffer: Tensor) -> list[Any]:
-        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
-        return [buffer, self.first, *self.joint_numbers, box]
 
     def recipe(self) -> Recipe | None:
         found = super().recipe()
@@ -253,13 +250,15 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
     """The weight that the sum over columns of ``other`` shares with one of ``own``, its vector, by what decay that is
     more than its own weight, and its scale; None where there is none."""
     ((result, scale),) = other.scaled
-    sum_of_rows, *sums = (_find_sum(r) for r in (result, *own.reductions))
-    found = [(w, decay) for w, _ in sums if (decay := _find_decay(w, sum_of_rows[0])) is not None]
-    if len(found) != 1 or sum_of_rows[1] is None:
+    of_rows, sums = find_plain_sum(result), filter(None, map(find_plain_sum, own.reductions))
+    if of_rows is None or of_rows.vector is None:
+        return None
+    found = [(c.weight, decay) for c in sums if (decay := _find_decay(c.weight, of_rows.weight)) is not None]
+    if len(found) != 1:
         return None
     ((weight, decay),) = found
     by_row = scale.op == "leaf" and scale.rows
-    return (weight, sum_of_rows[1], decay, scale) if decay is ONE or by_row else None
+    return (weight, of_rows.vector, decay, scale) if decay is ONE or by_row else None
 
 
 def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
@@ -269,26 +268,15 @@ def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
 
 
-def _find_sum(r: Expr) -> tuple[Expr, Expr | None]:
-    """The weight and the vector of a sum of vectors; no vector where it is none."""
-    found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
-    plain = len(found) == 1 and not found[0].walk and found[0].minus is None
-    return (found[0].weight, found[0].vector) if plain else (r, None)
-
-
 def _find_decay(weight: Expr, other: Expr) -> Expr | None:
     """By what a weight is more than another: 1, or the decay of a row; None where they differ by more."""
     if weight is other:
         return ONE
-    rest = Counter(_factors(weight))
-    rest.subtract(Counter(_factors(other)))
+    rest = Counter(list_factors(weight))
+    rest.subtract(Counter(list_factors(other)))
     more = [e for e, count in rest.items() for _ in range(abs(count))]
     single = len(more) == 1 and rest[more[0]] == 1 and more[0].op == "decay" and more[0].args[0].op == "leaf"
     return more[0] if single else None
-
-
-def _factors(e: Expr) -> list[Expr]:
-    return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]
 
 
 def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:

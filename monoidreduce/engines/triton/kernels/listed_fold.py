@@ -89,8 +89,9 @@ class PreparedListedFold:
         for one, long in zip(self.launches, self.long, strict=True):
             own = [at[e] for e in one.fold.leaves]
             numbers = [k for k, (r, _) in enumerate(one.fold.outputs) if kind_of(r).per_pair]
-            if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
-                return None
+            of = ((one.outputs[k][0], one.fold.outputs[k][0].args[1:]) for k in numbers)  # shape, and argument if any
+            if any(like and tuple(leaves[at[like[0]]].shape) != tuple(shape) for shape, like in of):
+                return None  # an argument that is broadcast
             recipe = one.recipe_over(own, found(one)) if one.grid else None
             joined, after = (
                 one.list_combining_launches(),
@@ -125,11 +126,6 @@ def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
     extra = result.dim() - len(like)
     dims = [d for d, n in enumerate(result.shape) if n != 1 and (d < extra or like[d - extra] == 1)]
     return (result.sum(dims, keepdim=True) if dims else result).view(like)
-
-
-def _is_broadcast(shape: tuple[int, ...], r: Expr, at: Mapping[Expr, int], leaves: Sequence[Any]) -> bool:
-    """True when numbers of entries of this shape belong to an argument of another one."""
-    return len(r.args) > 1 and tuple(leaves[at[r.args[1]]].shape) != tuple(shape)
 
 
 def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:

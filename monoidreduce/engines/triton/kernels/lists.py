@@ -142,7 +142,8 @@ def localize(fold: Fold) -> LocalFold | None:
     found: dict[Expr, Expr] = {}  # reductions and their scales
     parts = []
     for r, (_, scale) in scaled:
-        own = [_as_kernels_fold(r)] if r.attrs[0] != "histogram" else [_per_entry(a) for a in r.args[:2]]
+        per_entry = [reduce_node("pair", "cols", (), (a,)) for a in r.args[:2]]
+        own = per_entry if r.attrs[0] == "histogram" else [_as_kernels_fold(r)]
         if (len(own) == 1 and own[0] in found) or (len(own) == 2 and not edges):
             return None
         parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))
@@ -155,11 +156,6 @@ def localize(fold: Fold) -> LocalFold | None:
     leaves = (*(fold.leaves[k] for k in places), *([FIRST] if once else []))
     made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
     return LocalFold(made, places, bool(positions), bool(once), tuple(parts))
-
-
-def _per_entry(number: Expr) -> Expr:
-    """A number for each entry of the lists."""
-    return reduce_node("pair", "cols", (), (number,))
 
 
 def _as_kernels_fold(r: Expr) -> Expr:

@@ -58,7 +58,8 @@ class PreparedFold:
         self.fold, self.given_sizes = fold, sizes  # the fold is held, so that its id stays its own
         self.prepared_tables: list[Bands | SummedPlaces] = []
         self.without_tables: PreparedFold | None = None  # for numbers by which some index lies outside of its table
-        if prepares_tables and fold.tables and _pays_preparing_tables(sizes):
+        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
+        if prepares_tables and fold.tables and pairs >= spec_from_tensors.MANY:  # it takes a few launches
             for rewrite in (rewrite_bands, rewrite_sums):
                 inner, prepared = rewrite(fold, leaves, sizes)
                 if prepared is not None:
@@ -175,14 +176,8 @@ class PreparedFold:
 
 def _list_histograms(fold: Fold) -> list[Fold]:
     """The histograms of a fold, each as a fold of its own."""
-    found = [r for r in fold.reductions if kind_of(r).both_axes]
-    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
-    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]
-
-
-def _pays_preparing_tables(sizes: Sizes) -> bool:
-    """True when there are enough pairs to pay for the few launches that put tables in order."""
-    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= spec_from_tensors.MANY
+    found = ((r, tuple(g for g in fold.gradients if g[0] is r)) for r in fold.reductions if kind_of(r).both_axes)
+    return [replace(fold, reductions=(r,), scales=(), gradients=gradients) for r, gradients in found]
 
 
 class FoldSavingResults:

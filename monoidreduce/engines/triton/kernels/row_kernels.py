@@ -54,17 +54,13 @@ _LABELS = 2**16  # counted by one program instance; torch's two kernels are fast
 _kernels = Kernels("Sums over the features of each row.", _TEXT)
 
 
-def _lanes(width: int) -> dict[str, int]:
-    lanes = power_of_two(width)
-    return dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
-
-
 def dot(x: Tensor, y: Tensor) -> Tensor | None:
     """⟨x_i, y_i⟩ in float32, of two contiguous tensors ``[..., features]``; None where there is no kernel for them."""
     if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
         return None
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    constants = _lanes(x.shape[-1])
+    width, lanes = x.shape[-1], power_of_two(x.shape[-1])
+    constants = dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
     _kernels("row_dot", (-(-out.numel() // constants["ROWS"]),), (out, x, y, out.numel()), constants)
     return out
 

@@ -85,11 +85,6 @@ def skip_launches() -> contextlib.AbstractContextManager[bool]:
     return settings.hold(_skips, True)
 
 
-def skips_launches() -> bool:
-    """True inside ``skip_launches``."""
-    return _skips.get()
-
-
 @dataclass(frozen=True)
 class Resources:
     """What the compiler says of a kernel: registers and bytes spilled of a thread, bytes of shared memory."""
@@ -305,7 +300,7 @@ def _compile(function: Any, launches: list[_LaunchArguments], device: torch.devi
 def _can_compile_ahead(device: torch.device) -> bool:
     """True where a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a
     torch dispatch mode and outside of CUDA graph capture."""
-    if device.type != "cuda" or hardware.triton_version() < (3, 4) or skips_launches():
+    if device.type != "cuda" or hardware.triton_version() < (3, 4) or _skips.get():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
 

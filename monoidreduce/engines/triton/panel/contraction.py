@@ -79,12 +79,8 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
         and hardware.runs_warp_specialized(out.device)
-        and _can_copy(out, panel, vectors)
+        and all(map(descriptors.can_copy_vectors, (out, panel, vectors)))
     )
-
-
-def _can_copy(*tensors: Tensor) -> bool:
-    return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 
 class PreparedContraction:

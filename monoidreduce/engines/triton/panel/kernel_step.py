@@ -172,7 +172,7 @@ class KernelStep:
             except Unsupported:
                 continue
             found = launch(leaves)
-            jit_module.report(launch.relaunch, (*found, *launch.fill_arguments(leaves)))
+            jit_module.report(launch.relaunch, (*found, *launch.template.fill(leaves, by_address=False)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:

@@ -447,7 +447,8 @@ class PreparedKernel:
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
         if self.copied:
-            self.templates = self.templates or [self._make_template(values[e], block) for e, block in self.copied]
+            make = functools.partial(descriptors.make_descriptor, dims=(), with_layout=self.kernel.hand_scheduled)
+            self.templates = self.templates or [make(values[e], block=(n, k_loop.DEPTH)) for e, n in self.copied]
             arguments += [
                 descriptors.replace_base(one, values[e])
                 for one, (e, _) in zip(self.templates, self.copied, strict=True)
@@ -459,9 +460,6 @@ class PreparedKernel:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)
-
-    def _make_template(self, v: Tensor, block: int) -> Any:
-        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.hand_scheduled)
 
 
 def specialization(v: Any) -> Any:

@@ -10,6 +10,7 @@ scores and two sums (attention's column gradients) runs in one warp group withou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -180,7 +181,7 @@ class _KernelText:
         self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
         self.order = TileOrder(spec)
         self.rows = VectorRows.of(
-            spec.slices(e.feature) for e in dict.fromkeys((*self._list_kept(), *self._list_summed()))
+            spec.slices(e.feature) for e in dict.fromkeys((*itertools.chain(*self.kept), *self._list_summed()))
         )
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
         ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
@@ -188,9 +189,6 @@ class _KernelText:
         self.bands = [] if spec.diagonals is None else ["band0", "band1"]
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
         self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
-
-    def _list_kept(self) -> list[Expr]:
-        return [e for each in self.kept for e in each]
 
     def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]

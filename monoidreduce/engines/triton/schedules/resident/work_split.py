@@ -65,18 +65,14 @@ class GroupWork:
     single_warpgroup: bool = False  # whether it is an instance by itself
     sent: str = ""  # the type in which factors are sent; by default that of matrix products
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The reductions whose sums it has."""
-        return tuple(dict.fromkeys(p.place for p in self.products))
-
     def fits(self, spec: Spec) -> bool:
         """True when registers hold its scores and sums, and its weights while they are made and multiplied."""
         sums = {p.place: count_features(p.vector, spec) for p in self.products}
         operands = [count_features(kept_and_folded(e, spec)[0], spec) for e in self.dots][: self.held]
         held = sum(sums.values()) // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
         held += sum(operands) // 4 - self.early * FOLDED // 4
-        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and _have_one_width(self.products, spec)
+        one_width = len({spec.slices(p.vector.feature) for p in self.products}) == 1
+        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and one_width
 
 
 def count_features(e: Expr, spec: Spec) -> int:
@@ -169,10 +165,6 @@ def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequenc
     divisions = (_sender_and_receiver, _weights_and_receiver)
     pairs = (divide(e, dots, products) for divide in divisions for e in dots)
     return next((found for found in pairs if found and all(group.fits(spec) for group in found)), ())
-
-
-def _have_one_width(products: Sequence[Product], spec: Spec) -> bool:
-    return len({spec.slices(p.vector.feature) for p in products}) == 1
 
 
 def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
