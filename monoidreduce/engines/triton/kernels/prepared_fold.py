@@ -490,7 +490,7 @@ def record(
             found += one.list_launches(step.feeds, names)
         values.update(zip(names, results, strict=True))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)
-    return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
+    return recorded if recorded.read_by_host <= given else None  # of what is made on the way addresses alone are known
 
 
 def _side(

@@ -83,7 +83,7 @@ class Number(NamedTuple):
     name: str
 
 
-class Computed(NamedTuple):
+class LaunchTimeArguments(NamedTuple):
     """``places`` consecutive arguments of a kernel, which ``function`` computes at every launch."""
 
     function: Callable[..., tuple]
@@ -114,7 +114,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Compute:
+class NumberStep:
     """Arithmetic of Python numbers: a function of numbers, and the names of its results."""
 
     function: Callable[..., tuple]
@@ -122,7 +122,7 @@ class Compute:
     results: tuple[str, ...]
 
 
-Step = Operation | Launch | Compute
+Step = Operation | Launch | NumberStep
 
 
 def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> Operation:
@@ -137,7 +137,7 @@ def places(value: Any) -> Iterator[Place]:
         yield value
     elif isinstance(value, Descriptor):
         yield value.base
-    elif isinstance(value, Computed):
+    elif isinstance(value, LaunchTimeArguments):
         yield from places(value.arguments)
     elif isinstance(value, (list, tuple)):
         for v in value:
@@ -347,7 +347,7 @@ def drop_unused(steps: Sequence[Step], returned: Any) -> list[Step]:
     return found[::-1]
 
 
-_WRITTEN = {Place, Descriptor, Computed, Number}  # arguments that are no constants
+_WRITTEN = {Place, Descriptor, LaunchTimeArguments, Number}  # arguments that are no constants
 
 
 class _Writer(FunctionWriter):
@@ -467,7 +467,7 @@ class _Writer(FunctionWriter):
         """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
         if isinstance(value, Place):
             return self._address(value)
-        if isinstance(value, Computed):
+        if isinstance(value, LaunchTimeArguments):
             call = f"{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
             known = self.known.get(value)
             if known is not None:  # another launch of this call has it
@@ -541,7 +541,7 @@ class _Writer(FunctionWriter):
 
 def _width(value: Any) -> int:
     """How many arguments of a kernel a value is."""
-    return value.places if type(value) is Computed else 1
+    return value.places if type(value) is LaunchTimeArguments else 1
 
 
 def _form(template: Any) -> tuple:
