@@ -642,10 +642,9 @@ class ExpressionWriter:
                 else text
             )
             return self.bind(key, text, True, name)
-        side = "folded" if folded else "kept"
         if e.packing is not None:
             size = whole if at is None else at[1]
-            text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
+            text = packed_vectors.write_block(self, e, str(first), size, wanted)
             return self.bind(key, text, folded, name)
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))

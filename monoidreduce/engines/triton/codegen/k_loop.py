@@ -162,7 +162,7 @@ def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> 
     """What writes a block of a tile's vectors, from a feature on and with a mask; ``stored``: as they are stored."""
     wanted = v.operand_type()
     if e.packing is not None:
-        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, side, v.masked, wanted)
+        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, wanted)
     vectors, stride, kind = _vectors(v, e, side, lane)
 
     def write(at: str, mask: str) -> str:

@@ -19,7 +19,7 @@ WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
 Slices = tuple[tuple[int, int], ...]  # of a vector's features: the first one, and how many
-Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances from split vectors, and the whole vectors
+ClosePairs = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances of split vectors; the whole vectors
 
 
 class Unsupported(Exception):
@@ -30,16 +30,16 @@ class Unsupported(Exception):
 class Listing:
     """How a kernel walks lists of blocks of the folded axis (``codegen/listed.py``): part of its text."""
 
-    kept_block: int  # kept indices that share a list
+    kept_block: int  # kept indices that share a list; 0: all of them
     folded_block: int  # folded indices of a listed block
     gathered: bool  # a tile holds folded indices of several blocks, or a part of one; else tiles divide a block
     single: bool = False  # one kept index per program instance: products are sums of products, number by number
-    logical: bool = False  # the folded index counts along the list, not along the axis
-    ends: bool = False  # how many folded indices each list has is given: its last block is cut
-    entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
-    each: bool = False  # single, but several of them in a program instance, each with a list of its own
-    numbered: bool = False  # how many entries a batch element's lists have is given: to write a number for each
+    each: bool = False  # single, but several in a program instance, each with a list of its own
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
+    logical: bool = False  # the folded index counts along the list, not along the axis
+    ends: bool = False  # the kernel is given how many folded indices each list has: its last block is cut
+    entries: bool = False  # and which entry of the first list each entry is (for numbers per entry)
+    numbered: bool = False  # and how many entries a batch element's lists have: to write a number for each
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
     numbers: int = 1  # that a window has to combine: of a top-k, its k best
@@ -47,13 +47,13 @@ class Listing:
 
 @dataclass(frozen=True)
 class Joint:
-    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums: it has
-    the weights of one of them (``schedules/resident/joint_gradients.py``)."""
+    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums
+    (``schedules/resident/joint_gradients.py``)."""
 
-    weight: Expr
+    weight: Expr  # also that of one of the kernel's own sums
     vector: Expr
     scale: Expr
-    ragged: bool  # whether some tile reaches beyond the kept axis
+    ragged: bool  # some tile reaches beyond the kept axis
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,43 @@ class Spec:
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
     types: tuple[str, ...]  # per leaf: its tensor's type; "number" or "positive" for a Python number
-    padded_widths: tuple[int, ...]  # per leaf: padded features that may be read (zeros after its own); 0: only its own
-    letters: tuple[tuple[str, int], ...]
+    padded_widths: tuple[int, ...]  # per leaf: features that may be read, its own and zeros; 0: only its own
+    letters: tuple[tuple[str, int], ...]  # the features of vectors, by the letter of their axis
     compute: str  # float32 or float64
     narrow: str | None  # the 16-bit type of matrix products, if leaves have one
     rank: int  # batch dimensions after merging
-    bounds: bool  # the kernel is told which tiles to visit
-    lanes: bool  # plain sums are kept per lane and added up at the end
-    guess: bool  # whole tiles use a guessed maximum in a softmax
+    bounds: bool = False  # the kernel is told which tiles to visit
+    lanes: bool = False  # plain sums are kept per lane and added up at the end
+    guess: bool = False  # whole tiles use a guessed maximum in a softmax
+
+    # Arithmetic
     exact: bool = True  # float32 products are as exact as float32 allows
-    split: bool = False  # the folded axis is split (split-K): one program instance per split
-    k_loop: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
-    precomputed_shifts: bool = False  # shifts of exponents along the folded axis are computed before the launch
     unrounded: bool = False  # products of a K loop are not rounded to 16 bits
     native: bool = False  # the device has NVIDIA's approximate tanh, rcp and lg2: kernels call native forms
-    descriptors: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
-    shift_descriptors: bool = False  # shifts of exponents are copied by tensor descriptors
+    eight_bit_mma: bool = False  # the device multiplies 8-bit vectors by each other
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``vector_conversions.py``); 0: none
-    close_pairs: Near = ()
+    close_pairs: ClosePairs = ()  # squared distances that are computed again for close pairs
+
+    # The folded axis
+    split: bool = False  # it is split (split-K): one program instance per split
+    k_loop: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
     few_rows: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
-    launches_dependents: bool = False  # the kernel that combines its splits is on its way before this one ends
-    grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
-    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    grouped: bool = False  # few rows, and a batch dimension (query heads) is part of the kept axis
+    launches_dependents: bool = False  # the kernel that combines the splits is launched before this one ends
     folded_batch_dim: int | None = None  # the batch dimension that is folded too: results are summed over it
     folded_batch_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
-    strides_of_eight: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
-    eight_bit_mma: bool = False  # the device multiplies 8-bit vectors by each other
-    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
-    joint: Joint | None = None
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
+
+    # Memory
+    descriptors: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
+    strides_of_eight: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, which Triton does not look for
+    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    precomputed_shifts: bool = False  # shifts of exponents along the folded axis are computed before the launch
+    shift_descriptors: bool = False  # and copied by tensor descriptors
+
+    # More results (hand-scheduled kernels)
+    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
+    joint: Joint | None = None  # a sum over the kept axis too
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

@@ -437,7 +437,7 @@ def list_leaves(value: Expr) -> tuple[Expr, ...]:
 def _write(value: Expr, by_rows: bool, types: tuple[str, ...], letters: tuple) -> Kernels | None:
     """The kernel of a value; None where it holds something that is no arithmetic on numbers and products."""
     leaves = list_leaves(value)
-    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1, *(False,) * 3)
+    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1)
     plain = lambda e: (e.op in PRIMITIVES and e.op not in DRAWS) or e.op in _OTHERS
     if not all(e.packing is None and plain(e) for e in topological([value])):
         return None

@@ -252,12 +252,9 @@ class ProgramReplay:
         for name, view in (copied or {}).items():
             self.places[name] = self._add_view(steps, view, name, "copied")
         for call in recorded.calls:
-            run, feeds = (
-                LastComputed(functools.partial(_call_on_views, call.run, self._list_views(call.feeds))),
-                map(self._value, call.feeds),
-            )
+            run = LastComputed(functools.partial(_call_on_views, call.run, self._list_views(call.feeds)))
             place = Place(call.result, 0, None, (), ())
-            steps.append(Operation(run, tuple(feeds), {}, (place,), False))
+            steps.append(Operation(run, tuple(map(self._value, call.feeds)), {}, (place,), False))
             self.places[call.result] = place
         views = dict(shown_as or {})
         for name in shown:

@@ -58,26 +58,23 @@ def describe_fold(
     fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
 ) -> tuple[Spec, Conversions]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
-    pairs = like.get() or sizes.rows * sizes.cols
-    fold, norms = replace_distances(fold, values, sizes, pairs, torch.Size(batch).numel())
-    rewritten = split_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
+    pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
+    every = pairs * math.prod(batch)
+    fold, norms = replace_distances(fold, values, sizes, pairs, math.prod(batch))
+    rewritten = split_fold(fold, values, sizes, every)
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {
-        e: values[e]
-        for e in fold.leaves
-        if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables
-    }
+    used = [e for e in fold.leaves if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables]
+    vectors = {e: values[e] for e in used}
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
-    folded = sizes.cols if over == "cols" else sizes.rows
-    masked = tile_ranges.whole_tile_conditions(fold) and not condition_leaves(fold)
-    shortest = _SHORT_MASKED if masked else _SHORT
+    conditions = tile_ranges.whole_tile_conditions(fold)
+    shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
-    short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
-    many = narrow is not None and pairs * torch.Size(batch).numel() >= MANY
+    short = few and _is_softmax(fold) and every >= _SHORT_PAIRS
+    many = narrow is not None and every >= MANY
     types, padded_widths, casts = [], [], list[Cast]()
     for e in fold.leaves:
         v = values[e]
@@ -106,26 +103,26 @@ def describe_fold(
         padded_widths.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
     converted = {e for e, _, _ in casts} | split
     spec = Spec(
-        fold,
-        over,
-        tuple(types),
-        tuple(padded_widths),
-        tuple(sorted(sizes.letters.items())),
-        str(sizes.compute)[6:],
-        str(narrow)[6:] if narrow else None,
-        len(batch),
-        bool(tile_ranges.whole_tile_conditions(fold)),
-        max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
-        narrow in _GUESSED and not wide and not short,
-        sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
-        k_loop=wide,
-        precomputed_shifts=pairs >= MANY,
+        fold=fold,
+        over=over,
+        types=tuple(types),
+        padded_widths=tuple(padded_widths),
+        letters=tuple(sorted(sizes.letters.items())),
+        compute=str(sizes.compute)[6:],
+        narrow=str(narrow)[6:] if narrow else None,
+        rank=len(batch),
+        bounds=bool(conditions),
+        lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
+        guess=narrow in _GUESSED and not wide and not short,
+        exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         unrounded=fold.exact,
         native=narrow is not None and hardware.has_tanh(sizes.device),
-        pieces=rewritten.pieces,
         eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
+        pieces=rewritten.pieces,
         close_pairs=rewritten.close_pairs,
+        k_loop=wide,
         strides_of_eight=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
+        precomputed_shifts=pairs >= MANY,
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
 
@@ -169,9 +166,8 @@ def describe_as_given(
 ) -> Spec:
     """The spec of a kernel that reads its leaves as they are given, tensors or Python numbers, and skips no tiles."""
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in values)
-    padded_widths, letters = (0,) * len(types), tuple(sorted(sizes.letters.items()))
-    flags = dict(bounds=False, lanes=False, guess=False) | more
-    return Spec(fold, over, types, padded_widths, letters, str(sizes.compute)[6:], narrow, rank, **flags)
+    letters = tuple(sorted(sizes.letters.items()))
+    return Spec(fold, over, types, (0,) * len(types), letters, str(sizes.compute)[6:], narrow, rank, **more)
 
 
 def _is_unaligned(v: Tensor) -> bool:

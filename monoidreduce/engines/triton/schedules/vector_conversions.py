@@ -43,7 +43,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
+from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, padded, pair_vector_leaves
 from ..launch import hardware
 from ..launch.jit_module import Kernels
 
@@ -149,7 +149,7 @@ class Rewritten:
     fold: Fold
     splits: tuple[Split, ...] = ()
     pieces: int = 0  # of every vector that is split
-    close_pairs: Near = ()
+    close_pairs: ClosePairs = ()
 
 
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
