@@ -23,8 +23,8 @@ from ...codegen import reductions as kinds
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
 from ...launch import hardware
-from .. import gluon_parts
-from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
+from .. import gluon_parts as gluon
+from ..gluon_parts import leaf_name
 from ..kernel_plan import KernelPlan
 
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
@@ -60,8 +60,8 @@ class GemmSchedule:
     def __post_init__(self) -> None:
         if self.stages < 2:
             raise ValueError(f"a ring holds at least 2 blocks, so that copies overlap products, not {self.stages}")
-        if self.shared_bytes > gluon_parts.SHARED_BYTES:
-            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {gluon_parts.SHARED_BYTES}")
+        if self.shared_bytes > gluon.SHARED_BYTES:
+            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {gluon.SHARED_BYTES}")
 
     @property
     def folded(self) -> int:
@@ -72,7 +72,7 @@ class GemmSchedule:
     def shared_bytes(self) -> int:
         """All that a kernel takes: the ring of 16-bit blocks, what each consumer stores through, and barriers."""
         ring = self.stages * (TILE + self.folded) * k_loop.DEPTH
-        return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon_parts.SPARE_BYTES
+        return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon.SPARE_BYTES
 
 
 # By whether tiles are wide. A fold walks the folded axis for 256 kept indices of its own; weights go through shared
@@ -246,7 +246,7 @@ def write_gemm(
     arguments, unspecialized = signature
     arguments = [*arguments, "extra_box"] if wide else arguments
     extra = ["extra_ring"] if wide else []
-    partitions = Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
+    partitions = gluon.Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
     narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
     blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
     holes: dict[str, str | int] = {
@@ -259,7 +259,7 @@ def write_gemm(
         "blocks": blocks,
         "stages": stages,
     }
-    body = fill(
+    body = gluon.fill(
         _K_LOOP + template,
         **holes,
         **_tile_holes(wide, blocks),
@@ -267,18 +267,18 @@ def write_gemm(
         **lines,
     )
     rings = [("kept_ring", f"{kept}_box"), ("folded_ring", f"{folded}_box"), *((ring, "extra_box") for ring in extra)]
-    staging = allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
+    staging = gluon.allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
     runs = [("consumer", 0), ("consumer", 1), ("producer", 0)]
     own = "KEPT" if writes else "KEPT // 2"
-    body += fill(
-        gluon_parts.ENTRY,
+    body += gluon.fill(
+        gluon.ENTRY,
         unspecialized=repr(unspecialized),
         name=plain.name,
         arguments=partitions.entry(),
         allocate=[
-            *(allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
+            *(gluon.allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
             staging if writes else "staging = 0",
-            *(allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
+            *(gluon.allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
         ],
         depth=stages,
         init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
@@ -288,7 +288,7 @@ def write_gemm(
         ),
     )
     generated = [line for block in lines.values() for line in block]
-    return gluon_parts.assemble(spec, plain, gluon_parts.STORE_IMPORTS, body, generated, consumers=2)
+    return gluon.assemble(spec, plain, gluon.STORE_IMPORTS, body, generated, consumers=2)
 
 
 ORDER_INIT = ["for k in tl.static_range(2):", "    mbarrier.init(order.index(k), count=1)"]
@@ -359,7 +359,7 @@ def pick_labels(own: str, lines: Sequence[str], wide: bool) -> list[str]:
         own_lines += _rename(lines, {"FOLDED": str(width)})
         own_lines.append(f"next_own = {next_label(own, f'start + {width}')}")
         found.append(f"if next_own < turn * FOLDED + {at + width}:")
-        found += indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
+        found += gluon.indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
     return found
 
 
@@ -492,7 +492,7 @@ class _PairValues(ExpressionWriter):
 
 def _opening(spec: Spec) -> list[str]:
     """Which kept tile, and which split of the folded axis."""
-    lines = gluon_parts.scalar_opening(spec)
+    lines = gluon.scalar_opening(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
         lines[-3:] = tile_ranges.SPLIT_RANGE

@@ -32,17 +32,9 @@ from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import make, substitute_truths
 from ...launch import hardware
-from .. import gluon_parts, spec_from_tensors
-from ..gluon_parts import (
-    Partitions,
-    Ring,
-    TileOrder,
-    VectorRows,
-    fill,
-    indent,
-    leaf_name,
-    suffix,
-)
+from .. import gluon_parts as gluon
+from .. import spec_from_tensors
+from ..gluon_parts import leaf_name, suffix
 from ..kernel_plan import KernelPlan
 from . import attention_template
 from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
@@ -130,14 +122,14 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     numbers = len(_ringed_numbers(spec))
     stored = spec.is_stored_softmax
-    staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
+    staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
     if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
         taken = schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, numbers)
-        if suits and taken <= gluon_parts.SHARED_BYTES:
+        if suits and taken <= gluon.SHARED_BYTES:
             if tile is None:
                 return schedule
             with contextlib.suppress(ValueError):  # a tile that breaks a limit
@@ -145,7 +137,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     return None
 
 
-def _find_staged(queries: Slices, values: Slices) -> Slices:
+def _find_staging_slices(queries: Slices, values: Slices) -> Slices:
     """The slices of results for which the resident tile has none of their size: they are stored through another."""
     sizes = [size for _, size in queries]
     found = []
@@ -184,7 +176,7 @@ def write_kernel(
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
-    made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
+    made = gluon.assemble(spec, plain, gluon.IMPORTS, body, generated, schedule.groups, functions)
     transposed = operands.values if spec.is_stored_softmax else None
     return made and replace(
         made, coefficients=text.softcap.coefficients() if text.softcap else (), transposed=transposed
@@ -254,15 +246,17 @@ class _Text:
         self.softcap = match_softcap(soft, logit) if forms else None
         self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
         sloped = self.guesses and soft.sloped and spec.listed is None
-        self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
-        self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
-        self.values = Ring.of(
+        self.order = gluon.TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
+        self.keys = gluon.Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
+        self.values = gluon.Ring.of(
             operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, transposed=self.stored
         )
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.hand_scheduled = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
-        self.staging = [f"staged{suffix(k)}" for k in range(len(self.hand_scheduled))]
-        self.rows = VectorRows.of([self.values.slices, self.keys.slices])
+        self.staging_slices = (
+            self.values.slices if self.stored else _find_staging_slices(self.keys.slices, self.values.slices)
+        )
+        self.staging = [f"staged{suffix(k)}" for k in range(len(self.staging_slices))]
+        self.rows = gluon.VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
 
     def _carry_weights(self) -> None:
@@ -287,7 +281,7 @@ class _Text:
         buffers = [*self.residents, *self.staging, "retry_full", "done", *(ring for r in both for ring in r.rings)]
         buffers += [f"{r.name}_{state}" for r in both for state in ("full", "empty")]
         buffers += [f"{x}_{part}" for x in numbers for part in ("ring", "full")]
-        partitions = Partitions(arguments, buffers)
+        partitions = gluon.Partitions(arguments, buffers)
         consumer, generated = self._consumer(partitions)
         body = self._producer(partitions) + consumer + self._entry(partitions, name, unspecialized)
         return body, generated
@@ -312,16 +306,16 @@ class _Text:
         return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
 
     def _opening(self) -> list[str]:
-        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
+        return [*gluon.scalar_opening(self.spec), *self.order.opening]
 
-    def _producer(self, partitions: Partitions) -> str:
+    def _producer(self, partitions: gluon.Partitions) -> str:
         store = []
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
             shift = " >> 1" if self.v.dropout and e is self.v.dropout.mark else ""
             store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
-        load, ring = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
-        return fill(
-            gluon_parts.PRODUCER,
+        load, ring = gluon.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
+        return gluon.fill(
+            gluon.PRODUCER,
             parameters=partitions.parameters(),
             opening=self._opening(),
             tile=self.order.any(),
@@ -330,33 +324,33 @@ class _Text:
             produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1", ring), *store],
         )
 
-    def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
+    def _entry(self, partitions: gluon.Partitions, name: str, unspecialized: Sequence[str]) -> str:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
         layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
         queries, keys, values = self.kinds
         tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
-        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.hand_scheduled, strict=True)]
+        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staging_slices, strict=True)]
         allocate = [
             *(
-                gluon_parts.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
+                gluon.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
                 for name, kind, size in tiles
             ),
             *self.keys.allocate_blocks(keys),
             *self.values.allocate_blocks(values),
-            gluon_parts.allocate_barriers("retry_full", groups),
-            gluon_parts.allocate_barriers("done", 1),
+            gluon.allocate_barriers("retry_full", groups),
+            gluon.allocate_barriers("done", 1),
             *(line for r in both for line in r.allocate_barriers()),
         ]
         init = []
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
-            allocate.append(gluon_parts.allocate_numbers(x, self.spec.type_of[e], ring, "FOLDED"))
-            allocate.append(gluon_parts.allocate_barriers(f"{x}_full", ring))
+            allocate.append(gluon.allocate_numbers(x, self.spec.type_of[e], ring, "FOLDED"))
+            allocate.append(gluon.allocate_barriers(f"{x}_full", ring))
             init.append(f"mbarrier.init({x}_full.index(k), count=1)")
         runs = [("consumer", k, kept) for k in range(groups)]
         last = [self.values.init_full(), self.values.init_empty()]
-        return fill(
-            gluon_parts.ENTRY,
+        return gluon.fill(
+            gluon.ENTRY,
             unspecialized=repr(unspecialized),
             name=name,
             arguments=partitions.entry(),
@@ -378,7 +372,7 @@ class _Text:
             ),
         )
 
-    def _consumer(self, partitions: Partitions) -> tuple[str, list[str]]:
+    def _consumer(self, partitions: gluon.Partitions) -> tuple[str, list[str]]:
         v, truths = self.v, self.truths
         arithmetic = {
             "first_cut": self._weigh({}, True, first=True),
@@ -396,13 +390,13 @@ class _Text:
         results = self._results()
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
         generated = [*v.before, *begin, *results, *(line for lines in arithmetic.values() for line in lines)]
-        text = fill(
+        text = gluon.fill(
             attention_template.CONSUMER,
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
-            layouts=[*gluon_parts.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
+            layouts=[*gluon.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
             opening=self._opening(),
-            lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
+            lanes=[*gluon.lanes(), *self.rows.lanes()],
             before=v.before,
             residents=[f"{name} = {name}.index(GROUP)" for name in own],
             load=load,
@@ -432,12 +426,12 @@ class _Text:
 
     def _start_scores(self, step: str, queries: Sequence[str]) -> list[str]:
         """First MMAs: queries times the keys of a step, in the background."""
-        return gluon_parts.start_score("score", queries, self.keys.blocks(step))
+        return gluon.start_score("score", queries, self.keys.blocks(step))
 
     def _start_sums(self, step: str, weights: str, before: Sequence[str] = ()) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
         blocks = self.values.blocks(step)
-        return [self.values.wait(step), *before, *gluon_parts.start_sum(self.v.totals, weights, blocks)]
+        return [self.values.wait(step), *before, *gluon.start_sum(self.v.totals, weights, blocks)]
 
     def _clear_end(self, step: str, at: str, slot: str = "") -> list[str]:
         """Zeros in place of the values beyond the end of a list: what its last block holds there may be NaN. Each group
@@ -484,10 +478,13 @@ class _Text:
         n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
-            whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
+            whole = [f"if {n}_capped > 0:", *gluon.indent(capped), "else:", *gluon.indent(whole)]
         elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
             packed = 4 if self.stored else 2
-            block, held = f"{leaf_name(self.operands.queries)}_block", f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
+            block, held = (
+                f"{leaf_name(self.operands.queries)}_block",
+                f"load(tl.DotOperandLayout(0, SCORES, {packed}))",
+            )
             queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
@@ -570,7 +567,7 @@ class _Text:
             most, (low, high) = f"tl.max(tl.cast({n}_largest, tl.float32, bitcast=True), 1)", _IN_RANGE
             rounding.append(f"{n}_most = tl.convert_layout({most}, {rows})")
             right = f" & ({n}_most >= {low}) & ({n}_most <= {high})"
-        text = fill(
+        text = gluon.fill(
             attention_template.RETRY,
             n=n,
             totals=self.totals,
@@ -586,14 +583,14 @@ class _Text:
             ],
             enter=self.order.enter(self.order.any()),
             copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
-            scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
+            scores=gluon.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
             arithmetic=arithmetic,
             rescale=self._rescale(),
             weights=self.weights,
             copy_values=self.values.copy("start", "retry_full.index(GROUP)", "GROUP"),
             add=[
                 *self._clear_end("step", "step", "GROUP"),
-                *gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+                *gluon.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
             ],
         )
         return text.split("\n")
@@ -613,7 +610,7 @@ class _Text:
     def _find_memory(self) -> list[str]:
         """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
         free = [] if self.stored else list(zip(self.keys.slices, self.residents, strict=True))
-        own = dict(zip(self.hand_scheduled, self.staging, strict=True))
+        own = dict(zip(self.staging_slices, self.staging, strict=True))
         found = []
         for each in self.values.slices:
             at = next((k for k, ((_, size), _) in enumerate(free) if size == each[1] and each not in own), None)

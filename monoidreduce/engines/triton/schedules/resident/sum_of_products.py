@@ -27,19 +27,9 @@ from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
 from ...launch import hardware
-from .. import gluon_parts, spec_from_tensors
-from ..gluon_parts import (
-    GROUP_ROWS,
-    PACK_PAIRS,
-    Partitions,
-    Ring,
-    TileOrder,
-    VectorRows,
-    enter_tile,
-    fill,
-    leaf_name,
-    suffix,
-)
+from .. import gluon_parts as gluon
+from .. import spec_from_tensors
+from ..gluon_parts import leaf_name, suffix
 from ..kernel_plan import KernelPlan
 from . import diagonal_sums, single_warpgroup
 from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
@@ -80,7 +70,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
 def has_tile(plan: KernelPlan) -> bool:
     """True when a plan's tile is one of these kernels'."""
-    kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
+    kept = plan.block_kept in (gluon.GROUP_ROWS, 2 * gluon.GROUP_ROWS)
     return kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
 
 
@@ -117,10 +107,10 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     if text.depth < 1 or (text.dropout is not None and spec.diagonals is not None):
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
-    functions = PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_rows())
+    functions = gluon.PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_rows())
     functions += write_look_up_band(spec, SCHEDULE.folded) if has_bands(spec.fold.tables) else ""
     functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
-    return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
+    return gluon.assemble(spec, plain, gluon.IMPORTS, body, generated, 2, functions)
 
 
 class _PairValues(ExpressionWriter):
@@ -178,9 +168,9 @@ class _KernelText:
         copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
         self._size_rings(copied)
         users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
-        self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
-        self.order = TileOrder(spec)
-        self.rows = VectorRows.of(
+        self.rings = {e: gluon.Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
+        self.order = gluon.TileOrder(spec)
+        self.rows = gluon.VectorRows.of(
             spec.slices(e.feature) for e in dict.fromkeys((*itertools.chain(*self.kept), *self._list_summed()))
         )
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
@@ -188,7 +178,7 @@ class _KernelText:
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
         self.bands = [] if spec.diagonals is None else ["band0", "band1"]
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
-        self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
+        self.partitions = gluon.Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
 
     def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]
@@ -215,9 +205,9 @@ class _KernelText:
         """How many blocks of each operand are in flight: as many as shared memory holds. Where it holds fewer than two
         of each, blocks that only scores read (which are released early) have one."""
         block = {e: 2 * SCHEDULE.folded * count_features(e, self.spec) for e in copied}
-        room = SCHEDULE.shared_bytes - 2 * GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
+        room = SCHEDULE.shared_bytes - 2 * gluon.GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
         room -= 0 if self.spec.diagonals is None else 2 * diagonal_sums.SHARED_BYTES
-        room -= self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
+        room -= self.sent * 2 * gluon.GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
         self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
         self.depths = dict.fromkeys(copied, self.depth)
         if self.depth == 1:
@@ -229,13 +219,13 @@ class _KernelText:
         return [*(kept_and_folded(e, self.spec)[1] for e in group.dots), *(p.vector for p in group.products)]
 
     def opening(self) -> list[str]:
-        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
+        return [*gluon.scalar_opening(self.spec), *self.order.opening]
 
     def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
         """The kernel, given its consumers' functions."""
         produce = [line for ring in self.rings.values() for line in ring.produce("phase", self.depth)]
-        producer = fill(
-            gluon_parts.PRODUCER,
+        producer = gluon.fill(
+            gluon.PRODUCER,
             parameters=self.partitions.parameters(),
             opening=self.opening(),
             tile=self.order.any(),
@@ -243,7 +233,7 @@ class _KernelText:
             phase=f"((step // {self.depth}) & 1) ^ 1",
             produce=[
                 *self.order.enter_group(),
-                *gluon_parts.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
+                *gluon.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
                 *produce,
                 *self._store_numbers(),
             ],
@@ -261,11 +251,11 @@ class _KernelText:
 
     def _entry(self, name: str, unspecialized: Sequence[str]) -> str:
         narrow, depth, folded = f"tl.{self.spec.narrow}", self.depth, SCHEDULE.folded
-        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {{}}], {narrow})".format
+        layout = f"tl.NVMMASharedLayout.get_default_for([{gluon.GROUP_ROWS}, {{}}], {narrow})".format
         count = 1 if self.shares_kept else 2
         allocate, init, init_single = [], [], []
         for tile, size in self.tiles.items():
-            allocate.append(gluon_parts.allocate(tile, narrow, f"[{count}, {GROUP_ROWS}, {size}]", layout(size)))
+            allocate.append(gluon.allocate(tile, narrow, f"[{count}, {gluon.GROUP_ROWS}, {size}]", layout(size)))
         for ring in self.rings.values():
             allocate += [*ring.allocate_blocks(narrow), *ring.allocate_barriers()]
             if ring.depth == depth:
@@ -273,22 +263,22 @@ class _KernelText:
             else:
                 init_single += [line.replace("index(k)", "index(0)") for line in (ring.init_full(), ring.init_empty())]
         for x, kind in self.ringed_numbers.items():
-            allocate.append(gluon_parts.allocate_numbers(x, kind, depth, folded))
-            allocate += [gluon_parts.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
+            allocate.append(gluon.allocate_numbers(x, kind, depth, folded))
+            allocate += [gluon.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
             init += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
         for k in range(self.sent):
-            shape, layout_of = f"[2, {GROUP_ROWS}, {folded}]", _SENT_LAYOUTS[self.sent_type == "float32"]
-            allocate.append(gluon_parts.allocate(f"sent{k}", f"tl.{self.sent_type}", shape, layout_of))
+            shape, layout_of = f"[2, {gluon.GROUP_ROWS}, {folded}]", _SENT_LAYOUTS[self.sent_type == "float32"]
+            allocate.append(gluon.allocate(f"sent{k}", f"tl.{self.sent_type}", shape, layout_of))
         if self.sent:
-            allocate += [gluon_parts.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
+            allocate += [gluon.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
             allocate += [
                 f"mbarrier.init(sent_{state}.index({k}), count=1)" for state in ("full", "empty") for k in range(2)
             ]
         allocate += map(diagonal_sums.allocate, self.bands)
         own = "KEPT" if self.shares_kept else "KEPT // 2"
         runs = [(f"consumer{k if self.shares_kept else 0}", k, own) for k in range(2)]
-        return fill(
-            gluon_parts.ENTRY,
+        return gluon.fill(
+            gluon.ENTRY,
             unspecialized=repr(unspecialized),
             name=name,
             arguments=self.partitions.entry(),
@@ -391,18 +381,18 @@ class _ConsumerText:
             title = (
                 f"a consumer warp group {'is sent' if work.takes else 'sends'} factors of weights, and has its own sums"
             )
-        body = fill(
+        body = gluon.fill(
             _CONSUMER,
             function=f"consumer{self.at}",
             title=title,
             parameters=text.partitions.parameters(),
             layouts=[*self._layouts(), *text.rows.layouts(), *(diagonal_sums.LAYOUTS if text.bands else [])],
             opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
-            lanes=[*gluon_parts.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
+            lanes=[*gluon.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
             before=v.before,
             load=load,
             begin=begin,
-            enter_first=enter_tile(text.order.any()),
+            enter_first=gluon.enter_tile(text.order.any()),
             first_scores=[*self._start_scores(self.residents), *self._wait_scores(0, [])],
             first_cut=[*cut, *self._rename_weights()],
             first_whole=[*whole, *self._rename_weights()],
@@ -429,7 +419,7 @@ class _ConsumerText:
     def _layouts(self) -> list[str]:
         """The layouts of scores, and of the sums, which are alike (``work_split.py``) or have one width each."""
         (found,) = {self.spec.slices(p.vector.feature) for p in self.work.products}
-        return gluon_parts.layouts(found)
+        return gluon.layouts(found)
 
     def _sums(self, p: Product) -> list[str]:
         """The accumulators of a product's reduction."""
@@ -443,7 +433,7 @@ class _ConsumerText:
         ahead = [line for line in arithmetic if " = look_up_band(" in line]  # while the scores are made
         arithmetic = [line for line in arithmetic if line not in ahead]
         return [
-            *enter_tile(tile),
+            *gluon.enter_tile(tile),
             *self._start_sums(products[:early]),
             *self._start_scores(blocks),
             *self._start_sums(products[early:]),
@@ -467,7 +457,7 @@ class _ConsumerText:
             if folded not in waited:
                 lines.append(ring.wait())
                 waited.add(folded)
-            lines += gluon_parts.start_score(self._score(e), blocks[kept], ring.blocks())
+            lines += gluon.start_score(self._score(e), blocks[kept], ring.blocks())
         return lines
 
     def _score(self, e: Expr) -> str:
@@ -492,7 +482,7 @@ class _ConsumerText:
                 lines.append(ring.wait("(step - 1)"))
                 waited.add(p.vector)
             weight = self.weights[self.work.products.index(p)]
-            lines += gluon_parts.start_sum(self._sums(p), weight, ring.blocks("(step - 1)"))
+            lines += gluon.start_sum(self._sums(p), weight, ring.blocks("(step - 1)"))
         return lines
 
     def _wait_sums(self, more: list[str]) -> str:
