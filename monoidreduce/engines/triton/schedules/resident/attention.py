@@ -189,11 +189,11 @@ class _PairValues(ExpressionWriter):
     ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
     dropout: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
-    alone = False  # whether this step is of a group that retries, without the producer
+    retries = False  # this step is of a group that retries, without the producer
     pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def _leaf(self, e: Expr) -> str:
-        if e not in self.ringed or self.alone:
+        if e not in self.ringed or self.retries:
             return f"({super()._leaf(e)} >> 1)" if self.dropout and e is self.dropout.mark else super()._leaf(e)
         x = leaf_name(e)
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
@@ -252,9 +252,8 @@ class _Text:
             operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, transposed=self.stored
         )
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.staging_slices = (
-            self.values.slices if self.stored else _find_staging_slices(self.keys.slices, self.values.slices)
-        )
+        queries, values = self.keys.slices, self.values.slices
+        self.staging_slices = values if self.stored else _find_staging_slices(queries, values)
         self.staging = [f"staged{suffix(k)}" for k in range(len(self.staging_slices))]
         self.rows = gluon.VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
@@ -481,11 +480,8 @@ class _Text:
             whole = [f"if {n}_capped > 0:", *gluon.indent(capped), "else:", *gluon.indent(whole)]
         elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
             packed = 4 if self.stored else 2
-            block, held = (
-                f"{leaf_name(self.operands.queries)}_block",
-                f"load(tl.DotOperandLayout(0, SCORES, {packed}))",
-            )
-            queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
+            block, held = leaf_name(self.operands.queries), f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
+            queries = [f"{block}_block{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
         load = " = load_numbers(" if self.v.dropout else " = look_up_band("
@@ -512,7 +508,7 @@ class _Text:
         producer; ``form``: a cheaper form of the logit."""
         soft, v, n = self.soft, self.v, self.n
         v.loop(masked)
-        v.alone = retries
+        v.retries = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
         logit, value, *more = (substitute_truths(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:

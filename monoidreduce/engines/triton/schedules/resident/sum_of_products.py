@@ -113,20 +113,13 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     return gluon.assemble(spec, plain, gluon.IMPORTS, body, generated, 2, functions)
 
 
-class _PairValues(ExpressionWriter):
-    """Numbers of pairs whose scores the first MMAs made."""
+class _PairValues(single_warpgroup.ScoredPairs):
+    """Numbers of pairs whose scores the first MMAs made; ``_weigh`` reads the rings of numbers."""
 
-    pair_layout = "zeros"  # a block that is laid out as all pairs are
+    index_gap = ExpressionWriter.index_gap
 
-    def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
-        super().__init__(spec)
-        self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
-
-    def _shift(self, number: Expr, total: Expr) -> str:
-        return f"shift{self.shifts.index((number, total))}_here[None, :]"
-
-    def _leaf(self, e: Expr) -> str:
-        return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
+    def here(self, x: str) -> str:
+        return f"{x}_here[None, :]"
 
     def drop_weight(self, e: Expr) -> str:
         """A weight with dropout of two columns at once, without the dropout's factor."""
@@ -139,9 +132,6 @@ class _PairValues(ExpressionWriter):
         row = f"blended({self.number(dropout.row)}, {self.block_of(dropout.col)}).to(tl.int32)"
         pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
         return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(dropout.mark)})", True)
-
-    def product(self, x: Expr, y: Expr) -> str:
-        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
 
 
 class _KernelText:
@@ -167,8 +157,8 @@ class _KernelText:
         self.tiles = self._resident_tiles()
         copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
         self._size_rings(copied)
-        users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
-        self.rings = {e: gluon.Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
+        users = {e: sum(e in self._read(group) for group in work) if self.shares_kept else 2 for e in copied}
+        self.rings = {e: gluon.Ring.of(e, spec, self.depths[e], users[e]) for e in copied}
         self.order = gluon.TileOrder(spec)
         self.rows = gluon.VectorRows.of(
             spec.slices(e.feature) for e in dict.fromkeys((*itertools.chain(*self.kept), *self._list_summed()))
