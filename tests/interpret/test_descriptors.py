@@ -65,8 +65,8 @@ def test_launchers_of_another_make_are_given_descriptors():
     broken = wrapped(COMPILED, {1, 2}, None)
     for launch, arguments in ((plain, ARGUMENTS), (COMPILED, ARGUMENTS), (broken, ARGUMENTS), (broken, [None, None])):
         assert descriptors.bypass_encoding(launch, BEFORE, arguments) is None
-    again = SimpleNamespace(start=plain, before=(1, 1, 1), after=())
-    assert jit_module.Relauncher.open_descriptors(again, ARGUMENTS) == (plain, {})
+    relauncher = SimpleNamespace(start=plain, grid=(1, 1, 1), inserted=())
+    assert jit_module.Relauncher.open_descriptors(relauncher, ARGUMENTS) == (plain, {})
 
 
 @mr.op

@@ -21,7 +21,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
+from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, padded, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -665,7 +665,7 @@ class ExpressionWriter:
             return f"tl.reshape({text}, [FOLDED])" if dims else text
         width, slices = self.spec.width(e.feature), self.spec.descriptor_slices(e)
         place = next((k for k, (first, _) in enumerate(slices) if str(first) == feature), 0)
-        text = f"{box_name(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
+        text = f"{name_descriptor(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
         size = k_loop.DEPTH if width > WIDEST else slices[place][1]
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text

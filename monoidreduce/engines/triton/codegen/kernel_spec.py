@@ -306,10 +306,10 @@ def slice_width(width: int) -> Slices:
     return tuple(found)
 
 
-def box_name(x: str, k: int = 0) -> str:
+def name_descriptor(x: str, k: int = 0) -> str:
     """The name of a leaf's tensor descriptor for the ``k``-th slice of its features.
 
-    >>> box_name("x1"), box_name("x1", 1)
+    >>> name_descriptor("x1"), name_descriptor("x1", 1)
     ('x1_box', 'x1_box1')
     """
     return f"{x}_box{k or ''}"

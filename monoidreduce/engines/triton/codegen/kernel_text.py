@@ -30,7 +30,7 @@ from . import (
     tile_ranges,
 )
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec, box_name
+from .kernel_spec import TINY, Spec, name_descriptor
 from .reductions import substitute_truths
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
@@ -144,7 +144,7 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
     names += [*sizes, *lists, *(["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])]
     names += [f"shift{k}_{'box' if spec.shift_descriptors else 'ptr'}" for k in range(shifts)]
     copied = [e for e in used if e in spec.descriptor_dims]
-    names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.descriptor_slices(e)))]
+    names += [name_descriptor(str(e.attrs[0]), k) for e in copied for k in range(len(spec.descriptor_slices(e)))]
     joint = ["joint_start", "joint_batches", "joint_beside"] if spec.joint else []
     names += ["joint_ptr", "joint_first", *joint, "joint_box"] if joint else []
     return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else []), *joint]

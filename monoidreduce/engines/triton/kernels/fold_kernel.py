@@ -512,7 +512,7 @@ class FoldLaunch:
         if self.spec.bounds:
             arguments += self.tile_range_arguments or self._bounds([leaves[leaf] for _, leaf in self.mask_leaves])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.descriptors]
+        arguments += [descriptors.replace_base(template, given[leaf]) for leaf, template in self.descriptors]
         arguments += [
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.coefficients

@@ -154,7 +154,7 @@ class JointLaunch(FoldLaunch):
         start = -(-self.counters // PART)
         rows = start + self.counters * 2 * PART
         self.allocate_buffer = Allocator(((rows * PART,), torch.int32), self.sizes.device)
-        self.joint_box = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
+        self.joint_descriptor = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
@@ -208,8 +208,8 @@ class JointLaunch(FoldLaunch):
         )
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
-        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
-        arguments += [buffer, self.first, *self.joint_numbers, box]
+        sums = descriptors.replace_base(self.joint_descriptor, buffer.view(torch.float32))
+        arguments += [buffer, self.first, *self.joint_numbers, sums]
         if self.relaunch is None:
             self._first([*outputs, *arguments], merged)
         else:
@@ -224,7 +224,7 @@ class JointLaunch(FoldLaunch):
         if found is None:
             return None
         at = len(self.fold.leaves) + len(self.shifts)
-        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_box))
+        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_descriptor))
         return found._replace(arguments=(*found.arguments, *joint))
 
     def make_sum_recipe(self) -> Recipe | None:

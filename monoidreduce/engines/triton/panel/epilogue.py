@@ -305,11 +305,10 @@ class PreparedGemm:
     def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here, fold = self.here, _list_folds(name, self.gemm.epilogue, tuple(values))
         copied = () if name in ROW_KERNELS else self.copied
-        boxes = tuple(() if e in copied else None for e in fold.leaves)
+        how: dict[str, Any] = dict(narrow="bfloat16", k_loop=True, unrounded=self.gemm.exact)
+        dims = tuple(() if e in copied else None for e in fold.leaves)
         given = [values[e] for e in fold.leaves]
-        return spec_from_tensors.describe_as_given(
-            fold, "cols", given, here, narrow="bfloat16", k_loop=True, unrounded=self.gemm.exact, descriptors=boxes
-        )
+        return spec_from_tensors.describe_as_given(fold, "cols", given, here, descriptors=dims, **how)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
 from ..codegen import kernel_text, listed
-from ..codegen.kernel_spec import Slices, Spec, box_name
+from ..codegen.kernel_spec import Slices, Spec, name_descriptor
 
 IMPORTS = """import triton.experimental.gluon.language as tl
 from triton.experimental import gluon
@@ -230,10 +230,10 @@ class Ring:
         return [f"{self.name}_ring{suffix(k)}" for k in range(len(self.slices))]
 
     def allocate_blocks(self, narrow: str) -> list[str]:
-        boxes = [box_name(self.name, k) for k in range(len(self.slices))]
+        names = [name_descriptor(self.name, k) for k in range(len(self.slices))]
         return [
-            allocate(ring, narrow, f"[{self.depth}] + {box}.block_type.shape", f"{box}.layout")
-            for ring, box in zip(self.rings, boxes, strict=True)
+            allocate(ring, narrow, f"[{self.depth}] + {name}.block_type.shape", f"{name}.layout")
+            for ring, name in zip(self.rings, names, strict=True)
         ]
 
     def allocate_barriers(self) -> list[str]:
@@ -248,7 +248,7 @@ class Ring:
     @property
     def bytes(self) -> str:
         """The bytes of a step's blocks."""
-        return " + ".join(f"{box_name(self.name, k)}.block_type.nbytes" for k in range(len(self.slices)))
+        return " + ".join(f"{name_descriptor(self.name, k)}.block_type.nbytes" for k in range(len(self.slices)))
 
     def copy(self, start: str, barrier: str, slot: str) -> list[str]:
         """Begin to copy the blocks at a folded index into a slot; ``barrier`` counts their bytes."""
@@ -259,7 +259,7 @@ class Ring:
         lines = []
         for k, (ring, (first, _)) in enumerate(zip(self.rings, self.slices, strict=True)):
             at = f"[{self.corner}{first}, {start}]" if self.transposed else f"[{self.corner}{start}, {first}]"
-            lines.append(f"copy({box_name(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
+            lines.append(f"copy({name_descriptor(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
         return lines
 
     def produce(self, phase: str, depth: int = 0) -> list[str]:
