@@ -52,7 +52,7 @@ class Accumulator:
         return alone
 
     def add_delayed_product(self) -> list[str]:
-        """Add the product of the tile met before, whose first index is ``gone``."""
+        """The lines that add the product that the tile before left over; ``gone`` is that tile's first index."""
         assert self.delayed_vector is not None
         # added to 0, so that the compiler keeps the weights in registers
         lines = []
@@ -85,7 +85,7 @@ class Accumulator:
         return [*(f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names), *mass]
 
     def add(self, c: Contraction, weight: str | None) -> None:
-        """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
+        """Add one tile's Σ weight × vector; ``weight``: a whole block."""
         v = self.v
         if c.walk and weight is None and is_product(c.weight) and c.weight.attrs[0] == MIX:
             add_mixed(self, c.weight)

@@ -603,7 +603,8 @@ class ExpressionWriter:
                 self.number(n)
 
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
-        """A block's feature indices, and the mask of those that may be read (None: all); ``room``: how many may."""
+        """A block's feature indices, and the mask of those that may be read (None: all); ``room``: how many may, if
+        more."""
         width = self.spec.width(feature)
         if width > WIDEST:
             raise Unsupported(f"vectors of {width} features, more than {WIDEST}")

@@ -1,7 +1,7 @@
 """Folds of few kept indices against many folded ones, as in decoding: which they are, and their kernels.
 
-What bounds them is reading the folded axis. One loop visits every tile with masks, whose cost nobody sees beside the
-reads, so that all reads are pipelined; the softmax keeps a running maximum. Which tiles are visited is found in the
+They are bound by reading the folded axis. One loop visits every tile with masks, whose cost is hidden by the reads, so
+that all reads are pipelined; the softmax keeps a running maximum. Which tiles are visited is found in the
 kernel, from limits such as ``col_index < lengths``: lengths change in every step of a decoder, and a table of ranges
 would be computed anew. All splits share what is visited, however little of the axis that is.
 

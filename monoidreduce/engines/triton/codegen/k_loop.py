@@ -25,7 +25,7 @@ STRIPS = 4  # column strips of a tile whose pairs draw random numbers: all at on
 FEW = 8  # top-k lists beyond this are slower in registers than by panels
 _FITS = 35 * 2**20  # bytes of kept vectors that stay in the L2 cache of an H200 whatever is loaded besides
 _NEAR = 10 * 2**20  # bytes of kept vectors of tiles that run at the same time, where all are more
-PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``, take all parts before the next few
+PROLOGUE = [  # with splits: a few kept tiles (``count_concurrent_tiles``) take all splits before the next few
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
 ]
@@ -71,7 +71,7 @@ def write_tile_loop(spec: Spec) -> str:
 
 
 def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
-    """How many kept tiles run at the same time: all, or as many as leave a cache room for what they are multiplied
+    """How many kept tiles run at the same time: all, or as many as leave the cache space for what they are multiplied
     with. (H200, 65536 × 65536 of 768 features: 9.8 ms, all at once 12.3; 8192 × 256000 of 2304: 14.7 and 15.2; but
     32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
     each = sum(spec.width(e.feature) * 2 for e in list_operands(spec) if not spec.folds(e))
@@ -105,7 +105,7 @@ def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[
 
 
 def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
-    """The lines that walk a product's features; the name that holds it."""
+    """Write the loop over a product's features; returns the name that holds the product."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found

@@ -20,7 +20,7 @@ from . import few_rows
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, LoopBodies, Spec
 
-ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
+ONCE = "listed_once"  # the leaf that says which entries are the first of equal ones in their list
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 

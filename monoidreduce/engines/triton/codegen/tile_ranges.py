@@ -24,7 +24,7 @@ from ....program.lower import Fold, conditions, is_idle
 from ....program.normal_form import split_index_match
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
-# which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
+# which of all tiles a split visits, as a kernel finds it: the first splits may have one tile more than the last
 SPLIT_RANGE = [
     "# this part of them",
     "turns = tl.cdiv(folded_size, FOLDED)",
@@ -154,7 +154,7 @@ _truncate = _choose(numpy.trunc, torch.trunc)
 _right_shift = _choose(numpy.right_shift, torch.bitwise_right_shift)
 
 
-# Stretches: of numbers that rise along both axes, those that a tile meets lie side by side
+# Stretches: of numbers that rise along both axes, equal ones lie side by side
 
 
 @functools.lru_cache(maxsize=1024)

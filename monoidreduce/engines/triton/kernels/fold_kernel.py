@@ -272,7 +272,7 @@ class FoldLaunch:
 
     def _find_summed_dim(self, leaves: Leaves) -> int | None:
         """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
-        kernel computes once, before it walks the folded axis, does not vary along it."""
+        kernel computes once, before its loop over the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
         if self.spec.k_loop or self.few_rows is not None or not all(one is not None and one.summed for one in found):
             return None
@@ -403,7 +403,7 @@ class FoldLaunch:
 
     @property
     def held(self) -> list[Form]:
-        """What is alive beside the outputs while it runs."""
+        """Memory that it allocates besides its outputs."""
         return []
 
     @property
@@ -640,7 +640,7 @@ class FoldLaunch:
     def _bounds(self, asked: Sequence[Any]) -> list[Any]:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
-        ``asked``: the leaves that masks depend on."""
+        ``asked``: the values of the leaves that masks depend on."""
         leaves = [e for e, _ in self.mask_leaves]
         table = self.fold if self.masks_read_data else (tile_ranges.identify_table(self.fold), *leaves)
         parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)

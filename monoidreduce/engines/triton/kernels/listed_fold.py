@@ -1,7 +1,7 @@
 """Folds over lists: each group of kept indices folds the blocks of the folded axis that its list names, in one kernel.
 
 :func:`run_listed` is what the engine of lists asks before it gathers anything. In the kernels (``codegen/listed.py``) a
-block of a list is read where it lies, through descriptors where it is whole, and the walk of a list is split where
+block of a list is read where it lies, through descriptors where it is whole, and the loop over a list is split where
 groups are few or unequal. A fold that has no such kernel is answered with None.
 """
 

@@ -44,8 +44,8 @@ _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
 _SHORT = 64  # entries of an average list up to which lists share a program instance
 UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
-# and where nothing but the room for them is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 % (H200, 64
-# sequences of 1k to 32k, 32/8 heads)
+# and where only the longest list that there may be is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 %
+# (H200, 64 sequences of 1k to 32k, 32/8 heads)
 _UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
 _LANES = 1024

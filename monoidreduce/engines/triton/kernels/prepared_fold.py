@@ -99,7 +99,7 @@ class PreparedFold:
         other.given_sizes = other.sizes = sizes
         other.by_direction = other.launches = [one for one in found if one is not None]
         other._join_directions(values, layouts)
-        other.order = other._find_order()  # joined launches have theirs in another order
+        other.order = other._find_order()  # joined launches have their results in another order
         return other
 
     def _join_directions(self, values: Leaves, layouts: Layouts) -> None:
@@ -447,7 +447,7 @@ def record(
 ) -> RecordedLaunches | None:
     """The launches of steps on these inputs, which are run on the way; None where there is more to them.
 
-    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for;
+    ``numbers``: the arithmetic of numbers among them; ``total``: the sums of the last step's results are asked for;
     ``types``: of vectors that arithmetic of one side returns in another type than its own."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))

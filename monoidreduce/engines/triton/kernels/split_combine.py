@@ -1,4 +1,4 @@
-"""The results of a walk that was cut, from those of its parts, in one kernel: torch takes up to twenty operations.
+"""Combines the partial results of splits in one kernel, where torch takes up to twenty operations.
 
 The arithmetic, and the kernels, are those of the kinds of reduction (``combine_text``, ``combine_launches``).
 """

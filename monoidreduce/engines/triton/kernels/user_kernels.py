@@ -1,9 +1,9 @@
 """Kernels around tile functions that a user wrote as ``@triton.jit``: for what neither language nor generator can say.
 
-The user's functions see blocks in registers; what is written here is the walk around them. A program instance owns a
-tile of rows, walks the columns and combines with the user's ⊙. A gradient is two kernels, one that owns rows and one
-that owns columns, around the same ``proj_fold_bwd``: the compiler drops the half whose result is not used. No atomics,
-so one fixed order. See :func:`monoidreduce.MonoidReduce` for the contract.
+The user's functions see blocks in registers; what is written here is the loop around them. A program instance owns a
+tile of rows, loops over the columns and combines with the user's ⊙. A gradient is two kernels, one that owns rows and
+one that owns columns, around the same ``proj_fold_bwd``: the compiler drops the half whose result is not used. No
+atomics, so one fixed order. See :func:`monoidreduce.MonoidReduce` for the contract.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Layer:
             raise explained from error
 
     def _explain(self, error: Exception) -> Exception | None:
-        """What a user is told of Triton's own errors; None of others."""
+        """The error that a user sees in place of Triton's own; None for others."""
         kind = type(error).__name__
         if kind == "OutOfResources":
             tiles = " × ".join(map(str, self.tiles))

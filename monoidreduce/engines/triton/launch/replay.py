@@ -4,7 +4,7 @@ What a call does on the host (which panels, which views, which arguments a kerne
 sizes and the kinds of its tensors, and takes longer than the device takes for a small problem. So it is done once and
 written out: allocations, views and addresses at fixed offsets, torch operations, launches.
 
-There are two sources of steps. :class:`Recorder` watches a walk over panels while it runs (``panel/kernel_step.py``).
+There are two sources of steps. :class:`Recorder` watches a loop over panels while it runs (``panel/kernel_step.py``).
 ``launch_recipes.py`` derives them from a program whose steps are all launches, with names for the Python numbers that
 may change from call to call. Both are written by :class:`Replay`.
 
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Mapping[str, Tensor]):
         super().__init__()
         self.steps: list[Step] = []
-        self.choices: list[tuple[Any, Any]] = []  # of walks over panels: what chose the panels, and the panels
+        self.choices: list[tuple[Any, Any]] = []  # of loops over panels: what chose the panels, and the panels
         self.constants: dict[str, Tensor] = {}  # small tensors that were made elsewhere
         self.fixed: set[str] = set()  # storages whose content depends on no input
         self.stores: dict[int, tuple[str, int]] = {}  # by id: the names of storages, and where they begin
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(Launch(relaunch, given))
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
-        """A walk over panels begins."""
+        """A loop over panels begins."""
         self.choices.append((chooser, panels))
 
     def symbolic(self, value: Any) -> Any:

@@ -51,14 +51,14 @@ Walk = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
 @dataclass(frozen=True)
 class _Recording:
-    """A recorded walk."""
+    """A recorded loop over panels."""
 
     replay: Replay
     plans: tuple  # the tiles of its kernels
     choices: tuple[tuple[Any, Any], ...]  # what chose the panels of each of its parts, and the panels
 
     def is_current(self, is_bounded: bool) -> bool:
-        """True when the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
+        """True when the loop would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
         return self.plans == _plans() and (
             is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
         )
@@ -94,7 +94,7 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
 
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
-    """All that a walk depends on but its tiles; None where it may depend on more."""
+    """All that a loop over panels depends on but its tiles; None where it may depend on more."""
     if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
@@ -114,7 +114,7 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
 
 
 def _second(key: tuple, program: Lowered) -> _Kind | None:
-    """The kind of a walk from its second run on, which is recorded; None on the first."""
+    """The kind of a loop from its second run on, which is recorded; None on the first."""
     if _ONCE.pop(key, None) is None:
         _ONCE.keep(key, True)
         return None

@@ -215,7 +215,7 @@ def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
 
 
 def walks_are_short(spec: Spec) -> bool:
-    """True when conditions on data are expected to leave few tiles of a walk, as packed documents do; long stretches
+    """True when conditions on data are expected to leave few tiles of a loop, as packed documents do; long stretches
     (``mr.jagged``) do not."""
     return bool(spec.bounds and condition_leaves(spec.fold)) and tile_ranges.find_stretches(spec.fold) is None
 

@@ -500,7 +500,7 @@ def _opening(spec: Spec) -> list[str]:
 
 
 def _add_row_layout(lines: list[str]) -> list[str]:
-    """Generated lines that create one number per kept index, with the layout that Gluon wants to be told."""
+    """Generated lines that create one number per kept index, with the layout that Gluon needs."""
     return [_CREATES.sub(r"\1, ROWS)", line) for line in lines]
 
 

@@ -59,7 +59,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
     """The tile of ``count`` folds of ``length`` kept indices each. None when there is no such kernel, when it would
     leave multiprocessors idle, or when the compiler's schedule is faster.
 
-    Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
+    Conditions on data make loops short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
     if not hardware.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
@@ -162,7 +162,8 @@ def write_kernel(
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
-    folded tile holds the nearest index of every kept index of an instance, so that no other tile meets the diagonal."""
+    folded tile holds the nearest index of every kept index of an instance, so that no other tile crosses the
+    diagonal."""
     operands, schedule = find_operands(spec), schedule or find_schedule(spec)
     if operands is None or schedule is None:
         return None
