@@ -94,7 +94,8 @@ _plain_row_dot = fused_expressions.row_dot
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-    found = row_kernels.dot(x, y) if x.dtype in matmul.SIXTEEN and compute is torch.float32 and not asks else None
+    narrow = x.dtype in matmul.SIXTEEN and compute is torch.float32
+    found = row_kernels.compute_row_dots(x, y) if narrow and not asks else None
     return _plain_row_dot(x, y, compute) if found is None else found
 
 

@@ -29,7 +29,7 @@ class Tools:
     block_function: Callable[..., Any]  # a writer of functions of blocks, of numbers and vectors: ``(spec)``
     pair_vector: Callable[..., str]  # the vectors of a tile's pairs: ``(writer, expression)``
     literal: Callable[[float], str]
-    padded: Callable[[int], int]  # features that a block holds
+    pad_width: Callable[[int], int]  # features that a block holds
     tiny: int  # features up to which vectors are unrolled
 
 

@@ -246,7 +246,7 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
             peak = max(peak, done + _run_combine(one, sizes))
         if replayed and one.holds_splits and len(ready.launches) > 1:
             done += _sum_bytes(one.outputs)
-        done += _sum_bytes(made[o] for o in one.made)
+        done += _sum_bytes(made[o] for o in one.returned_outputs)
     return max(peak, done)
 
 
@@ -267,7 +267,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
     spare._bounds = lambda *given: []  # tile ranges are computed once for a condition's data, and cached
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
-        held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
+        held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.extra_forms)]
         spare.launch_into(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
@@ -293,7 +293,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
     given, whole, *_ = triton.merge_batches(call.fold, call.leaves, sizes)
-    if triton.pick.takes(r, sizes):
+    if triton.pick.has_kernel(r, sizes):
         return triton.pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))

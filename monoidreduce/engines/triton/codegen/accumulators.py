@@ -17,7 +17,7 @@ from ....program.expression import Expr
 from ....program.several import MIX, OUTER, is_product, letters
 from ....reductions import outputs_of
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Slices, Unsupported, padded, widen
+from .kernel_spec import TINY, Slices, Unsupported, pad_width, widen
 from .several import block_of
 
 
@@ -169,7 +169,8 @@ class Accumulator:
 def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
     """A slice of a kept leaf's vectors in float32, loaded again: until here nothing holds registers for them."""
     first, size = at
-    width = padded(v.spec.width(e.feature)) if v.spec.pieces else v.spec.padded_width_of[e] or v.spec.width(e.feature)
+    width = v.spec.width(e.feature)
+    width = pad_width(width) if v.spec.pieces else v.spec.padded_width_of[e] or width
     lane, exists = v.slice_lane(size, width - first)
     mask = f"mask=kept_in[:, None]{f' & {exists}[None, :]' if exists else ''}, other={v.spec.zero(e)}"
     place = f"{v.pointer(e)} + {v.axis_offset(e, 'kept')}"
@@ -244,7 +245,7 @@ class StoredSum:
     def _block(self) -> tuple[str, str]:
         """The place of a block of the first of the vectors, and its mask."""
         v, name = self.v, f"{self.name}_at"
-        lane, exists = v.slice_lane(padded(self.width), self.width)
+        lane, exists = v.slice_lane(pad_width(self.width), self.width)
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
         if self.out in v.spec.strided:
             batch = "".join(f" + b{k} * out{self.out}_b{k}" for k in v.spec.kept_batch)
@@ -261,7 +262,7 @@ class StoredSum:
 
     def start(self) -> list[str]:
         at, mask = self._block()
-        zeros = f"tl.zeros([KEPT, {padded(self.width)}], {self.v.float})"
+        zeros = f"tl.zeros([KEPT, {pad_width(self.width)}], {self.v.float})"
         return self._each([f"tl.store({at} + each * {self.width}, {zeros}, mask={mask})"])
 
     def add(self, c: Contraction, weight: str | None) -> None:

@@ -20,10 +20,9 @@ from ....program.several import are_several, letters
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, kernel_text, listed, tile_ranges
-from . import reductions as kinds
 from .accumulators import is_stored
 from .expressions import ExpressionWriter
-from .kernel_spec import LoopBodies, Spec, padded
+from .kernel_spec import LoopBodies, Spec, pad_width
 from .kernel_text import (
     BlockWidths,
     Kernel,
@@ -35,7 +34,7 @@ from .kernel_text import (
     write_tile_body,
     write_tile_range,
 )
-from .reductions import substitute_truths
+from .reductions import make_lines, substitute_truths
 
 # Numbers of a pair, beside sums of vectors, with which no registers are left for what a sine and a cosine share. H200,
 # the logsumexp of cos(softsign(x · y + b)) with gradients: 1.52 ms, 1.95 where it is shared (468 bytes spilled)
@@ -79,7 +78,7 @@ def compile_fold(spec: Spec) -> Kernel:
 def run_passes(spec: Spec) -> Passes:
     """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
     writer = listed.ListedWriter(spec) if spec.listed else ExpressionWriter(spec)
-    reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
+    reductions = [make_lines(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
     conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
     if spec.listed and not listed.walks_twice(spec):
         tile_range = listed.write_tile_range(writer)
@@ -166,7 +165,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             state=writer.state_width,
             each_kept=width(filter(are_several, kept)),
             each_folded=width(filter(are_several, folded)),
-            stored=sum(padded(spec.width(letters(r.args[0].feature)[1])) for r in stored),
+            stored=sum(pad_width(spec.width(letters(r.args[0].feature)[1])) for r in stored),
         ),
         traits=Traits(
             exact=spec.exact,

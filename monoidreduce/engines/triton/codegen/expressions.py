@@ -21,7 +21,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import are_several
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, padded, widen
+from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -608,13 +608,13 @@ class ExpressionWriter:
         width = self.spec.width(feature)
         if width > WIDEST:
             raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        return self.slice_lane(padded(width), room or width)
+        return self.slice_lane(pad_width(width), room or width)
 
     def slice_lane(self, size: int, width: int) -> tuple[str, str | None]:
         """The same of a block of ``size`` features, of which ``width`` may be read."""
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        key = ("in", width) if size == padded(width) else ("in", width, size)  # slices may be wider than is padded
-        name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
+        key = ("in", width) if size == pad_width(width) else ("in", width, size)  # slices may be wider than is padded
+        name = f"in{width}" if size == pad_width(width) else f"in{width}_of_{size}"
         return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
 
     def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
@@ -626,7 +626,7 @@ class ExpressionWriter:
         name = f"{name}_stored" if stored else name
         self.blocks[e] = None
         width = self.spec.width(e.feature)
-        whole, first = padded(width), (piece or 0) * padded(width)
+        whole, first = pad_width(width), (piece or 0) * pad_width(width)
         if at is None or at[1] == whole:
             lane, exists = self.lane(e.feature, self.spec.padded_width_of[e])
         else:

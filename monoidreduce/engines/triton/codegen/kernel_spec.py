@@ -150,15 +150,16 @@ class Spec:
         """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
         several blocks where one of a power of two would be mostly padding (``slice_width``)."""
         width = self.width(feature)
-        sliced = self.narrow and not self.pieces and NARROW < width <= WIDEST and str(feature) not in self._unsliced
-        return slice_width(width) if sliced else ((0, padded(width)),)
+        plain = NARROW < width <= WIDEST and str(feature) not in self._unsliced_features
+        sliced = self.narrow and not self.pieces and plain
+        return slice_width(width) if sliced else ((0, pad_width(width)),)
 
     def descriptor_slices(self, e: Expr) -> Slices:
         """The features that each tensor descriptor of a leaf copies; K loops walk over them (``k_loop.py``)."""
         return self.slices(e.feature) if e.feature is not None else ((0, 0),)
 
     @cached_property
-    def _unsliced(self) -> frozenset[str]:
+    def _unsliced_features(self) -> frozenset[str]:
         """The features of vectors that something besides matrix products reads, or of every vector where some reduction
         is neither a sum nor a softmax."""
         found = {str(e.feature) for r in self.fold.reductions for e in _read_otherwise(r)}
@@ -295,7 +296,7 @@ def slice_width(width: int) -> Slices:
     >>> slice_width(96), slice_width(72), slice_width(112)
     (((0, 64), (64, 32)), ((0, 64), (64, 16)), ((0, 128),))
     """
-    multiple, whole = -(-width // 16) * 16, padded(width)
+    multiple, whole = -(-width // 16) * 16, pad_width(width)
     if 8 * multiple >= 7 * whole:
         return ((0, whole),)
     found, first = [], 0
@@ -335,6 +336,6 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def padded(width: int) -> int:
+def pad_width(width: int) -> int:
     """The size of a block for so many features: a power of two, at least 16, as matrix products need."""
     return max(16, power_of_two(width))

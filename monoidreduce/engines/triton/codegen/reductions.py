@@ -11,7 +11,7 @@ from ....reductions.kernel_lines import Lines, Tools
 from .accumulators import Accumulator, StoredSum, is_stored, move_factors_to_weight
 from .exponents import literal
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, pad_width
 
 # Vectors per pair in registers: blocks ``[KEPT, FOLDED, features]``, and functions of numbers and vectors.
 #
@@ -34,8 +34,8 @@ class BlockFunctionWriter(ExpressionWriter):
         if e.op == "fsum":
             width = self.spec.width(e.args[0].feature)
             x = self.number(e.args[0])
-            if padded(width) > width:
-                x = f"tl.where(tl.arange(0, {padded(width)}) < {width}, {x}, 0.0)"
+            if pad_width(width) > width:
+                x = f"tl.where(tl.arange(0, {pad_width(width)}) < {width}, {x}, 0.0)"
             return f"sum_features({x})"
         if e.op == "spread":
             return self._beside_vector(e.args[0])
@@ -124,15 +124,14 @@ class LabelColumnWriter(ExpressionWriter):
             return self.target
         if e.op == "dot":
             kept, there = e.args if self.spec.folds(e.args[1]) else e.args[::-1]
-            return (
-                f"tl.sum({self.host.block(kept)}.to({self.float}) * {self._there(there)}.to({self.float}), 1)[:, None]"
-            )
+            vectors = f"{self.host.block(kept)}.to({self.float}) * {self._gather_vectors(there)}.to({self.float})"
+            return f"tl.sum({vectors}, 1)[:, None]"
         return super()._text(e)
 
     def block_of(self, col: Expr) -> str:
         return f"({self.number(col)} >> 7)"
 
-    def _there(self, e: Expr) -> str:
+    def _gather_vectors(self, e: Expr) -> str:
         """The folded leaf's vectors at these indices."""
         name = str(e.attrs[0])
         lane, exists = self.host.lane(e.feature, self.spec.padded_width_of[e])
@@ -163,12 +162,12 @@ TOOLS = Tools(
     block_function=BlockFunctionWriter,
     pair_vector=pair_vector,
     literal=literal,
-    padded=padded,
+    pad_width=pad_width,
     tiny=TINY,
 )
 
 
-def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
+def make_lines(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
     if not (kind.per_pair and v.spec.listed):  # a number for each entry of lists is stored where it is computed
@@ -182,7 +181,7 @@ def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines
     return lines
 
 
-def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
+def make_row_lines(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
     """The same in a kernel whose program instances own one row each.
 
     A row of a panel is long and its tiles are wide. Reducing every tile would make all warps wait for each other

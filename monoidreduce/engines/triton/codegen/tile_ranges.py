@@ -321,7 +321,7 @@ def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low:
 
 def _as_truth(x: Range) -> Range:
     surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
-    return _between(surely, never)
+    return _truth_range(surely, never)
 
 
 def _as_float(x: Range) -> Range:
@@ -343,7 +343,7 @@ def _as_integer(x: Range) -> Range:
     return Range(_where(far, _INT64.min, low), _where(far, _INT64.max, high), 2**63)
 
 
-def _between(surely: Any, never: Any) -> Range:
+def _truth_range(surely: Any, never: Any) -> Range:
     return Range(_double(surely), _double(~never))
 
 
@@ -354,16 +354,16 @@ def _span(ends: Iterable[Any]) -> Range:
 
 
 def _less(x: Range, y: Range) -> Range:
-    return _between(x.high < y.low, x.low >= y.high)
+    return _truth_range(x.high < y.low, x.low >= y.high)
 
 
 def _less_equal(x: Range, y: Range) -> Range:
-    return _between(x.high <= y.low, x.low > y.high)
+    return _truth_range(x.high <= y.low, x.low > y.high)
 
 
 def _equal(x: Range, y: Range) -> Range:
     same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
-    return _between(same, (x.high < y.low) | (x.low > y.high))
+    return _truth_range(same, (x.high < y.low) | (x.low > y.high))
 
 
 def _not(x: Range) -> Range:

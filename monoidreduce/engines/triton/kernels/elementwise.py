@@ -20,7 +20,7 @@ from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, padded
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width
 from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
@@ -62,7 +62,7 @@ class _Lines(ExpressionWriter):
     def _whole(self, e: Expr, kind: str) -> str:
         """A vector as a block with all features, though they may be one number, and none beyond them."""
         _, exists = self.lanes(e)
-        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {padded(self.spec.width(e.feature))}])"
+        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {pad_width(self.spec.width(e.feature))}])"
         return f"tl.where({exists}[None, :], {text}, 0)" if exists else text
 
     def _vector(self, e: Expr) -> str:
@@ -76,7 +76,7 @@ class _Lines(ExpressionWriter):
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)
-        size = padded(width)
+        size = pad_width(width)
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
         return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
 
@@ -151,10 +151,10 @@ class ElementwiseLaunch:
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
-        widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
+        widths = [pad_width(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")
-        kept = padded(length) if total else max(1, _BLOCK // max([16, *widths]))
+        kept = pad_width(length) if total else max(1, _BLOCK // max([16, *widths]))
         tiles = -(-length // kept)
         self.grid = tiles * torch.Size(batch).numel()
         numbers = all(e.feature is None and e.dtype == "float" for e in side.outputs)

@@ -392,7 +392,7 @@ class FoldLaunch:
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         """The results, in the order in which a call returns them."""
         return self.fold.outputs
 
@@ -402,7 +402,7 @@ class FoldLaunch:
         return {} if self.spec.k_loop or self.combines else {self.over: self.plan}
 
     @property
-    def held(self) -> list[Form]:
+    def extra_forms(self) -> list[Form]:
         """Memory that it allocates besides its outputs."""
         return []
 

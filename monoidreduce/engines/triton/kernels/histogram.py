@@ -26,7 +26,7 @@ from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
 from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.histogram import compile_histogram
-from ..codegen.kernel_spec import Unsupported, padded
+from ..codegen.kernel_spec import Unsupported, pad_width
 from ..launch import hardware
 from ..launch.jit_module import Kernels
 from ..schedules.gluon_parts import GROUP_ROWS
@@ -90,7 +90,7 @@ class HistogramLaunch(FoldLaunch):
     def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts):
         _, self.index, self.table = fold.reductions[0].args
         self.table_size = sizes.of(str(self.table.feature))
-        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, padded(self.table_size))
+        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, pad_width(self.table_size))
         self.places = DiagonalIndex(self.index, fold.leaves, sizes, self.table_size)
         self.read = [e for e in topological([self.index]) if e.op == "leaf"]
         self.numbers = self._numbers([values[e] for e in fold.leaves], fold)
@@ -267,7 +267,7 @@ class DiagonalLaunch(FoldLaunch):
         super().__init__(fold, "cols", values, batch, sizes, layouts)
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         return *self.fold.outputs, (self.histogram, 0)
 
     def _describe(self, values: Leaves) -> None:

@@ -110,7 +110,7 @@ class JointLaunch(FoldLaunch):
             raise Unsupported("the kernel of columns alone sums over the batch too")
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         return *self.fold.outputs, *self.other.fold.outputs
 
     @property
@@ -118,7 +118,7 @@ class JointLaunch(FoldLaunch):
         return {"cols": self.other.plan, "rows": self.own.plan}  # of the two kernels that any other plan takes
 
     @property
-    def held(self) -> list[Form]:
+    def extra_forms(self) -> list[Form]:
         return [self.allocate_buffer.form, *self.other.outputs]
 
     def _row_numbers(self) -> list[Expr]:

@@ -73,7 +73,7 @@ class PreparedListedFold:
         for one, long in zip(self.launches, self.long, strict=True):
             own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
             tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
-            merged = functools.partial(self._merged, one, leaves, own, tensors)
+            merged = functools.partial(self._merge_leaves, one, leaves, own, tensors)
             rest = functools.partial(long, leaves=mine, lists=tensors, merged=merged) if long is not None else None
             results = one([*mine, *tensors], merged, rest)
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
@@ -109,7 +109,7 @@ class PreparedListedFold:
             first += count
         return made
 
-    def _merged(
+    def _merge_leaves(
         self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
     ) -> dict[Expr, Any]:
         """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
@@ -212,7 +212,7 @@ def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str)
     parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
     if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
         return make_lists(form, tensors, sizes, over)
-    make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
+    make = lambda: make_lists(form, tensors, sizes, over).without_memory_of(tensors)
     return bounded_cache.compute_once(parts, make, sizes.device)
 
 
@@ -300,7 +300,7 @@ class PagedFold(ListedFold):
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         own = choose_leaves(self.fold, leaves, self.by_col.whole)
         lists = self.by_col.lists(own)
-        found = self.by_col.results(self.ready(self.by_col.leaves(own), lambda _: lists))
+        found = self.by_col.restore_batch(self.ready(self.by_col.leaves(own), lambda _: lists))
         made = dict(zip(self.by_col.whole.outputs, found, strict=True))
         if self.by_row is not None:
             rows = self.by_row(choose_leaves(self.fold, leaves, self.by_row.fold))
@@ -323,7 +323,7 @@ class PagedFold(ListedFold):
         def find_lists(one: ListedLaunch) -> FoundAtLaunch:
             spec = one.spec.listed
             assert spec is not None
-            find = lambda *tensors: by_col.transposed(tensors)[0].tensors(spec.entries)
+            find = lambda *tensors: by_col.transpose_table(tensors)[0].tensors(spec.entries)
             return FoundAtLaunch(asked, find, 2 + spec.ends + spec.entries)
 
         theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
@@ -341,9 +341,9 @@ class PagedFold(ListedFold):
                 else a
             )
             recipe = m.recipe._replace(arguments=tuple(map(feed, m.recipe.arguments)))
-            joined = [one._replace(recipe=by_col.shaped(one.recipe)) for one in m.combining]
+            joined = [one._replace(recipe=by_col.shape_recipe(one.recipe)) for one in m.combining]
             results = [outputs(by_col.whole.outputs[k]) for k in m.results]
-            mine.append(StepLaunches(recipe if joined else by_col.shaped(recipe), results, joined, fed[1]))
+            mine.append(StepLaunches(recipe if joined else by_col.shape_recipe(recipe), results, joined, fed[1]))
         return mine
 
 

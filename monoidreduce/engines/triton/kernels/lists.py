@@ -79,7 +79,7 @@ class Lists:
         items = 1 << (len(self.items) - 1).bit_length()
         return ListForm(self.kept_block, self.folded_block, *some, len(self.offsets) - 1, items, kinds)
 
-    def own(self, given: Sequence[Tensor]) -> Lists:
+    def without_memory_of(self, given: Sequence[Tensor]) -> Lists:
         """The same lists without the memory of these tensors: what is cached for a tensor must not keep it alive."""
         theirs = {t.untyped_storage()._cdata for t in given}
         mine = {n: getattr(self, n) for n in ("offsets", "items", "ends", "entry")}

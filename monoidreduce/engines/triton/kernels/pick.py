@@ -28,7 +28,7 @@ from ....program.primitives import PRIMITIVES
 from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, padded, power_of_two
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width, power_of_two
 from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
@@ -140,7 +140,7 @@ _WIDE = 128  # features of a program instance
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
 
 
-def takes(r: Expr, sizes: Sizes) -> bool:
+def has_kernel(r: Expr, sizes: Sizes) -> bool:
     """True where kernels compute a pick: in float32, of targets and vectors as they are given."""
     return sizes.compute is torch.float32 and sizes.rows > 0 < sizes.cols and _is_made_of_leaves(r)
 
@@ -217,7 +217,7 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
         inside = (place >= 0) & (place < (pairs.sizes.cols if by_rows else pairs.sizes.rows))
         return torch.where(inside, weight, 0.0)
     operands = _operands(r)
-    assert operands is not None  # see takes
+    assert operands is not None  # see has_kernel
     which, *leaves = operands
     if vector is ONE:
         near = far = torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
@@ -407,7 +407,7 @@ class _Weights(ExpressionWriter):
 
     def _over_features(self, e: Expr) -> str:
         width = self.spec.width(e.args[0].feature)
-        lanes = min(padded(width), _WIDE_PRODUCT)
+        lanes = min(pad_width(width), _WIDE_PRODUCT)
         total = self.bind((e, "total"), "tl.zeros([KEPT, 1], tl.float32)", True)
         blocks = []
         for a in e.args:

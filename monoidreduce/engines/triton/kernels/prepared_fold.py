@@ -27,7 +27,7 @@ from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
-from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
+from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
 from ..launch import hardware
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
@@ -84,7 +84,7 @@ class PreparedFold:
 
     def _find_order(self) -> list[int]:
         """Per result of the fold, its place among those of picks and launches."""
-        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.returned_outputs]
         return [found.index(o) for o in self.inner.outputs]
 
     def at_lengths(self, leaves: Sequence[Any], sizes: Sizes) -> PreparedFold | None:
@@ -164,7 +164,7 @@ class PreparedFold:
             return None
         found, first = [], 0
         for one in self.launches:
-            count, recipe = len(one.made), one.recipe() if one.grid else None
+            count, recipe = len(one.returned_outputs), one.recipe() if one.grid else None
             combining, shifts = one.list_combining_launches(), one.list_shift_recipes(leaves)
             if recipe is None or combining is None or shifts is None:
                 return None
@@ -325,7 +325,7 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
     held = WIDEST
     for r, scale in fold.scaled:
         shapes = [feature for feature, _ in outputs_of(r) if feature is not None]
-        width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
+        width = sum(pad_width(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
         if not parts or (width and held + width > WIDEST):
             parts.append([])
             held = 0
@@ -364,7 +364,7 @@ def gather_labels(
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
-    if pick.takes(r, sizes):
+    if pick.has_kernel(r, sizes):
         known, found = {} if known is None else known, []
         for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)

@@ -31,7 +31,7 @@ def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def scale(x, factor, size, LANES: tl.constexpr):
+def scale_in_place(x, factor, size, LANES: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):
@@ -54,7 +54,7 @@ _LABELS = 2**16  # counted by one program instance; torch's two kernels are fast
 _kernels = Kernels("Sums over the features of each row.", _TEXT)
 
 
-def dot(x: Tensor, y: Tensor) -> Tensor | None:
+def compute_row_dots(x: Tensor, y: Tensor) -> Tensor | None:
     """⟨x_i, y_i⟩ in float32, of two contiguous tensors ``[..., features]``; None where there is no kernel for them."""
     if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
         return None
@@ -65,7 +65,7 @@ def dot(x: Tensor, y: Tensor) -> Tensor | None:
     return out
 
 
-def scale(x: Tensor, factor: Tensor) -> bool:
+def scale_in_place(x: Tensor, factor: Tensor) -> bool:
     """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
     if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
         return False
@@ -74,7 +74,7 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     return True
 
 
-def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
+def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
     """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
     and alignment; None where there is no kernel for them."""
     size = labels.numel()

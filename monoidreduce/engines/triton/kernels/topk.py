@@ -23,7 +23,7 @@ from ....reductions import kind_of
 from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..launch import hardware, replay
 from ..launch.jit_module import Kernels
 from . import large_topk
@@ -178,12 +178,12 @@ def _select_from_strips(
     panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype
 ) -> list[Tensor]:
     """The best of rows whose strips' maxima are known."""
-    (rows, strips), slots = maxima.shape, padded(k)
+    (rows, strips), slots = maxima.shape, pad_width(k)
     values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
     spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
     given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
     alike = 16 if panel.dtype is torch.bfloat16 else 0
-    constants = dict(STRIP=_STRIP, STRIPS=padded(strips), WIDTH=padded(width), SLOTS=slots, BITS=alike)
+    constants = dict(STRIP=_STRIP, STRIPS=pad_width(strips), WIDTH=pad_width(width), SLOTS=slots, BITS=alike)
     _kernels("best_listed", (rows,), given, constants, dict(num_warps=8))
     return [values, places]
 

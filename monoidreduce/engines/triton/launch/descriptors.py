@@ -24,7 +24,7 @@ from torch import Tensor
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....program.several import are_several
-from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, gluon_type, padded
+from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, gluon_type, pad_width
 
 _MOST_DIMENSIONS = 5  # of a descriptor
 _MOST_ADDRESSES = 1024  # of one argument
@@ -71,11 +71,11 @@ def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
         return v.element_size() == 2
     width = v.shape[-1]
     if spec.is_stored_softmax:  # for the warp-specialised kernel
-        return NARROW < width <= WIDEST and padded(width) == width and not spec.padded_width_of[e]
+        return NARROW < width <= WIDEST and pad_width(width) == width and not spec.padded_width_of[e]
     whole = (width % 8 == 0 and TINY < width <= WIDEST) or (spec.k_loop and width > WIDEST)
     # Narrow vectors of a softmax that would be padded are loaded instead: attention of 48 features takes 0.82 of the
     # time, of 40 features 0.57; its gradients by columns take up to 1.4 of it (H200).
-    whole &= not (any(r.attrs[0] == "soft" for r in spec.fold.reductions) and width < padded(width) <= NARROW)
+    whole &= not (any(r.attrs[0] == "soft" for r in spec.fold.reductions) and width < pad_width(width) <= NARROW)
     plain = spec.k_loop or not spec.padded_width_of[e]  # a K loop reads a padded copy like any other
     return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and plain
 

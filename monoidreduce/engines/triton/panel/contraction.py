@@ -18,7 +18,7 @@ from torch import Tensor
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.skip_small_tiles import TILE
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..kernels import fold_kernel
 from ..launch import descriptors, hardware, jit_module
 from ..launch.jit_module import Kernels, LaunchCache, Relaunch
@@ -241,7 +241,7 @@ def _list_kept_tiles(weights: Tensor) -> KeptTiles | None:
     least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
     for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
         into = (lists[over], counts[over], maxima, least, *step, length)
-        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, padded(length))))
+        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, pad_width(length))))
     return KeptTiles(skipped, lists, counts)
 
 

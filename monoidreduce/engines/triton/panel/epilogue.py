@@ -247,16 +247,16 @@ class PreparedGemm:
         if not self.gemm.guesses:
             self.launch("write_weights", [descriptor], values)
             return None
-        empty, padded = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
-        guesses, label_logits, factors, label_weights = empty(4, padded, dtype=torch.float32)[:, :rows]
+        empty, padded_rows = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
+        guesses, label_logits, factors, label_weights = empty(4, padded_rows, dtype=torch.float32)[:, :rows]
         marks, labels = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
-        maxima, sums = (empty(self.tiles, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
+        maxima, sums = (empty(self.tiles, padded_rows, dtype=t) for t in (torch.bfloat16, torch.float32))
         factored = self.gemm.epilogue.factored
         self.launch("guess_maxima", [guesses], values)
-        self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded], values)
+        self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded_rows], values)
         if factored is not None and factored.label is not None:
             self.launch("gather_label_logits", [label_logits], values)
-        tiles = [guesses, maxima, sums, padded]
+        tiles = [guesses, maxima, sums, padded_rows]
         rest = [label_logits, out, out.stride(0), factors, label_weights, labels, marks]
         self.launch("finish_rows", [*results, *tiles, *rest], values, self.tiles)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.gemm.epilogue.names, results, strict=True)}

@@ -27,9 +27,9 @@ from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
 from ..codegen import compiler, k_loop, kernel_text
-from ..codegen import reductions as codegen_reductions
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
+from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
@@ -318,21 +318,21 @@ class _KernelWriter:
     def add_fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
         """A pass that folds scalars; their results are stored, and named for what comes later."""
         v, self.v.before = self.v, []
-        kinds = [codegen_reductions.make_for_row(self.made + k, r, v) for k, r in enumerate(reductions)]
-        self.made += len(kinds)
-        guessing = [kind for kind in kinds if isinstance(kind, SoftmaxLaneLines)]
+        lines = [make_row_lines(self.made + k, r, v) for k, r in enumerate(reductions)]
+        self.made += len(lines)
+        guessing = [kind for kind in lines if isinstance(kind, SoftmaxLaneLines)]
         guess = self._read_first_tile(guessing)
-        loops = walk_again_if_far(guessing, self._fold_tiles(kinds), self._fold_tiles(guessing))
+        loops = walk_again_if_far(guessing, self._fold_tiles(lines), self._fold_tiles(guessing))
         v.loop(False)
-        texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
+        texts = [texts[0] for kind in lines for texts, _ in kind.finish()]
         results = v.inside
         for name, text in zip(names, texts, strict=True):
             x, out = str(name.attrs[0]), f"out{len(self.outs)}"
             results += [f"{x} = {text}", f"tl.store({out} + out_at + kept_lane, {x}, mask=kept_in)"]
             v.outer[name] = f"{x}[:, None]"
             self.outs.append(out)
-        self.helpers += [line for kind in kinds for line in ([*kind.helpers, ""] if kind.helpers else [])]
-        begin = [line for kind in kinds for line in kind.start()]
+        self.helpers += [line for kind in lines for line in ([*kind.helpers, ""] if kind.helpers else [])]
+        begin = [line for kind in lines for line in kind.start()]
         self.body += ["", *v.before, *begin, *guess, *loops, *results]
         self.passes += 1
 

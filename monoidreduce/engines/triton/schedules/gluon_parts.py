@@ -338,7 +338,7 @@ def scalar_opening(spec: Spec) -> list[str]:
 class TileOrder:
     """The order in which a kernel computes tiles: whole ones first, then those that a condition or the end cuts.
 
-    ``opening`` are the lines that say how many: ``whole_steps`` of ``steps``. ``sloped`` kernels (ALiBi) begin at the
+    ``opening_lines`` that say how many: ``whole_steps`` of ``steps``. ``sloped`` kernels (ALiBi) begin at the
     whole tile ``nearest`` to the kept indices, whose maximum is guessed from it; the others follow in order, so that
     many program instances read the same blocks at the same time."""
 
@@ -348,7 +348,7 @@ class TileOrder:
     backwards: bool = False  # whole tiles from the last to the first
 
     @property
-    def opening(self) -> list[str]:
+    def opening_lines(self) -> list[str]:
         if self.spec.listed:
             lines = listed.write_steps(self.spec, self.kept)
         elif not self.spec.bounds:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ....plan import settings
 from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, FEW_STORED_PAGES, MOST_FEW, Family, Tile
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
@@ -228,7 +228,7 @@ def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
     how = _describe_work(kernel, widest)
     how += "" if alone else " apart" if kernel.traits.sums_other_block and how == "plain" else " gradient"
     few = kernel.widths.folded <= 3 * widest
-    return padded(widest) if few else 0, min(kernel.widths.state // widest, 2), how
+    return pad_width(widest) if few else 0, min(kernel.widths.state // widest, 2), how
 
 
 def _describe_work(kernel: Kernel, widest: int) -> str:

@@ -20,7 +20,7 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, pad_width, pair_vector_leaves, specialize
 from ..launch import hardware
 from .vector_conversions import (
     MANY_FLOAT32,
@@ -82,7 +82,7 @@ def describe_fold(
         room = 0
         if e in split:
             types.append("float16" if rewritten.pieces == 2 else "bfloat16")
-            padded_widths.append(padded(sizes.of(str(e.feature))))
+            padded_widths.append(pad_width(sizes.of(str(e.feature))))
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel

@@ -43,7 +43,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, padded, pair_vector_leaves
+from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, pad_width, pair_vector_leaves
 from ..launch import hardware
 from ..launch.jit_module import Kernels
 
@@ -254,7 +254,7 @@ def _drop_broadcast(v: Tensor, batch: int) -> Tensor:
 def _split_vectors(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: bool) -> tuple[Tensor, ...]:
     """The pieces of vectors, their norms and their scales (the latter two only where asked for)."""
     own = _drop_broadcast(v, batch)
-    width, lanes = v.shape[-1], padded(v.shape[-1])
+    width, lanes = v.shape[-1], pad_width(v.shape[-1])
     flat = own.reshape(-1, width)
     count, kind = (2, torch.float16) if halved else (3, torch.bfloat16)
     pieces = torch.empty(*own.shape[:-1], count * lanes, dtype=kind, device=v.device)
@@ -364,7 +364,7 @@ class NormRows:
 
     def launch(self, out: Tensor, flat: Tensor) -> Callable[..., None] | None:
         """Compute the norms of ``flat`` rows; what does it again, if there is."""
-        lanes = padded(self.width)
+        lanes = pad_width(self.width)
         constants = dict(WIDTH=self.width, LANES=lanes, ROWS=max(1, 4096 // lanes))
         grid = (-(-self.count // constants["ROWS"]),)
         return _kernels("squared_norms", grid, (out, flat, self.count, *flat.stride()), constants)

@@ -19,9 +19,9 @@ from .....program.several import OF_VECTORS
 from .....reductions.kernel_lines import Lines
 from .....reductions.pick import PickLines
 from ...codegen import compiler, k_loop, kernel_text, tile_ranges
-from ...codegen import reductions as kinds
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
+from ...codegen.reductions import make_lines
 from ...launch import hardware
 from .. import gluon_parts as gluon
 from ..gluon_parts import leaf_name
@@ -428,13 +428,13 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
         return None
     plain = compiler.compile_fold(spec)
     v = _PairValues(spec)
-    reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
+    reductions = [make_lines(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     whole, cut = (_write_epilogue(v, reductions, wide, masked) for masked in (False, True))
     v.loop(False)
     stores = kernel_text.write_stores(reductions, v)
     begin = _add_row_layout([line for r in reductions for line in r.start()])
     lines = {
-        "opening": _opening(spec),
+        "opening": _write_opening(spec),
         "before": v.before,
         "begin": begin + _find_first_label(v, reductions),
         "whole": whole,
@@ -490,7 +490,7 @@ class _PairValues(ExpressionWriter):
         return self.bind((target, "place"), text, False)
 
 
-def _opening(spec: Spec) -> list[str]:
+def _write_opening(spec: Spec) -> list[str]:
     """Which kept tile, and which split of the folded axis."""
     lines = gluon.scalar_opening(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]

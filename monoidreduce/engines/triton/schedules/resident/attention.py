@@ -30,7 +30,7 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import make, substitute_truths
+from ...codegen.reductions import make_lines, substitute_truths
 from ...launch import hardware
 from .. import gluon_parts as gluon
 from .. import spec_from_tensors
@@ -227,7 +227,7 @@ class _Text:
         v.dropout = (
             match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
         )
-        soft = make(0, *spec.fold.scaled[0], v)
+        soft = make_lines(0, *spec.fold.scaled[0], v)
         assert isinstance(soft, SoftmaxLines)
         self.soft = soft
         self.n, v.totals = soft.name, soft.means[0].names
@@ -300,13 +300,13 @@ class _Text:
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
-    def kinds(self) -> list[str]:
+    def reduction_lines(self) -> list[str]:
         """The types of queries, keys and values in shared memory."""
         leaves = (self.operands.queries, self.operands.keys, self.operands.values)
         return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
 
-    def _opening(self) -> list[str]:
-        return [*gluon.scalar_opening(self.spec), *self.order.opening]
+    def _write_opening(self) -> list[str]:
+        return [*gluon.scalar_opening(self.spec), *self.order.opening_lines]
 
     def _producer(self, partitions: gluon.Partitions) -> str:
         store = []
@@ -317,7 +317,7 @@ class _Text:
         return gluon.fill(
             gluon.PRODUCER,
             parameters=partitions.parameters(),
-            opening=self._opening(),
+            opening=self._write_opening(),
             tile=self.order.any(),
             depth=ring,
             phase=f"(step // {ring}) & 1",
@@ -328,7 +328,7 @@ class _Text:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
         layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
-        queries, keys, values = self.kinds
+        queries, keys, values = self.reduction_lines
         tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
         tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staging_slices, strict=True)]
         allocate = [
@@ -395,7 +395,7 @@ class _Text:
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
             layouts=[*gluon.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
-            opening=self._opening(),
+            opening=self._write_opening(),
             lanes=[*gluon.lanes(), *self.rows.lanes()],
             before=v.before,
             residents=[f"{name} = {name}.index(GROUP)" for name in own],

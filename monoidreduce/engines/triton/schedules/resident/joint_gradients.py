@@ -227,17 +227,17 @@ class _Text:
         consumer = self._consumer()
         return self._producer() + self._writer() + consumer + self._entry(), self.generated
 
-    def _opening(self) -> list[str]:
+    def _write_opening(self) -> list[str]:
         lines = [line for line in gluon.scalar_opening(self.spec) if "tl.program_id" not in line]
         place = "turn, batch = side_by_side(tl.program_id(0), tiles, joint_batches, joint_beside)"
         tile = "tile = turn + flip * (tiles - 1 - 2 * turn)" if self.spec.bounds else "tile = turn"
-        return [place, tile, *lines, *self.order.opening]
+        return [place, tile, *lines, *self.order.opening_lines]
 
     def _producer(self) -> str:
         return gluon.fill(
             _PRODUCER,
             parameters=self.partitions.parameters(),
-            opening=self._opening(),
+            opening=self._write_opening(),
             tile=self.order.any(),
             depth=self.schedule.ring,
             group=self.order.enter_group(),
@@ -251,7 +251,7 @@ class _Text:
         return gluon.fill(
             _WRITER,
             parameters=self.partitions.parameters(),
-            opening=[*self._opening(), "row_blocks = tl.cdiv(folded_size, FOLDED)"],
+            opening=[*self._write_opening(), "row_blocks = tl.cdiv(folded_size, FOLDED)"],
             writers=self.schedule.writers,
             part=PART,
             tile=self.order.any(),
@@ -269,7 +269,7 @@ class _Text:
         truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         whole, cut = self._step(truths, False, self.order.whole()), self._step({}, True, self.order.cut())
         results = self._results()
-        self.generated += [*self._opening(), *v.before, *whole, *cut]
+        self.generated += [*self._write_opening(), *v.before, *whole, *cut]
         mma = "tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {}, 16])".format
         return gluon.fill(
             _CONSUMER,
@@ -279,7 +279,7 @@ class _Text:
                 f"ROW_SUMS: tl.constexpr = {mma(PART)}",
                 *self.rows.layouts(),
             ],
-            opening=self._opening(),
+            opening=self._write_opening(),
             lanes=[*gluon.lanes(), *self.rows.lanes()],
             before=v.before,
             load=load,

@@ -102,16 +102,16 @@ class ScoredPairs(ExpressionWriter):
         self.dots, self.shifts = dots, [*shifts]
         self.ringed = [e for e in folded_numbers(spec) if not any(e in pair for pair in shifts)]
 
-    def here(self, x: str) -> str:
+    def read_number(self, x: str) -> str:
         """One number per folded index of the tile."""
         text = f"{x}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
         return f"{self.bind((x, 'here'), text, True, f'{x}_here')}[None, :]"
 
     def _leaf(self, e: Expr) -> str:
-        return self.here(leaf_name(e)) if e in self.ringed else super()._leaf(e)
+        return self.read_number(leaf_name(e)) if e in self.ringed else super()._leaf(e)
 
     def _shift(self, number: Expr, total: Expr) -> str:
-        return self.here(f"shift{self.shifts.index((number, total))}")
+        return self.read_number(f"shift{self.shifts.index((number, total))}")
 
     def index_gap(self, at: str) -> str:
         return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
@@ -130,7 +130,7 @@ class _PairValues(ScoredPairs):
             return self.full(e)
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.weight(e.args[1])}, 0.0)"
-        row, mark = self.here(leaf_name(found.dropout.row)), self.number(found.dropout.mark)
+        row, mark = self.read_number(leaf_name(found.dropout.row)), self.number(found.dropout.mark)
         mark = self.bind((found.dropout, "mark"), f"{mark} >> 1", False)
         weight = self.full(found.weight)
         left = self.bind((found.weight, "spared"), f"spared({weight}, {row}, {mark})", True)
@@ -178,8 +178,8 @@ class _Text:
         load = []
         for e, smem in self.residents.items():
             load += self.rows.load(v.pointer(e), e, spec.width(e.feature), spec.slices(e.feature), smem)
-        results, running = self._results(), ", ".join(self._running())
-        opening = [*gluon.scalar_opening(spec), *self.order.opening]
+        results, running = self._results(), ", ".join(self._list_running())
+        opening = [*gluon.scalar_opening(spec), *self.order.opening_lines]
         begin = []
         for p, sums, layout in zip(self.work.products, self.sums, self._layout_names(), strict=True):
             for k, (total, (_, size)) in enumerate(zip(sums, spec.slices(p.vector.feature), strict=True)):
@@ -214,7 +214,7 @@ class _Text:
         )
         return text, self.generated
 
-    def _running(self) -> list[str]:
+    def _list_running(self) -> list[str]:
         return [*(name for sums in self.sums for name in sums), "weight0", "weight1"]
 
     def _allocate(self) -> list[str]:
@@ -272,7 +272,7 @@ class _Text:
         """One tile: weights of the first score while the second is made, and sums beside the weights that follow.
 
         With dropout weights are used twice, and registers hold nothing else: then both sums are started at the end."""
-        v, running = self.v, ", ".join(self._running())
+        v, running = self.v, ", ".join(self._list_running())
         v.loop(masked)
         v.inside += [
             f"slot = step % {_RING}",

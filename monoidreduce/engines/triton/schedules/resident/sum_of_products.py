@@ -118,7 +118,7 @@ class _PairValues(single_warpgroup.ScoredPairs):
 
     index_gap = ExpressionWriter.index_gap
 
-    def here(self, x: str) -> str:
+    def read_number(self, x: str) -> str:
         return f"{x}_here[None, :]"
 
     def drop_weight(self, e: Expr) -> str:
@@ -208,8 +208,8 @@ class _KernelText:
         """The folded vectors that a group reads."""
         return [*(kept_and_folded(e, self.spec)[1] for e in group.dots), *(p.vector for p in group.products)]
 
-    def opening(self) -> list[str]:
-        return [*gluon.scalar_opening(self.spec), *self.order.opening]
+    def opening_lines(self) -> list[str]:
+        return [*gluon.scalar_opening(self.spec), *self.order.opening_lines]
 
     def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
         """The kernel, given its consumers' functions."""
@@ -217,7 +217,7 @@ class _KernelText:
         producer = gluon.fill(
             gluon.PRODUCER,
             parameters=self.partitions.parameters(),
-            opening=self.opening(),
+            opening=self.opening_lines(),
             tile=self.order.any(),
             depth=self.depth,
             phase=f"((step // {self.depth}) & 1) ^ 1",
@@ -377,7 +377,7 @@ class _ConsumerText:
             title=title,
             parameters=text.partitions.parameters(),
             layouts=[*self._layouts(), *text.rows.layouts(), *(diagonal_sums.LAYOUTS if text.bands else [])],
-            opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
+            opening=[*text.opening_lines(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
             lanes=[*gluon.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
             before=v.before,
             load=load,
@@ -392,7 +392,7 @@ class _ConsumerText:
             last=[*self._start_sums(work.products), self._wait_sums([])],
             results=results,
         )
-        return body, [*text.opening(), *v.before, *whole, *cut]
+        return body, [*text.opening_lines(), *v.before, *whole, *cut]
 
     def _enter_bands(self) -> list[str]:
         """Where sums along diagonals go."""
