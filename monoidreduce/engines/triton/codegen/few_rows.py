@@ -156,7 +156,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     if folded < LEAST or not batch[-1] or not _has_kernel(spec):
         return None
     groups = batch[-1]
-    shared = groups > 1 and all(_is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
+    shared = groups > 1 and all(is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
     if kept > _MOST_ROWS and (not shared or kept * groups > FEW_ROWS):
         return None
     spec = replace(spec, few_rows=True, guess=False, bounds=False, precomputed_shifts=False)
@@ -165,7 +165,7 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     own = [
         e
         for e, v in values.items()
-        if isinstance(v, Tensor) and not e.rows and not e.cols and not _is_shared(v, len(batch) - 1)
+        if isinstance(v, Tensor) and not e.rows and not e.cols and not is_shared(v, len(batch) - 1)
     ]
     fold = vary_by_row(spec.fold, spec.over, own)
     rest = batch[:-1] or (1,)
@@ -173,7 +173,8 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
     return FewRows(spec, rest, kept, groups * kept, added_batch=len(batch) == 1)
 
 
-def _is_shared(v: Any, at: int) -> bool:
+def is_shared(v: Any, at: int) -> bool:
+    """True for a number, or a tensor that does not vary along a dimension."""
     return not isinstance(v, Tensor) or v.stride(at) == 0
 
 

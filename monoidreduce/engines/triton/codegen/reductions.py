@@ -58,24 +58,26 @@ def pair_vector(v: ExpressionWriter, e: Expr) -> str:
     if v.spec.listed or v.spec.k_loop:
         raise Unsupported("a monoid with vector fields, over lists or many features")
     for n in topological([e], stop=lambda n: n.feature is None):
-        if (n, "vectors") not in v.inner and (n, "vectors") not in v.outer:
+        if _find_vectors(v, n) is None:
             v.bind((n, "vectors"), _vector_text(v, n), True)
-    found = v.inner.get((e, "vectors")) or v.outer[e, "vectors"]
-    return found
+    return str(_find_vectors(v, e))
+
+
+def _find_vectors(v: ExpressionWriter, e: Expr) -> str | None:
+    return v.inner.get((e, "vectors")) or v.outer.get((e, "vectors"))
 
 
 def _vector_text(v: ExpressionWriter, e: Expr) -> str:
-    known = lambda a: v.inner.get((a, "vectors")) or v.outer[a, "vectors"]
     if e.feature is None:
         text = v.number(e)
         return f"tl.expand_dims({text}, 2)" if e.rows or e.cols else text
     if e.op == "spread":
-        return known(e.args[0])
+        return str(_find_vectors(v, e.args[0]))
     if e.op == "leaf":
         if e.is_pair or not (e.rows or e.cols):
             raise Unsupported("a monoid's vectors that are given per pair, or once for all")
         return f"tl.expand_dims({_load_vectors(v, e)}, {0 if v.spec.folds(e) else 1})"
-    return v.primitive(e, [known(a) for a in e.args])
+    return v.primitive(e, [str(_find_vectors(v, a)) for a in e.args])
 
 
 def _load_vectors(v: ExpressionWriter, e: Expr) -> str:

@@ -212,8 +212,9 @@ def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str)
     parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
     if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
         return make_lists(form, tensors, sizes, over)
-    make = lambda: make_lists(form, tensors, sizes, over).without_memory_of(tensors)
-    return bounded_cache.compute_once(parts, make, sizes.device)
+    return bounded_cache.compute_once(
+        parts, lambda: make_lists(form, tensors, sizes, over).without_memory_of(tensors), sizes.device
+    )
 
 
 def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -222,8 +223,11 @@ def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Siz
     if local.once:
         assert fold.domain is not None
         (form,), tensors = fold.domain.attrs, _find_domain(fold, leaves)
-        make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
-        once = bounded_cache.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        once = bounded_cache.compute_once(
+            ("once", form, sizes.rows, sizes.cols, *tensors),
+            lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols),
+            sizes.device,
+        )
         found.append(once.view(*(1,) * len(sizes.batch), -1))
     return found
 
@@ -279,7 +283,10 @@ class ListedFold:
         """What finds the lists of one direction at a launch, for tensors like these; and whether it asks them for their
         addresses alone, whatever they hold: a table of pages is read as it is."""
         assert self.fold.domain is not None
-        find = lambda *tensors: _read_domain(self.fold, tensors, self.sizes, over).tensors(entries)
+
+        def find(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return _read_domain(self.fold, tensors, self.sizes, over).tensors(entries)
+
         if self.fold.domain.attrs[0][0] == "pages" and over == "cols" and not bounded_cache.is_capturing(given[0]):
             offsets, *rest = find(*given)
             if [t.data_ptr() for t in rest] == [t.data_ptr() for t in given]:
@@ -323,8 +330,8 @@ class PagedFold(ListedFold):
         def find_lists(one: ListedLaunch) -> FoundAtLaunch:
             spec = one.spec.listed
             assert spec is not None
-            find = lambda *tensors: by_col.transpose_table(tensors)[0].tensors(spec.entries)
-            return FoundAtLaunch(asked, find, 2 + spec.ends + spec.entries)
+            entries, count = spec.entries, 2 + spec.ends + spec.entries
+            return FoundAtLaunch(asked, lambda *tensors: by_col.transpose_table(tensors)[0].tensors(entries), count)
 
         theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
         mine = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
@@ -333,14 +340,13 @@ class PagedFold(ListedFold):
         outputs = self.fold.outputs.index
         mine = [m._replace(results=[outputs(self.by_row.fold.outputs[k]) for k in m.results]) for m in mine]  # type: ignore[union-attr]
         for m in theirs:
-            feed = lambda a: (
-                fed[0][a.at]
-                if isinstance(a, Leaf)
-                else a._replace(at=fed[0][a.at].at)
-                if isinstance(a, DescriptorOf)
+            arguments = [
+                fed[0][a.at] if isinstance(a, Leaf)
+                else a._replace(at=fed[0][a.at].at) if isinstance(a, DescriptorOf)
                 else a
-            )
-            recipe = m.recipe._replace(arguments=tuple(map(feed, m.recipe.arguments)))
+                for a in m.recipe.arguments
+            ]  # fmt: skip
+            recipe = m.recipe._replace(arguments=tuple(arguments))
             joined = [one._replace(recipe=by_col.shape_recipe(one.recipe)) for one in m.combining]
             results = [outputs(by_col.whole.outputs[k]) for k in m.results]
             mine.append(StepLaunches(recipe if joined else by_col.shape_recipe(recipe), results, joined, fed[1]))

@@ -19,7 +19,7 @@ from ....reductions import kind_of
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.few_rows import FewRows
+from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
@@ -114,11 +114,11 @@ class ListedLaunch(FoldLaunch):
             return None
         if any(self.conversions) or any(e.is_pair for e in spec.fold.leaves):  # these have the batch of the call
             return None
-        shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-        if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e) or e in spec.fold.tables):
+        folded = [v for e, v in values.items() if spec.folds(e) or e in spec.fold.tables]
+        if drawn or not all(is_shared(v, at) for v in folded):
             return None
-        own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or shared(v))]
+        own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or is_shared(v, at))]
         fold = few_rows.vary_by_row(spec.fold, spec.over, own)
         rest = self.batch[:-1] or (1,)
         spec = replace(spec, fold=fold, grouped=True, rank=len(rest), guess=False)

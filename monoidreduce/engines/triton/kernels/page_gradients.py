@@ -220,8 +220,8 @@ def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | 
     removed = tuple(d for d in range(len(sizes.batch)) if all(v.shape[d] == 1 for v in fixed))
     if 0 not in removed:
         return None
-    own = lambda v: any(v.shape[d] != 1 for d in removed)
-    varying = tuple(e for e, v in held if not (e.rows or e.cols) and own(v))
+    numbers = [(e, v) for e, v in held if not (e.rows or e.cols)]
+    varying = tuple(e for e, v in numbers if any(v.shape[d] != 1 for d in removed))
     return PageGradients(fold, sizes, removed, varying)
 
 

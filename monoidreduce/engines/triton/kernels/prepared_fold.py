@@ -31,7 +31,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
 from ..launch import hardware
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
-from ..schedules.kernel_plan import overriding_plans, use_plan
+from ..schedules.kernel_plan import find_overriding_plan, use_plan
 from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import DiagonalLaunch, HistogramLaunch
@@ -283,18 +283,21 @@ def prepare_launches(
     ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
     if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes, layouts)) is not None:
         return [one]
-    made = lambda: [FoldLaunch(fold, over, values, batch, sizes, layouts) for fold in folds]
-    asked = dict(overriding_plans()).get(over)
+
+    def make() -> list[FoldLaunch]:
+        return [FoldLaunch(fold, over, values, batch, sizes, layouts) for fold in folds]
+
+    asked = find_overriding_plan(over)
     if asked is None or len(folds) == 1:
-        return made()
+        return make()
     with use_plan({}):
-        own = made()
-    if replace(own[-1].plan, splits=asked.splits) != asked:
-        return made()
-    for each in own:
-        if each.plan.splits != asked.splits:
-            each.prepare(values, replace(each.plan, splits=asked.splits))
-    return own
+        found = make()
+    if replace(found[-1].plan, splits=asked.splits) != asked:
+        return make()
+    for one in found:
+        if one.plan.splits != asked.splits:
+            one.prepare(values, replace(one.plan, splits=asked.splits))
+    return found
 
 
 def _share_one_launch(
@@ -342,8 +345,8 @@ def _directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tupl
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        apart = lambda r: widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)
-        picks = tuple(r for r in mine if apart(r) or not kind_of(r).walks(r, whole.reductions))
+        labels = [r for r in mine if widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)]
+        picks = tuple(r for r in mine if r in labels or not kind_of(r).walks(r, whole.reductions))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)
@@ -422,8 +425,11 @@ class StepLaunches(NamedTuple):
             yield ProgramLaunch(self.buffer, feeds, last)
 
         def name_extra(one: ExtraLaunch) -> ProgramLaunch:
-            called = lambda name: whole[name] if isinstance(name, int) else f"{whole[0]}_{name}"
-            return ProgramLaunch(one.recipe, (*feeds, *map(called, one.read)), tuple(map(called, one.written)))
+            read, written = (
+                tuple(whole[k] if isinstance(k, int) else f"{whole[0]}_{k}" for k in names)
+                for names in (one.read, one.written)
+            )
+            return ProgramLaunch(one.recipe, (*feeds, *read), written)
 
         yield from map(name_extra, self.before)
         yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])

@@ -231,19 +231,16 @@ def rewrite_sums(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Fold,
         if parts is None or any(isinstance(values[n], Tensor) for n in _read(parts)):
             continue
         first = len(fold.leaves) + 3 * len(sums)
-        named = lambda k, rows, cols, feature, kind, first=first: node(
-            "leaf", (), (f"x{first + k}",), rows=rows, cols=cols, feature=feature, dtype=kind
+        forms = (False, False, name_sum(first), "float"), (True, False, None, "int"), (False, True, None, "int")
+        table, row, col = (
+            node("leaf", (), (f"x{first + k}",), rows=rows, cols=cols, feature=feature, dtype=dtype)
+            for k, (rows, cols, feature, dtype) in enumerate(forms)
         )
-        made = (
-            named(0, False, False, name_sum(first), "float"),
-            named(1, True, False, None, "int"),
-            named(2, False, True, None, "int"),
-        )
-        one = _Sum(e.args[0], parts, made)
+        one = _Sum(e.args[0], parts, (table, row, col))
         if find_places(one, values, sizes) is None:
             continue
         sums.append(one)
-        new[e] = look_up(made[0], apply("add", made[1], made[2]))
+        new[e] = look_up(table, apply("add", row, col))
     if not sums:
         return fold, None
     reductions = substitute(fold.reductions, new)

@@ -190,12 +190,12 @@ def find_stream(device: torch.device) -> Callable[[], int | None]:
     current_device = torch._C._cuda_getDevice
     here = device.index
 
-    def found() -> int | None:
+    def find() -> int | None:
         if current_device() != here or _has_hook(runtime.launch_enter_hook) or _has_hook(runtime.launch_exit_hook):
             return None
         return current(here)
 
-    return found
+    return find
 
 
 def _has_hook(hook: Any) -> bool:

@@ -295,8 +295,8 @@ def replace_distances(
     stored = pairs >= max(MANY_STORED, 2) and any(e.is_stored for e in fold.leaves)
     if sizes.compute is not torch.float32 or not (stored or (pairs > 1 and pairs * batch >= MANY_SIXTEEN)):
         return fold, ()
-    sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
-    small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
+    plain = [e for e in fold.leaves if e not in fold.packed]
+    small = {e for e in plain if e.is_stored or getattr(values[e], "dtype", None) in matmul.SIXTEEN}
     wide = {e for e in small if e.feature is not None and TINY < sizes.of(str(e.feature)) <= WIDEST}
     return _replace_distances(fold, frozenset(wide))
 

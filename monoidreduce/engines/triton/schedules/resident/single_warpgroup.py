@@ -23,7 +23,7 @@ from ...codegen.reductions import substitute_truths
 from .. import gluon_parts as gluon
 from ..gluon_parts import leaf_name, suffix
 from .logit_forms import INDEX_DISTANCE
-from .work_split import GroupWork, folded_numbers, kept_and_folded
+from .work_split import GroupWork, folded_numbers, kept_and_folded, name_sums
 
 _IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 {gluon.IMPORTS}"""
@@ -145,11 +145,11 @@ class _Text:
     def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
         self.spec, self.work, self.plain, self.v = spec, work, plain, _PairValues(spec, work.dots, plain.shifts)
         kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
-        slices = lambda e: range(len(spec.slices(e.feature)))
-        self.residents = {e: [f"{leaf_name(e)}_kept{suffix(k)}" for k in slices(e)] for e in kept}
+        names = {e: [suffix(k) for k in range(len(spec.slices(e.feature)))] for e in kept}
+        self.residents = {e: [f"{leaf_name(e)}_kept{k}" for k in names[e]] for e in kept}
         copied = dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots)
         self.rings = {e: gluon.Ring.of(e, spec, _RING, 1) for e in copied}
-        self.sums = [[f"sum{p.place}" + (f"_{k}" if k else "") for k in slices(p.vector)] for p in work.products]
+        self.sums = [name_sums(p, spec) for p in work.products]
         self.rows = gluon.VectorRows.of(spec.slices(e.feature) for e in kept)
         self.order = gluon.TileOrder(spec)
         self.dropped = [match_dropped_weight(p.weight, spec) for p in work.products]

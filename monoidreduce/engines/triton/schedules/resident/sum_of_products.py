@@ -32,7 +32,16 @@ from .. import spec_from_tensors
 from ..gluon_parts import leaf_name, suffix
 from ..kernel_plan import KernelPlan
 from . import diagonal_sums, single_warpgroup
-from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
+from .work_split import (
+    GroupWork,
+    Product,
+    count_features,
+    count_kept,
+    divide_work,
+    folded_numbers,
+    kept_and_folded,
+    name_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -362,7 +371,7 @@ class _ConsumerText:
         begin = []
         for p in {p.place: p for p in work.products}.values():
             for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
-                begin.append(f"{self._sums(p)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
+                begin.append(f"{name_sums(p, self.spec)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
         truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
@@ -411,11 +420,6 @@ class _ConsumerText:
         (found,) = {self.spec.slices(p.vector.feature) for p in self.work.products}
         return gluon.layouts(found)
 
-    def _sums(self, p: Product) -> list[str]:
-        """The accumulators of a product's reduction."""
-        count = len(self.spec.slices(p.vector.feature))
-        return [f"sum{p.place}_{k}" if k else f"sum{p.place}" for k in range(count)]
-
     def _step(self, blocks: Mapping[Expr, Sequence[str]], arithmetic: list[str], tile: str) -> list[str]:
         """One tile: start its scores and the sums of the tile before, make weights of the scores while the sums run."""
         early, products = self.work.early, self.work.products
@@ -428,7 +432,7 @@ class _ConsumerText:
             *self._start_scores(blocks),
             *self._start_sums(products[early:]),
             *ahead,
-            *self._wait_scores(sum(len(self._sums(p)) for p in products[early:]), self.weights[:early]),
+            *self._wait_scores(sum(len(name_sums(p, self.spec)) for p in products[early:]), self.weights[:early]),
             *arithmetic,
             self._wait_sums(self.weights[early:]),
             *(self.text.rings[e].release("(step - 1)") for e in used),
@@ -472,11 +476,11 @@ class _ConsumerText:
                 lines.append(ring.wait("(step - 1)"))
                 waited.add(p.vector)
             weight = self.weights[self.work.products.index(p)]
-            lines += gluon.start_sum(self._sums(p), weight, ring.blocks("(step - 1)"))
+            lines += gluon.start_sum(name_sums(p, self.spec), weight, ring.blocks("(step - 1)"))
         return lines
 
     def _wait_sums(self, more: list[str]) -> str:
-        sums = dict.fromkeys(name for p in self.work.products for name in self._sums(p))
+        sums = dict.fromkeys(name for p in self.work.products for name in name_sums(p, self.spec))
         names = ", ".join([*sums, *more])
         return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
 
@@ -485,7 +489,10 @@ class _ConsumerText:
         work, v, narrow, depth = self.work, self.v, self.spec.narrow, self.text.depth
         v.loop(masked)
         write = v.full if self.text.dropout is None else v.drop_weight
-        seen = lambda e: v.bind_masked(write(substitute_truths(e, truths)), "0.0")
+
+        def weigh(e: Expr) -> str:
+            return v.bind_masked(write(substitute_truths(e, truths)), "0.0")
+
         for x in self.text.ringed_numbers:
             v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
             v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
@@ -497,16 +504,16 @@ class _ConsumerText:
             v.inside += [f"{leaf_name(e)}_wide = {leaf_name(e)}.to(tl.float32)" for e in work.takes]
             v.inner |= {e: f"{leaf_name(e)}_wide" for e in work.takes}
         if work.sends:
-            texts = [seen(f) for f in work.sends]
+            texts = [weigh(f) for f in work.sends]
             v.inside.append("mbarrier.wait(sent_empty.index(step % 2), ((step // 2) & 1) ^ 1)")
             kind = self.text.sent_type
             v.inside += [f"sent{k}.index(step % 2).store(({t}).to(tl.{kind}))" for k, t in enumerate(texts)]
             v.inside.append("mbarrier.arrive(sent_full.index(step % 2))")
         for k, p in enumerate(work.products):
-            v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
+            v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({weigh(p.weight)}).to(tl.{narrow}), WEIGHTS))")
         if self.spec.diagonals is not None:
             place = f"band_at + start // FOLDED * {diagonal_sums.SUMS}"
-            v.inside += diagonal_sums.add_tile(seen(self.spec.diagonals), "band", place)
+            v.inside += diagonal_sums.add_tile(weigh(self.spec.diagonals), "band", place)
         return v.inside
 
     def _results(self) -> list[str]:
@@ -516,7 +523,7 @@ class _ConsumerText:
             factors = [] if self.text.dropout is None else [literal(self.text.dropout.factor)]
             factors += [] if scale is ONE else [self.v.number(scale)]
             totals = []
-            for k, total in enumerate(self._sums(p)):
+            for k, total in enumerate(name_sums(p, self.spec)):
                 for factor in factors:
                     kept = scale is not ONE and factor == factors[-1] and self.spec.keeps(scale)
                     total = f"({total} * {f'tl.convert_layout({factor}, SUMS{suffix(k)})' if kept else factor})"

@@ -75,6 +75,11 @@ class GroupWork:
         return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and one_width
 
 
+def name_sums(p: Product, spec: Spec) -> list[str]:
+    """The names of a product's accumulators, one for each slice of features."""
+    return [f"sum{p.place}_{k}" if k else f"sum{p.place}" for k in range(len(spec.slices(p.vector.feature)))]
+
+
 def count_features(e: Expr, spec: Spec) -> int:
     """The features of a vector, as its slices hold them."""
     return sum(size for _, size in spec.slices(e.feature))
