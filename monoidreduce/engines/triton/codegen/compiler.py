@@ -91,47 +91,17 @@ def run_passes(spec: Spec) -> Passes:
         loops = write_loops(writer, reductions, conditions)
     if writer.state_width and count_held("\n".join(loops), writer.pair_names) >= CROWDED:
         loops = [re.sub(r"(native|quick)_cos\(", r"\1_cos_apart(", line) for line in loops]
-    results = write_results(writer, reductions)
-    accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
-    invariants = list(writer.before)
-    text = join_text(spec, reductions, len(writer.shifts), invariants, accumulators, tile_range, loops, results)
-    kernel = describe_kernel(writer, text, conditions, bool(_list_guessing(reductions)))
-    return Passes(spec, conditions, tile_range, loops, results, accumulators, invariants, kernel)
-
-
-def write_results(writer: ExpressionWriter, reductions: list[Lines]) -> list[str]:
-    """The lines after the loops: what is computed of the accumulators, and its stores."""
     writer.loop(False)
     stores = write_stores(reductions, writer)
-    return [*writer.inside, *stores]
-
-
-def join_text(
-    spec: Spec,
-    reductions: list[Lines],
-    shifts: int,
-    invariants: list[str],
-    accumulators: list[str],
-    tile_range: list[str],
-    loops: list[str],
-    results: list[str],
-) -> str:
-    """The whole text of a kernel: header, device functions, signature and body."""
-    body = [
-        *write_prologue(spec),
-        *invariants,
-        "",
-        "# running values",
-        *accumulators,
-        "",
-        *tile_range,
-        *loops,
-        "",
-        "# results",
-        *results,
-    ]
+    results = [*writer.inside, *stores]  # what is computed of the accumulators, and its stores
+    accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
+    invariants = list(writer.before)
+    body = [*write_prologue(spec), *invariants, "", "# running values", *accumulators, "", *tile_range, *loops]
+    body += ["", "# results", *results]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    return write_function(spec, body, shifts, helpers)
+    text = write_function(spec, body, len(writer.shifts), helpers)
+    kernel = describe_kernel(writer, text, conditions, bool(_list_guessing(reductions)))
+    return Passes(spec, conditions, tile_range, loops, results, accumulators, invariants, kernel)
 
 
 def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:

@@ -40,6 +40,8 @@ from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import row_kernels, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
+Merged = Callable[[], Leaves]  # the leaves with merged batch dimensions, made where they are needed
+Then = Callable[[list[Tensor]], None] | None  # what else writes to the results of a launch
 
 
 class ResultLayout(NamedTuple):
@@ -475,9 +477,7 @@ class FoldLaunch:
             return [(size, length) for _, size in self.spec.descriptor_slices(e)]
         return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
         ``then``: what else writes to the results, before top-k lists are sorted."""
         outputs = [allocate() for allocate in self.allocators]
@@ -495,7 +495,7 @@ class FoldLaunch:
         plain = type(self) is FoldLaunch and self.relaunch is not None and not (self.spec.split or self.topk_places)
         return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
 
-    def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
+    def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Merged) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
         arguments, _kept = self._arguments(leaves, merged)
@@ -504,7 +504,7 @@ class FoldLaunch:
         self.relaunch(*outputs, *arguments)
         return True
 
-    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
+    def _arguments(self, leaves: Sequence[Any], merged: Merged) -> tuple[list[Any], Sequence[Any]]:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
         given = self._convert(merged()) if self.needs_merged else leaves
@@ -585,7 +585,7 @@ class FoldLaunch:
         found = self.conversions.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
-    def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:
+    def _first(self, arguments: list[Any], merged: Merged) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
             self.relaunch = execute(

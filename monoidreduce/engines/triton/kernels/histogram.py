@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..launch.jit_module import Kernels
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
 from ..schedules.resident.diagonal_sums import SUMS
-from .fold_kernel import FoldLaunch, Layouts, Leaves
+from .fold_kernel import FoldLaunch, Layouts, Leaves, Merged, Then
 from .table_lookups import DiagonalIndex, add_diagonals, evaluate_places
 
 _MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
@@ -179,9 +179,7 @@ class HistogramLaunch(FoldLaunch):
     def recipe(self) -> None:
         return None  # torch combines the parts
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
         if not self.grid:
             shape = (*self.sizes.batch, self.table_size)
@@ -289,9 +287,7 @@ class DiagonalLaunch(FoldLaunch):
     def recipe(self) -> None:
         return None  # the sums of tiles are added afterwards
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
         outputs = [allocate() for allocate in self.allocators]
         if self.spec.bounds:  # tiles may be skipped

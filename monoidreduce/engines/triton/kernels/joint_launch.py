@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
-from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
+from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
 from .split_combine import CombiningLaunch
 
 _RANK = 4  # batch dimensions of a result, after merging
@@ -197,9 +197,7 @@ class JointLaunch(FoldLaunch):
         given = (out, buffer, self.first, *numbers, *self.rounding)
         return _kernels("round_sums", (self.counters,), given, constants)
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
         outputs, buffer, out = (
             [allocate() for allocate in self.allocators],

@@ -21,7 +21,7 @@ from ....reductions import outputs_of
 from ...common.combine import split
 from ...common.evaluate import Form, Sizes
 from ..launch.launch_recipes import FoundAtLaunch
-from .fold_kernel import Leaves
+from .fold_kernel import Merged
 from .listed_launch import ListedLaunch
 from .prepared_fold import ExtraLaunch
 
@@ -65,20 +65,16 @@ def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
     return Fold(tuple(leaves), tuple(reductions), raised=True), tuple(read)
 
 
+MakeLaunch = Callable[[Fold, list[Any], Sizes, int], ListedLaunch]
+
+
 class LongLists:
     """The two launches after that of all lists, on tensors like the given ones.
 
     ``make(fold, values, sizes, numbers)`` prepares a launch of a fold on leaves ``[*batch, length(, features)]``, of
     which each window has so many numbers."""
 
-    def __init__(
-        self,
-        fold: Fold,
-        over: str,
-        sizes: Sizes,
-        windows: ListedLaunch,
-        make: Callable[[Fold, list[Any], Sizes, int], ListedLaunch],
-    ):
+    def __init__(self, fold: Fold, over: str, sizes: Sizes, windows: ListedLaunch, make: MakeLaunch):
         self.fold, self.windows = fold, windows
         self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
         self.combine: ListedLaunch | None = None
@@ -95,13 +91,7 @@ class LongLists:
         """Results of windows as what is combined."""
         return part.flatten(-2) if self.flat else part
 
-    def __call__(
-        self,
-        outputs: list[Tensor],
-        leaves: Sequence[Any],
-        lists: tuple[Tensor, ...],
-        merged: Callable[[], Leaves],
-    ) -> None:
+    def __call__(self, outputs: list[Tensor], leaves: Sequence[Any], lists: tuple[Tensor, ...], merged: Merged) -> None:
         """Fold what the launch of all lists left out, into its ``outputs``."""
         if not self.windows.grid:
             return

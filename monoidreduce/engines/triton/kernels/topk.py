@@ -35,11 +35,6 @@ _LONG = 4  # rows of fewer strips than so many times k are sorted whole
 _HELD = 8192  # numbers that a program instance looks at closely
 _ALIGNED = 8  # numbers by which rows of a panel begin, at least 16 bytes: products of unaligned rows are slow
 _TEXT = """@triton.jit
-def highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * MANY + tl.arange(0, MANY)

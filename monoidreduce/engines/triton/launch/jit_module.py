@@ -310,6 +310,8 @@ def _can_compile_ahead(device: torch.device) -> bool:
 
 _MOST_LAUNCHERS = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
 Relaunch = Callable[..., Any]
+Grid = tuple[int, ...]
+Numbers = Mapping[str, Any]
 
 
 class LaunchRecorder(Protocol):
@@ -368,12 +370,7 @@ class Kernels:
         return f'"""{self.title}"""\n\n{IMPORTS}{copied}\n\n{self.functions.lstrip()}'
 
     def __call__(
-        self,
-        name: str,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        options: Mapping[str, int] | None = None,
+        self, name: str, grid: Grid, arguments: Sequence[Any], constants: Numbers, options: Numbers | None = None
     ) -> Relaunch | None:
         """Launch the kernel ``name`` on the device of its first argument; returns what relaunches it, if there is.
 
@@ -397,12 +394,7 @@ class Kernels:
         return relaunch
 
     def _first(
-        self,
-        name: str,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        options: Mapping[str, int],
+        self, name: str, grid: Grid, arguments: Sequence[Any], constants: Numbers, options: Numbers
     ) -> Relaunch | None:
         device = arguments[0].device
         with use_device(device):

@@ -120,11 +120,6 @@ _MISSING: Any = object()
 # the order of a sum is that of its tiles.
 
 _TEXT = """@triton.jit
-def highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def tile_maxima(maxima, weights, stride, rows, cols, across, TILE: tl.constexpr):
     # the largest |weight| of a tile, NaN where one is
     tile = tl.program_id(0)
