@@ -240,13 +240,13 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)} + {self.kept_offset(e)}, mask=kept_in, other=0)[:, None]"
         else:
             text = f"tl.load({self.pointer(e)})"
-        return self._to_arithmetic_type(text, e, kind)
+        return self.to_arithmetic_type(text, e, kind)
 
     def leaf_component(self, e: Expr, f: str) -> str:
         """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
         if e.packing is not None:
             return packed_vectors.write_component(self, e, f)
-        return self._to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
+        return self.to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
 
     def load_component(self, e: Expr, f: str) -> str:
         """Number ``f`` of each of a leaf's vectors, as it is stored."""
@@ -277,7 +277,7 @@ class ExpressionWriter:
         rows = self.axis_offset(e, "folded" if folded else "kept")
         return f"tl.load({self.pointer(e)}{first} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
 
-    def _to_arithmetic_type(self, text: str, e: Expr, kind: str) -> str:
+    def to_arithmetic_type(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)

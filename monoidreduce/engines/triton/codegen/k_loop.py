@@ -84,7 +84,7 @@ def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[
     for e in topological(v.spec.fold.reductions):
         if e.op == "dot" and v.spec.width(e.args[0].feature) > WIDEST:
             kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
-            found[(kept, folded, "deep")] = write_product(v, kept, folded)
+            found[product_key(kept, folded)] = write_product(v, kept, folded)
     lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
     cuts = {}
     for key, name in found.items():
@@ -104,13 +104,18 @@ def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[
     return lines
 
 
+def product_key(kept: Expr, folded: Expr) -> tuple:
+    """The key under which a product is bound in a loop's body."""
+    return kept, folded, "K loop"
+
+
 def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     """Write the loop over a product's features; returns the name that holds the product."""
-    found = v.inner.get((kept, folded, "deep"))
+    found = v.inner.get(product_key(kept, folded))
     if found:
         return found
     kind = v.spec.multiplies_eight_bits(kept, folded)
-    total = v.bind((kept, folded, "deep"), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
+    total = v.bind(product_key(kept, folded), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
     if kept in v.spec.descriptor_dims and folded in v.spec.descriptor_dims:
         blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks, kind)
@@ -128,11 +133,13 @@ def write_rounding(total: str) -> str:
 
 
 def _loop(total: str, width: int, blocks: list[str], eight: str = "") -> list[str]:
-    return [f"for d in range(0, {width}, {DEPTH}):", f"    {_dot(total, blocks, eight)}"]
+    return [f"for d in range(0, {width}, {DEPTH}):", f"    {write_dot(total, blocks, eight)}"]
 
 
-def _dot(total: str, blocks: list[str], eight: str = "") -> str:
-    """``eight``: the type of sums of 8-bit products. Hopper adds FP8 products up in 22 bits; after each block they are
+def write_dot(total: str, blocks: list[str], eight: str = "") -> str:
+    """A line that adds the product of two blocks to a total.
+
+    ``eight``: the type of sums of 8-bit products. Hopper adds FP8 products up in 22 bits; after each block they are
     added in float32."""
     options = {"int32": ", out_dtype=tl.int32", "float32": f", max_num_imprecise_acc={DEPTH}"}.get(eight, "")
     return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total}{options})"
@@ -147,7 +154,7 @@ def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str, eigh
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
         ends = [block(str(whole), mask + v.spec.zero(e)) for block, (e, _) in zip(blocks, sides, strict=True)]
-        v.inside.append(_dot(total, ends, eight))
+        v.inside.append(write_dot(total, ends, eight))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:

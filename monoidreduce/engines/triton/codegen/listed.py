@@ -337,7 +337,7 @@ class ListedWriter(ExpressionWriter):
         text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")
         if not self.listed.gathered:  # a tile lies in one entry
             text = f"tl.load({self.base(e)} + {entry} * {stride})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def entry(self, of_all: bool = False) -> str:
         """Which entry of the lists each folded index of a tile belongs to: one number where all belong to one.

@@ -151,7 +151,7 @@ class LabelColumnWriter(ExpressionWriter):
             kept, folded = self.host.pair_strides(e)
             at = f"{self.host.base(e)} + kept_at.to(tl.int64)[:, None] * {kept} + {self.place} * {folded}"
         text = f"tl.load({at}, mask={self.inside_text}, other=0)"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
 
 TOOLS = Tools(

@@ -72,7 +72,7 @@ class _Lines(ExpressionWriter):
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
         text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)

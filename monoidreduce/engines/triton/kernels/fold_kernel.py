@@ -342,7 +342,7 @@ class FoldLaunch:
         copied = self._find_copied(leaves) if self.plan.rendering or by_hand else ()
         copied = descriptors.keep_vectors(self.spec.fold, copied) if by_hand else copied
         shifts = bool(self.plan.rendering and not by_hand and self.lengths[1] % 4 == 0 < self.lengths[1])
-        layouts = enumerate(map(self._find_layout, self.fold.outputs)) if self.splits == 1 else ()
+        layouts = enumerate(map(self.find_layout, self.fold.outputs)) if self.splits == 1 else ()
         strided = tuple(k for k, layout in layouts if layout is not None and layout.strides is not None)
         fields = dict(split=self.splits > 1, descriptors=copied, shift_descriptors=shifts, strided=strided)
         if self.few_rows is not None and self.splits > 1:
@@ -362,14 +362,14 @@ class FoldLaunch:
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        places = enumerate(map(self._find_layout, self.fold.outputs))
+        places = enumerate(map(self.find_layout, self.fold.outputs))
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
         self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.split_lengths = self._measure_splits() if self.spec.split else []
 
-    def _find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
+    def find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
         found = self.layouts.get(output)
         return None if found is None or (found.summed and self.spec.folded_batch_dim is None) else found
@@ -601,7 +601,7 @@ class FoldLaunch:
 
     def _output(self, r: Expr, k: int) -> Form:
         shape, dtype = result_form(r, k, self.sizes)
-        layout = self._find_layout((r, k))
+        layout = self.find_layout((r, k))
         shape = shape if layout is None else layout.shape
         stacked = self.spec.split and not self.keeps_pairs
         return ((self.splits, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
@@ -660,7 +660,7 @@ class FoldLaunch:
         if self.masks_read_data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)
-            summed = self._find_layout(self.fold.outputs[0])
+            summed = self.find_layout(self.fold.outputs[0])
             kept = batch if summed is None or missing else summed.shape[: len(batch)]
             if all(math.prod(v.shape[: len(self.sizes.batch)]) == 1 for v in asked if isinstance(v, Tensor)):
                 kept = (1,) * len(batch)  # one table for all batch elements

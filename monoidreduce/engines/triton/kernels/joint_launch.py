@@ -158,7 +158,7 @@ class JointLaunch(FoldLaunch):
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
-        layout = self.other._find_layout(self.other.fold.outputs[0])
+        layout = self.other.find_layout(self.other.fold.outputs[0])
         width = self.schedule.features
         steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
         *steps, step = layout.steps if layout is not None else (*steps, width)
@@ -279,7 +279,7 @@ def _find_decay(weight: Expr, other: Expr) -> Expr | None:
 
 def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     """How both launches run as one: of plain sums, on a device that has such kernels, where memory is not limited."""
-    layouts = [other._find_layout(o) for o in other.fold.outputs]
+    layouts = [other.find_layout(o) for o in other.fold.outputs]
     schedule = joint_gradients.schedule_of(
         {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
     )

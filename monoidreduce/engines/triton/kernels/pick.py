@@ -397,7 +397,7 @@ class _Weights(ExpressionWriter):
         name = str(e.attrs[0]).replace("/", "_")
         mask = ", mask=hit, other=0" if e.rows or e.cols else ""
         text = f"tl.load({self._at(e, name)}{mask})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def _name(self, e: Expr) -> str:
         return ""

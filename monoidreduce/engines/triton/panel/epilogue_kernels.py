@@ -192,7 +192,7 @@ def write_strips(
 
 
 def _product_key(epilogue: Epilogue) -> tuple:
-    return (*find_operands(find_product(epilogue)), "deep")
+    return k_loop.product_key(*find_operands(find_product(epilogue)))
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
@@ -398,7 +398,7 @@ def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelC
         f"own = {there.place}",
         "taken = tl.zeros([KEPT, KEPT], tl.float32)",
     ]
-    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop._dot('taken', ['x', 'y'])}"]
+    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop.write_dot('taken', ['x', 'y'])}"]
     lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
     return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
 
