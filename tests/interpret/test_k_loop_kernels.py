@@ -185,7 +185,7 @@ def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
     one = fold_kernel.FoldLaunch.__new__(fold_kernel.FoldLaunch)
     one.plan, one.lengths, one.splits = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
-    assert one._split_lengths() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
+    assert one._measure_splits() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
 
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
