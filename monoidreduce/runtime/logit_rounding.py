@@ -38,7 +38,7 @@ def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
     if not settings.kernels_run_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
-    if not any(letters.values()) or not triton.epilogue.is_fast_on(sizes.device):
+    if not any(letters.values()) or not triton.hardware.has_fast_epilogues(sizes.device):
         return program
     given = (asks, tuple(letters.items()), sizes.device, sizes.compute)
     return _told(program, tuple(_stays(p, *given) for p in program.passes))
