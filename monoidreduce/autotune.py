@@ -14,7 +14,7 @@ from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
 from .runtime import registry
-from .runtime.torch_replay import tensors_in
+from .runtime.recorder import tensors_in
 from .sources import progress
 from .tuning import Tuned
 

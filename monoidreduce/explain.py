@@ -29,8 +29,8 @@ from .reductions.derived_gradient import gradient_road
 from .runtime import call_cost, registry
 from .runtime.call_cost import ListedPairs
 from .runtime.dry_run import LiveMemory
+from .runtime.recorder import tensors_in
 from .runtime.registry import stepper
-from .runtime.torch_replay import tensors_in
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 

@@ -41,9 +41,9 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
+from .recorder import FoldReplay
 from .registry import FOLDERS, OTHERS, can_record
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
-from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
@@ -284,10 +284,10 @@ class GradientRunner:
     def __init__(self, made: GradientProgram, engine: str, records: bool, sizes: Sizes | None = None):
         self.made, self.engine, self.records = made, engine, records
         self.runs: dict[tuple, _Run] = {}
-        self.calls: TorchReplays | None = None
+        self.calls: FoldReplay | None = None
         if sizes is not None and not records:
             run, count = functools.partial(self._gradients, sizes), len(made.leaves)
-            self.calls = replay_calls(lambda pool: run(pool[:count], pool), engine, sizes)
+            self.calls = FoldReplay.make(lambda pool: run(pool[:count], pool), engine, sizes)
 
     def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> Sequence[Tensor | None]:
         """A gradient per leaf (None where not asked); ``others``: results and cotangents."""
@@ -366,9 +366,9 @@ class PassContext:
         return FOLDERS[self.engine](self.fold, leaves, self.sizes)
 
     @functools.cached_property
-    def calls(self) -> TorchReplays | None:
+    def calls(self) -> FoldReplay | None:
         """The recorded torch calls, where small folds on a CPU have some."""
-        return replay_calls(self._fold, self.engine, self.sizes) if self.fold.domain is None else None
+        return FoldReplay.make(self._fold, self.engine, self.sizes) if self.fold.domain is None else None
 
 
 def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
