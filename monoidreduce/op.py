@@ -383,7 +383,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
+        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
         where = () if place is None else (place.first, place.total)
         forms = [output_form(e, sizes, out) for e in traced.outputs]
         return Prepared(
@@ -401,7 +401,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         inputs = inputs_of(self.parameters, bound, sizes)
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
-        program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
+        needed = call_context.names_needing_gradient(inputs)
+        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
         results = distributed_fold.execute_program(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 

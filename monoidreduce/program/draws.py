@@ -8,9 +8,8 @@ import torch
 
 from ..errors import ArgumentError, shown
 from . import constructors, philox
-from .advice import check_call
 from .expression import Expr, index
-from .symbol import Symbol, expr_of
+from .symbol import Symbol, check_call, expr_of
 
 
 @check_call

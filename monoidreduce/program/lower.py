@@ -21,11 +21,11 @@ from typing import Any
 from ..reductions import kind_of, outputs_of
 from . import constructors
 from .constructors import interval, substitute
-from .expression import Expr, const, node, reduce_node, result, topological
+from .expression import Expr, const, letters, node, reduce_node, result, topological
 from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
-from .several import OF_VECTORS, letters
+from .several import OF_VECTORS
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ShapeError
-from .expression import ONE, Expr, Feature, apply, is_constant, node, topological
+from .expression import ONE, Expr, Feature, apply, is_constant, letters, node, topological
 
 DOTS = ("b,ab->a", "ab,ab->a")  # a number for each a: made of one-sided values
 MIX = "a,ab->b"  # a vector over b: the sum of b-vectors, each times a number
@@ -20,20 +20,6 @@ OUTER = ("a,b->ab", "a,ab->ab")  # a vector over a,b: one b-vector for each a, t
 
 OF_VECTORS = ("dot", "sqdist", "fsum", "famax", "famin", "einsum")  # operations on vectors of a row and a column
 _LINEAR = ("add", "sub", "neg", "mul", "where")  # what :func:`split_products` looks into
-
-
-def letters(feature: Feature) -> tuple[str, ...]:
-    """The letters of a feature: none of a number, one of a vector, two of several vectors.
-
-    >>> letters(None), letters("f"), letters("h*f")
-    ((), ('f',), ('h', 'f'))
-    """
-    return () if feature is None else tuple(str(feature).split("*"))
-
-
-def are_several(e: Expr) -> bool:
-    """Whether a value is several vectors."""
-    return "*" in str(e.feature)
 
 
 def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:

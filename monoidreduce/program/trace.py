@@ -24,8 +24,7 @@ import torch
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
 from .declarations import Parameter, restrict
-from .expression import Expr, const, topological
-from .several import are_several
+from .expression import Expr, are_several, const, topological
 from .symbol import NeedValue, Symbol, Trace, calls_torch, current_trace, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

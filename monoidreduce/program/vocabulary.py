@@ -15,10 +15,9 @@ from ..algebra.laws import probe
 from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError
 from ..reductions import make
 from . import constructors
-from .advice import check_call
 from .draws import gumbel
 from .expression import Expr, const, index, size
-from .symbol import Everywhere, Symbol, current_trace, expr_of
+from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of
 
 row_index: torch.Tensor = Everywhere(index("row"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's row, from 0; over many ranks, of the whole.

@@ -358,6 +358,16 @@ class PassContext:
     fixed: tuple[int, ...] = ()  # of the replay's results, those that are constants to gradients
     gradients: dict[tuple, GradientRunner] = field(default_factory=dict, compare=False)
 
+    def find_saving_form(self, leaves: Sequence[Any], sizes: Sizes | None = None) -> SavingFold | None:
+        """How the forward also saves gradients of its rows, where that pays."""
+        if not self.may_save:
+            return None
+        return saved_row_gradients.form(self.fold, leaves, sizes or self.sizes, self.engine)
+
+    @functools.cached_property
+    def may_save(self) -> bool:
+        return self.engine == DRY_RUN or can_record(self.engine, self.sizes)
+
     def fold_leaves(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """All results, by the engine or by the torch calls that it made before on leaves like these."""
         return (self._fold if self.calls is None else self.calls)(leaves)
@@ -385,7 +395,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
-        form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
+        form = context.find_saving_form(leaves)
         if form is None:
             output = detach_views(context.fold_leaves(leaves))
             _save(ctx, context, leaves, output)
@@ -515,7 +525,7 @@ def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Te
     form = None
     if torch.is_grad_enabled() and not call_context.is_transformed():
         sizes = torch_operator.fix_lengths(context.sizes)
-        form = saved_row_gradients.form(context.fold, leaves, sizes, context.engine)
+        form = context.find_saving_form(leaves, sizes)
     if form is None:
         return _TracedPass.apply(context, *leaves)
     return _TracedSavingPass.apply((context, form), *leaves)[: len(form.own)]

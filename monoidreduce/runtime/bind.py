@@ -16,9 +16,8 @@ from torch import Tensor
 from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import HIDDEN, Parameter, public_name
-from ..program.expression import Expr, topological
+from ..program.expression import Expr, letters, topological
 from ..program.lower import Lowered
-from ..program.several import letters
 from ..program.symbol import Symbol
 from ..reductions import kind_of, outputs_of
 

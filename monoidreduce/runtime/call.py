@@ -34,7 +34,7 @@ from ..program.trace import Traced, trace, watch
 from . import gradient_in_forward, layer_replay, logit_rounding, registry, table_range
 from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
 from .bind import number_class, output_form, padded
-from .call_context import is_untraced, need_gradient
+from .call_context import is_untraced, names_needing_gradient, need_gradient
 from .call_cost import DenseOrTiled
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
@@ -59,7 +59,7 @@ class CallPlan:
     given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
     outputs: tuple[Form, ...]
-    calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
+    without_gradient: tuple[int, ...] = ()  # the tensors that may not require one: the plan was made for that
 
     @staticmethod
     def made(
@@ -78,7 +78,7 @@ class CallPlan:
         alike = order is not None
         oracle = engine == "reference"
         forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
-        names, run, calm = (
+        names, run, without = (
             _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total, out)
         )
         run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
@@ -94,7 +94,7 @@ class CallPlan:
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
             forms,
-            tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
+            tuple(places[n] for n in without if n in places and parameters[n].feature is None),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
@@ -103,7 +103,7 @@ class CallPlan:
         watched = self.traced.watched
         if watched is not None and not watched.holds():
             return False
-        for at in self.calm:
+        for at in self.without_gradient:
             if values[at].requires_grad:
                 return False
         for at, v in self.fixed:
@@ -198,9 +198,10 @@ def _walk(
     program = compile_program(traced.outputs)
     names, frozen = inputs(program), alike and registry.can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
-    asking = logit_rounding.asking(values)
-    program = logit_rounding.marked(program, asking, sizes)
-    calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
+    needed = names_needing_gradient(values)
+    if settings.kernels_run_on(sizes.device):
+        program = logit_rounding.mark_exact_folds(program, needed, sizes)
+    without = [n for n in names if program.exact and n not in {*numbers, *needed} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
     packed = ROW_SEQUENCE in names and sizes.device.type == "cpu"  # folded sequence by sequence
     choose = engine == "auto" and not program.is_listed and not packed
@@ -208,14 +209,14 @@ def _walk(
     steps, own = make_steps(engine, program, numbers), () if total else forms
     run = _with_replay(steps, rows, sizes, own) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
     if not total:
-        return names, run, calm
+        return names, run, without
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
     sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
     given = all(n in names for n in gradient_in_forward.inputs_of(traced.outputs)) and not program.is_listed
     if not given or not gradient_in_forward.is_wide(traced.outputs, sizes):
-        return names, sums, calm
+        return names, sums, without
     make = registry.stepper(engine, sizes.device)
-    return names, gradient_in_forward.Road(traced.outputs, names, sizes, engine, make, sums), calm
+    return names, gradient_in_forward.Road(traced.outputs, names, sizes, engine, make, sums), without
 
 
 def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:

@@ -33,9 +33,8 @@ from ..engines.common import evaluate, matmul, others, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
 from ..plan.op_counts import SPECIAL, DeviceRates
-from ..program.expression import Expr
+from ..program.expression import Expr, letters
 from ..program.lower import Fold
-from ..program.several import letters
 from ..reductions import KINDS
 from . import registry, torch_operator
 from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun

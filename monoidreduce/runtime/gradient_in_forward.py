@@ -37,7 +37,7 @@ from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradie
 from ..program.lower import digest_nodes
 from . import autograd, fused_expressions, logit_rounding, registry
 from .bind import contiguous_strides, output_form
-from .call_context import apply_settings, are_plain, is_traced, is_transformed
+from .call_context import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
 from .program_operator import own_tensors
 from .torch_operator import (
     VALUES,
@@ -267,7 +267,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         usual = compile_program((context.outputs[context.program.moving],))
-        usual = logit_rounding.marked(usual, logit_rounding.asking(inputs), context.sizes)
+        usual = logit_rounding.mark_exact_folds(usual, names_needing_gradient(inputs), context.sizes)
         made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
@@ -369,7 +369,7 @@ def _take_by_steps(
     with torch.enable_grad():
         given = {n: t.detach().requires_grad_(n in sums.asked) for n, t in tensors.items()}
         inputs = numbers | given
-        usual = logit_rounding.marked(compile_program(sums.outputs), frozenset(sums.asked), sizes)
+        usual = logit_rounding.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.asked), sizes)
         made = script(usual, frozenset(numbers), False, fused_expressions.row_dot)
         rows = made.run(sizes, autograd.Walk(engine), *(inputs[n] for n in made.inputs))
         totals = [_sum(v, sizes) for v in rows]

@@ -20,10 +20,9 @@ from torch import Tensor
 from ...domains import Domain, restore
 from ...errors import EngineError
 from ...program.constructors import LISTED, find_listed, listed_node
-from ...program.expression import Expr, topological
+from ...program.expression import Expr, letters, topological
 from ...program.lower import Fold
 from ...program.primitives import PRIMITIVES
-from ...program.several import letters
 from ...reductions import KINDS, kind_of, outputs_of
 from ...reductions.base import folded_dim, stretch
 from .shard import Shard

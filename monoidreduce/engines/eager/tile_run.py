@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...program.constructors import is_along_diagonals
-from ...program.expression import Expr, size, topological
+from ...program.expression import Expr, are_several, letters, size, topological
 from ...program.primitives import PRIMITIVES
-from ...program.several import DOTS, MIX, are_several, letters
+from ...program.several import DOTS, MIX
 from ..common import matmul
 from ..common.evaluate import cast, look_up
 from .tile_code import FEW_FEATURES, WALKED, LabelScatter, Reducer, Step, TileCode, match_label_scatter

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...plan import tiles as plan
 from ...program.constructors import Contraction, interval
 from ...program.declarations import STORED
-from ...program.expression import Expr, index, size, topological
+from ...program.expression import Expr, index, letters, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold, conditions, ranged
-from ...program.several import MIX, folds, is_product, letters
+from ...program.several import MIX, folds, is_product
 from ...reductions import kind_of, outputs_of
 from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles
@@ -43,7 +43,8 @@ class TileArithmetic:
 
     def __init__(self, over: str):
         self.over, self.dim = over, -1 if over == "cols" else -2
-        self.accumulate = skip_small_tiles.SkippingContraction()
+        skips = skip_small_tiles.active() is not None
+        self.accumulate = skip_small_tiles.SkippingContraction() if skips else matmul.accumulate
 
     def contract(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight × vector over the folded axis."""
@@ -191,14 +192,14 @@ class BatchChunk:
         row_ranges, col_ranges, fixed = tile_ranges(
             self.code, self.leaves, (self.sizes.rows, self.sizes.cols), self.rows.start, rows, cols
         )
-        hulls = merge_ranges(col_ranges)
+        hulls, counted = merge_ranges(col_ranges), skip_small_tiles.counters.get()
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
             for start, stop, code in decide_tiles(self.code, {**fixed, **row_ranges[i]}, hulls):
                 for col in cols[start:stop]:
-                    skip_small_tiles.count_tile(
-                        code is not None, self.batch, row.stop - row.start, col.stop - col.start
-                    )
+                    if counted:
+                        pairs = self.batch, row.stop - row.start, col.stop - col.start
+                        skip_small_tiles.count_tile(code is not None, *pairs)
                     if code is not None:
                         self._tile(code, row, col, row_values)
 

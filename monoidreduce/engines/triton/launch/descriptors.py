@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....program.expression import Expr
+from ....program.expression import Expr, are_several
 from ....program.lower import Fold
-from ....program.several import are_several
 from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, gluon_type, padded
 from . import jit_module
 from .encoded_descriptors import replace_base as replace_base
