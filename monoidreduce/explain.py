@@ -30,7 +30,7 @@ from .runtime import call_cost, registry
 from .runtime.call_cost import ListedPairs
 from .runtime.dry_run import LiveMemory
 from .runtime.recorder import tensors_in
-from .runtime.registry import stepper
+from .runtime.registry import choose_step_class
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 
@@ -82,7 +82,7 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     if not subject.backward:
         return found
     inputs = call_cost.require_gradients(subject.inputs)
-    total = call_cost.estimate_total(subject.traced.outputs, inputs, sizes, stepper("auto", sizes.device))
+    total = call_cost.estimate_total(subject.traced.outputs, inputs, sizes, choose_step_class("auto", sizes.device))
     return found if total is None else found.with_schedule(total)
 
 

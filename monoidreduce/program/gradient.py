@@ -79,7 +79,7 @@ def differentiate_fold(
             node("leaf", (), (f"g{len(results) + k}",), rows=r.rows, cols=r.cols, feature=o.feature, dtype="float")
             for k, o in enumerate(outs)
         ]
-        moves = [o.dtype == "float" and KINDS[kind].moves(k, len(outs)) for k, o in enumerate(outs)]
+        moves = [o.dtype == "float" and KINDS[kind].is_differentiable(k, len(outs)) for k, o in enumerate(outs)]
         live = [Symbol(g) if given[len(results) + k] and moves[k] else None for k, g in enumerate(gs)]
         if any(g is not None for g in live):
             pulled = KINDS[kind].pullback(over, params, list(map(Symbol, r.args)), list(map(Symbol, outs)), live)

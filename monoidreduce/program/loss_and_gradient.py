@@ -33,7 +33,7 @@ class LossAndGradient:
     """A program of numbers per row, followed by one gradient of the sum of one of them for each ``present`` input."""
 
     program: Lowered
-    moving: int  # the number per row whose sum has gradients
+    loss: int  # the output whose sum over rows has gradients
     present: tuple[bool, ...]  # which of the asked inputs it depends on
 
 

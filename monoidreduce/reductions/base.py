@@ -272,7 +272,7 @@ class Reduction:
         """The cotangent of each field of one pair (None: zero), from those of the results (None: zero)."""
         raise NotImplementedError
 
-    def moves(self, k: int, count: int) -> bool:
+    def is_differentiable(self, k: int, count: int) -> bool:
         """True when result ``k`` of ``count`` has a cotangent."""
         return k not in self.fixed and k - count not in self.fixed
 

@@ -93,7 +93,9 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     names = torch_code.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
+        return list(
+            autograd.make_stepwise_runner(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
+        )
 
     return dry_run(call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward)
 
@@ -212,7 +214,7 @@ def estimate_total(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, step_class: panel.StepClass
 ) -> Scheduled | None:
     """The cost of ``op.total``, which takes gradients from the forward's panels; None if it cannot."""
-    made = gradient_in_forward.planned(outputs, inputs, sizes, step_class)
+    made = gradient_in_forward.find_program(outputs, inputs, sizes, step_class)
     if made is None:
         return None
     program = split_softmax_means(made.program) if step_class.splits_softmax_means else made.program

@@ -37,7 +37,7 @@ from ..program.expression import Expr, letters
 from ..program.lower import Fold
 from ..reductions import KINDS
 from . import registry, torch_operator
-from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
+from .autograd import DRY_RUN, ELEMENTWISE_STEPS, ElementwiseRun, ElementwiseStep
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -468,23 +468,23 @@ def _run_backward(
     return run(tuple(values), tuple(cotangents), False, False, asked, allow_unreachable=True, accumulate_grad=False)
 
 
-class _DryArithmetic(Arithmetic):
-    """One-sided arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
+class _DryElementwise(ElementwiseStep):
+    """Elementwise arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
 
-    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
+    def _prepare_launch(self, leaves: Sequence[Any]) -> ElementwiseRun | None:
         counter = _counter.get()
         with _disable_current_modes():
-            found = triton.prepare_side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
+            found = triton.prepare_side(self.group, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
         return None if found is None else self._run_uncounted
 
     def _run_uncounted(self, leaves: Sequence[Any]) -> list[Tensor]:
         with _disable_current_modes():
-            found = self._by_torch()(leaves)
+            found = self._run_in_torch()(leaves)
         return [t.clone() for t in found]
 
 
 _counter: contextvars.ContextVar[_CallCounter] = contextvars.ContextVar("counter")
-ARITHMETIC[DRY_RUN] = _DryArithmetic
+ELEMENTWISE_STEPS[DRY_RUN] = _DryElementwise
 registry.OTHERS[DRY_RUN] = lambda *given: _counter.get().count_others(*given)
 registry.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
 

@@ -145,8 +145,8 @@ class OpPlan(Protocol):
     @property
     def traced(self) -> Any: ...
     @property
-    def given(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
-    def of(self, *inputs: Any) -> Sequence[Tensor]: ...
+    def sources(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
+    def run_program(self, *inputs: Any) -> Sequence[Tensor]: ...
     def fix(
         self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
     ) -> Callable[..., Sequence[Tensor]] | None: ...
@@ -182,10 +182,10 @@ class LayerRecorder(Recorder):
         """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
         if plan.traced.watched is not None:
             self.watched.append(plan.traced.watched)
-        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.given]
+        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.sources]
         with self._paused():
-            found = plan.of(*inputs)
-        self.plans[self.add_step(plan.of, inputs, {}, tuple(found), needed=True)] = plan
+            found = plan.run_program(*inputs)
+        self.plans[self.add_step(plan.run_program, inputs, {}, tuple(found), needed=True)] = plan
         return plan.traced.pack(found)
 
     def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:

@@ -45,7 +45,7 @@ from .torch_operator import (
     narrow_shapes,
     register_operator,
     split_values,
-    unknown_name,
+    unknown_name_error,
     write_lengths,
 )
 
@@ -162,7 +162,7 @@ def _known(name: str) -> Call:
         return found
     which, *flags = name.split("|")
     if which not in _KNOWN:
-        raise unknown_name("program")
+        raise unknown_name_error("program")
     (keep,), needs, given = (tuple(one == "1" for one in part) for part in flags)
     return _CALLS.setdefault(name, replace(_KNOWN[which], keep=keep, needs=needs, given=given))
 
@@ -370,7 +370,7 @@ class TracedProgram:
             return True
         fold = steps.program.passes[0].fold
         asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
-        if saved_row_gradients.form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
+        if saved_row_gradients.find_form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:

@@ -28,7 +28,7 @@ from ..program.lower import find_same_sequence
 from ..reductions import kind_of
 
 
-def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
     if panel.is_wide(fold, sizes) and settings.kernels_run_on(sizes.device):
         for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
@@ -39,18 +39,18 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     return triton.run(fold, leaves, sizes, fallback=eager.run)
 
 
-def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """The panel schedule for every fold; in torch where there is no kernel."""
     if not torch.Size(sizes.batch).numel() or panel.writes_pairs(fold):
         return eager.run(fold, leaves, sizes)
     try:
-        return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
+        return panel.run(fold, leaves, sizes, choose_step_class("panel", sizes.device))
     except triton.Unsupported as reason:
         triton.warn_fallback(fold, reason, "panels in torch run")
         return panel.run(fold, leaves, sizes)
 
 
-def stepper(engine: str, device: torch.device) -> panel.StepClass:
+def choose_step_class(engine: str, device: torch.device) -> panel.StepClass:
     """How an engine does things to a panel."""
     return triton.KernelStep if engine != "eager" and settings.kernels_run_on(device) else panel.TorchStep
 
@@ -61,7 +61,7 @@ def can_record(engine: str, sizes: Sizes) -> bool:
     return launches and settings.kernels_run_on(sizes.device)
 
 
-def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
+def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
     """An engine that also folds listed pairs, with ``inner`` for the batches of pieces; ``kernels``: by kernels that
     walk the lists, where there are any."""
 
@@ -95,16 +95,16 @@ def _gather_tables(fold: Any, leaves: list[Any], sizes: Any, inner: Callable) ->
     return [found[o] for o in fold.outputs]
 
 
-def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """A batch of pieces: kernels where there are any, else tiles in torch."""
-    return (_kernels if settings.kernels_run_on(sizes.device) else eager.run)(fold, leaves, sizes)
+    return (_run_kernels if settings.kernels_run_on(sizes.device) else eager.run)(fold, leaves, sizes)
 
 
 ENGINES: dict[str, Callable] = {
-    "eager": _over_lists(eager.run, eager.run),
-    "panel": _over_lists(_panels, eager.run),
-    "triton": _over_lists(_kernels, _pieces, kernels=True),
-    "auto": _over_lists(tuning.run, _pieces, kernels=True),
+    "eager": _add_lists(eager.run, eager.run),
+    "panel": _add_lists(_run_panels, eager.run),
+    "triton": _add_lists(_run_kernels, _run_pieces, kernels=True),
+    "auto": _add_lists(tuning.run, _run_pieces, kernels=True),
 }
 
 

@@ -123,7 +123,7 @@ def fix_lengths(sizes: Sizes) -> Sizes:
 
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _opened(fold, *given)
+    known, leaves, sizes = _open_arguments(fold, *given)
     with torch.no_grad(), bounded_cache.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
@@ -134,7 +134,7 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
 
 
 def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _opened(fold, *given)
+    known, leaves, sizes = _open_arguments(fold, *given)
     forms = _forms(known, engine, leaves, sizes)
     return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in forms]
 
@@ -144,7 +144,7 @@ def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[For
     return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
 
-def _opened(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
+def _open_arguments(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
     """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
     return _known(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
 
@@ -157,7 +157,7 @@ def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence
     return given
 
 
-def unknown_name(what: str, how: str = "with gradients if the graph has them") -> EngineError:
+def unknown_name_error(what: str, how: str = "with gradients if the graph has them") -> EngineError:
     """The error of a graph that names ``what``, a fold or a program, before this process has met it."""
     return EngineError(
         detail=f"a graph from another process names a {what} that this process has not met",
@@ -167,7 +167,7 @@ def unknown_name(what: str, how: str = "with gradients if the graph has them") -
 
 def _known(name: str) -> Fold:
     if name not in _FOLDS:
-        raise unknown_name("fold")
+        raise unknown_name_error("fold")
     return _FOLDS[name]
 
 
@@ -197,7 +197,7 @@ def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]
 register_operator(_SCHEMA, _run, _fake)
 
 
-def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+def move_batch_to_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
     """Leaves with a mapped dimension as the first batch dimension.
 
     Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape,
@@ -217,7 +217,7 @@ def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size
 def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
     at = join_values(dims[2], [None] * len(places), places)
-    moved = in_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
+    moved = move_batch_to_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
         name(keep_batch(_known(fold))),
         engine,

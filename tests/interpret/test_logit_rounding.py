@@ -99,7 +99,7 @@ def test_a_plan_is_made_anew_where_a_number_asks_for_a_gradient():
         for asks in (False, True, False, True):
             biased(x, w, label, b.detach().requires_grad_(asks), 0.5).sum().backward()
     (plans,) = biased._plans.known.values()
-    assert sorted(len(plan.calm) for plan in plans) == [0, 1]
+    assert sorted(len(plan.without_gradient) for plan in plans) == [0, 1]
 
 
 def test_gradients_inherit_and_a_compiler_tells_them_apart():

@@ -363,4 +363,5 @@ def set_candidates(patch: Patch, candidates: Callable) -> None:
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:
     """``form(fold, leaves, sizes, engine)``: how a pass saves its row gradients, or None."""
-    patch.setattr("monoidreduce.runtime.saved_row_gradients.form", form)
+    patch.setattr("monoidreduce.runtime.saved_row_gradients.find_form", form)
+    patch.setattr("monoidreduce.runtime.autograd.PassContext.may_save", True)

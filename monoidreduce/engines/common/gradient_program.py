@@ -106,7 +106,7 @@ def constant_results(fold: Fold) -> tuple[bool, ...]:
     for r, k in fold.outputs:
         kind, _, params = r.attrs
         outputs = KINDS[kind].outputs(r.args, params)
-        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
+        found.append(outputs[k][1] != "float" or not KINDS[kind].is_differentiable(k, len(outputs)))
     return tuple(found)
 
 

@@ -110,25 +110,25 @@ class Blocks:
         return self.fold.reductions[0]
 
     @functools.cached_property
-    def moving(self) -> tuple[int, ...]:
+    def differentiable(self) -> tuple[int, ...]:
         """The leaves that derivatives are taken by: all floating-point tensors."""
         return tuple(k for k, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.is_floating_point())
 
     @functools.cached_property
     def asked(self) -> tuple[int, ...]:
-        return tuple(k for k in self.moving if self.wanted[k])
+        return tuple(k for k in self.differentiable if self.wanted[k])
 
     def states(self) -> list[Tensor]:
         """The results of the fold."""
-        return list(_Fold.apply(_Call(self, 0), *(self.leaves[k] for k in self.moving)))
+        return list(_Fold.apply(_Call(self, 0), *(self.leaves[k] for k in self.differentiable)))
 
     def gradients(self, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The gradients of the leaves that are asked for."""
-        asked = tuple(self.moving.index(k) for k in self.asked)
+        asked = tuple(self.differentiable.index(k) for k in self.asked)
         if not asked:
             return ()
         given = self.fill_cotangents(cotangents)
-        return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.moving), *given)
+        return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.differentiable), *given)
 
     def fill_cotangents(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents, with zeros for those that are not given."""
@@ -171,9 +171,9 @@ class Blocks:
         fixed = {
             str(e.attrs[0]): self.leaf_slice(k, v, kept, folded) if isinstance(v, Tensor) else v
             for k, (e, v) in enumerate(zip(self.fold.leaves, self.leaves, strict=True))
-            if k not in self.moving
+            if k not in self.differentiable
         }
-        names = [str(self.fold.leaves[k].attrs[0]) for k in self.moving]
+        names = [str(self.fold.leaves[k].attrs[0]) for k in self.differentiable]
         sizes = self._block_sizes(rows, cols)
         r = self.reduction
 
@@ -217,8 +217,8 @@ class Blocks:
 
     def slices_of(self, values: Sequence[Tensor], kept: slice, folded: slice) -> list[Tensor]:
         """The slices of the moving leaves and of their tangents."""
-        count = len(self.moving)
-        return [self.leaf_slice(self.moving[n % count], v, kept, folded) for n, v in enumerate(values)]
+        count = len(self.differentiable)
+        return [self.leaf_slice(self.differentiable[n % count], v, kept, folded) for n, v in enumerate(values)]
 
 
 def cut_axes(r: Expr, sizes: Sizes, kept: int, folded: int, order: int = 0) -> tuple[list[slice], list[slice]]:
@@ -353,7 +353,7 @@ def differentiate_blocks(
 ) -> tuple[Tensor, ...]:
     """The gradients of the values numbered ``asked``, block by block."""
     kept_slices, folded_slices = job.cut_both_axes(order)
-    leaves = [job.moving[n % len(job.moving)] for n in asked]
+    leaves = [job.differentiable[n % len(job.differentiable)] for n in asked]
     folded_at, kept_at = (
         [job.cut_axis(k, values[n], side) for k, n in zip(leaves, asked, strict=True)] for side in (False, True)
     )
@@ -420,7 +420,7 @@ class _Call:
     @property
     def values(self) -> int:
         """How many values there are: moving leaves, and their tangents."""
-        return len(self.job.moving) * 2**self.order
+        return len(self.job.differentiable) * 2**self.order
 
     @property
     def results(self) -> int:

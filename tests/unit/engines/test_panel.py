@@ -46,7 +46,7 @@ def summable(layer):
     args = layer.args(5, 6, 0)
     try:
         outputs = layer.op._prepare(args, {})[0].outputs
-        inputs = tuple(e for n, e in gradient_in_forward.inputs_of(outputs).items() if e.dtype == "float")
+        inputs = tuple(e for n, e in gradient_in_forward.find_inputs(outputs).items() if e.dtype == "float")
         return (
             len(outputs) == 1
             and not known_batch(layer, args)
