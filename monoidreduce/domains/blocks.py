@@ -39,12 +39,12 @@ class Blocks(base.Domain):
     cols: int = 128
 
     def __post_init__(self) -> None:
-        base.whole("rows", self.rows)
-        base.whole("cols", self.cols)
-        base.integers("index", self.index, "[..., row blocks, most]", 2)
+        base.check_whole_number("rows", self.rows)
+        base.check_whole_number("cols", self.cols)
+        base.check_integers("index", self.index, "[..., row blocks, most]", 2)
         if self.count is not None:
-            base.integers("count", self.count, "[..., row blocks]", 1)
-            base.one_device(index=self.index, count=self.count)
+            base.check_integers("count", self.count, "[..., row blocks]", 1)
+            base.check_one_device(index=self.index, count=self.count)
             if self.count.shape != self.index.shape[:-1]:
                 raise ShapeError(
                     detail=f"count has shape {tuple(self.count.shape)}, but index {tuple(self.index.shape)}",
@@ -144,7 +144,7 @@ class Blocks(base.Domain):
                 )
             used = torch.arange(most, device=self.index.device) < self.count.unsqueeze(-1)
         fix = ", or leave entries at the end of a list out with count="
-        base.within("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used, fix)
+        base.check_range("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used, fix)
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
         index = self.index.flatten(0, -2)

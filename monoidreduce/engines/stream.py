@@ -15,17 +15,17 @@ from ..program.expression import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from ..program.normal_form import is_pass
 from .common import combine, subproblem
+from .common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from .common.combine import State
 from .common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from .common.gradient_program import (
     GradientProgram,
-    as_gradient,
     build_gradient_program,
     detach_views,
     load_saved,
+    to_gradient,
     zero_gradient,
 )
-from .common.others import Blocks, add_gradients, each_reduction, split_cotangents
 from .common.shard import Axis, Shard
 from .common.subproblem import Engine, Subproblem
 
@@ -470,7 +470,7 @@ class _SourceBackward:
                 ]
             )
         grads = {
-            k: as_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
+            k: to_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
             for k, e in program.outputs
             if e is not None and self.fold.leaves[k].cols
         }
@@ -510,12 +510,12 @@ class _SourceBackward:
                 grads[k] = (
                     zero_gradient(leaf)
                     if e is None
-                    else as_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
+                    else to_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
                 )
         return grads
 
 
-# Gradients of monoids that have no local one (``common/others.py``), over columns that arrive in chunks.
+# Gradients of monoids that have no local one (``common/block_gradients.py``), over columns that arrive in chunks.
 # A chunk is one more block: a first reading keeps a state of each chunk, whose fold gives every chunk its cotangent;
 # a second one goes back through the pairs of each chunk. So such a gradient reads the source twice, and holds as many
 # numbers per row as a state has, for each chunk.
@@ -525,7 +525,7 @@ class OtherChunks:
     """The reductions of one pass whose gradients come from all others, with their cotangents."""
 
     def __init__(self, fold: Fold, cotangents: Sequence[Tensor | None]):
-        self.parts = [*each_reduction(fold, cotangents)]
+        self.parts = [*iterate_block_reductions(fold, cotangents)]
         self.states: list[list[list[Tensor]]] = [[] for _ in self.parts]  # of each reduction and chunk
         self.given: list[list[tuple[Tensor, ...]]] = []  # likewise, the cotangents
 

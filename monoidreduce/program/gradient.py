@@ -18,7 +18,7 @@ from . import constructors
 from .constructors import ONE, ZERO, apply, rebuild
 from .expression import Expr, node, topological
 from .lower import Fold
-from .reverse_mode import pull
+from .reverse_mode import backpropagate
 from .symbol import Symbol, calls_torch
 
 
@@ -90,7 +90,7 @@ def differentiate_fold(
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
     lookups: list[tuple[Expr, Expr]] = []
-    pulled_leaves = dict(zip(wrt, pull(seeds, wrt, lookups=lookups), strict=True))
+    pulled_leaves = dict(zip(wrt, backpropagate(seeds, wrt, lookups=lookups), strict=True))
     gradients = {leaf: _sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves}
     for lookup, g in lookups:
         table, index = lookup.args

@@ -24,7 +24,7 @@ from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
 from .lower import Fold, Lowered, Pass
 from .normal_form import factors, number_factor
-from .reverse_mode import pull
+from .reverse_mode import backpropagate
 from .symbol import Symbol
 
 
@@ -54,7 +54,7 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
     moving = [k for k in floats if not asked.isdisjoint(topological([forward.outputs[k]]))]
     found = []
     for k in moving:
-        grads = pull_outputs_back(forward, [(forward.outputs[k], ONE)], wrt)
+        grads = backpropagate_outputs(forward, [(forward.outputs[k], ONE)], wrt)
         if any(g is not None for g in grads):
             found.append((k, grads))
     if len(found) != 1:
@@ -66,22 +66,22 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
     return LossAndGradient(program, k, tuple(g is not None for g in grads))
 
 
-def pull_outputs_back(forward: Lowered, seeds: list[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
+def backpropagate_outputs(forward: Lowered, seeds: list[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
     """The gradients of ``wrt``, given ``seeds``: outputs with their cotangents. Passes are differentiated last first.
 
     Where a gradient needs the results of a pass, it refers to the nodes that the forward computes."""
     targets = [*wrt, *(n for p in forward.passes for users in p.results for n in users)]
     cotangents: dict[Expr, Expr] = {}
-    _pull_into(cotangents, seeds, targets)
+    _add_cotangents(cotangents, seeds, targets)
     for p in reversed(forward.passes):
-        _pull_into(cotangents, _pull_to_feeds(p, cotangents, targets), targets)
+        _add_cotangents(cotangents, _feed_cotangents(p, cotangents, targets), targets)
     return [cotangents.get(e) for e in wrt]
 
 
-def _pull_into(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:
+def _add_cotangents(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:
     """Add to ``cotangents`` what the seeds give to the targets, each seed by itself and summed over missing axes."""
     for seed in seeds:
-        for target, g in zip(targets, pull([seed], targets), strict=True):
+        for target, g in zip(targets, backpropagate([seed], targets), strict=True):
             if g is not None:
                 part = _sum_missing_axes(g, seed[0], target)
                 old = cotangents.get(target)
@@ -105,7 +105,7 @@ def list_pass_results(p: Pass) -> list[Expr]:
     return [users[0] if users else m for users, m in zip(p.results, made, strict=True)]
 
 
-def _pull_to_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> list[tuple[Expr, Expr]]:
+def _feed_cotangents(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> list[tuple[Expr, Expr]]:
     """The cotangents of what is fed to a pass, given those of its results."""
     pulled = [[cotangents[n] for n in users if n in cotangents] for users in p.results]
     given = [functools.reduce(lambda a, b: constructors.apply("add", a, b), gs) if gs else None for gs in pulled]
@@ -142,7 +142,7 @@ def differentiate_program(
     pairs = zip(forward.outputs, cotangents, given, strict=True)
     seeds = [(e, c) for e, c, there in pairs if there and e.dtype == "float"]
     wrt = [e for e, want in zip(inputs, asked, strict=True) if want]
-    found = dict(zip(wrt, pull_outputs_back(forward, seeds, wrt), strict=True))
+    found = dict(zip(wrt, backpropagate_outputs(forward, seeds, wrt), strict=True))
     results = list_pass_results(one)
     replace = dict(zip(results, number_leaves("P", results), strict=True))
     for users, leaf in zip(one.results, replace.values(), strict=True):
@@ -251,7 +251,7 @@ def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
     (r,) = fold.reductions
     if r.attrs[1] != "cols" or r.args[0].dtype != "float" or r.args[0].feature is not None:
         return None
-    pulled = pull([(r.args[0], ONE)], [fold.leaves[k] for k in places])
+    pulled = backpropagate([(r.args[0], ONE)], [fold.leaves[k] for k in places])
     if any(v is None or not v.is_pair or contractions(v, "cols")[0].walk for v in pulled):
         return None
     wanted = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
@@ -272,7 +272,7 @@ def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int
     """The derivatives of a number per pair by rows' vectors, as (what leaves a sum over columns, the rest); nothing
     where one of them is not a number times a vector as it was given."""
     found = {}
-    for k, v in zip(places, pull([(number, ONE)], [fold.leaves[k] for k in places]), strict=True):
+    for k, v in zip(places, backpropagate([(number, ONE)], [fold.leaves[k] for k in places]), strict=True):
         parts = () if v is None or v.feature is None else contractions(v, "cols")
         if len(parts) != 1 or parts[0].walk or parts[0].minus is not None or parts[0].vector is None:
             return {}

@@ -120,7 +120,7 @@ class Lowered:
         """True where some pass folds listed pairs."""
         return any(p.fold.domain is not None for p in self.passes)
 
-    def having(self, exact: bool) -> Lowered:
+    def with_exactness(self, exact: bool) -> Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self

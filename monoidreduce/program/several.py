@@ -56,7 +56,7 @@ def _split_number(x: Expr) -> tuple[Expr, Expr]:
     return ONE, x
 
 
-def pull_einsum(e: Expr, g: Expr) -> tuple[Expr, Expr]:
+def einsum_cotangents(e: Expr, g: Expr) -> tuple[Expr, Expr]:
     """The cotangents of the two arguments."""
     (x, y), (terms, out) = e.args, e.attrs[0].split("->")
     one, other = terms.split(",")
@@ -102,7 +102,7 @@ def _named(some: tuple[str, ...]) -> str:
 
 def inner(e: Expr, g: Expr) -> Expr:
     """The sum over all features of a product times ``g``."""
-    return apply("mul", e.args[0], pull_einsum(e, g)[0])
+    return apply("mul", e.args[0], einsum_cotangents(e, g)[0])
 
 
 def is_product(e: Expr) -> bool:

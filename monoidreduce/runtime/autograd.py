@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from ..engines import triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
+from ..engines.common.block_gradients import differentiate_by_blocks, lack_local_gradient, split_cotangents
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
@@ -33,7 +34,6 @@ from ..engines.common.gradient_program import (
     load_saved,
     zero_gradient,
 )
-from ..engines.common.others import other_gradients, other_results, split_cotangents
 from ..engines.common.torch_code import Elementwise, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
@@ -42,7 +42,7 @@ from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
 from .recorder import FoldReplay
-from .registry import FOLDERS, OTHERS, can_record
+from .registry import BLOCK_GRADIENTS, FOLDERS, can_record
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
@@ -598,9 +598,11 @@ def _pass_gradients(
     form: SavingFold | None = None,
 ) -> Sequence[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    if any(other_results(context.fold)) and any(g is not None for g in split_cotangents(context.fold, cotangents)[1]):
+    if any(lack_local_gradient(context.fold)) and any(
+        g is not None for g in split_cotangents(context.fold, cotangents)[1]
+    ):
         local, others = split_cotangents(context.fold, cotangents)
-        differentiate = OTHERS.get(context.engine, other_gradients)
+        differentiate = BLOCK_GRADIENTS.get(context.engine, differentiate_by_blocks)
         grads = differentiate(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engines import triton
-from ..engines.common import evaluate, matmul, others, skip_small_tiles
+from ..engines.common import block_gradients, evaluate, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
 from ..plan.op_counts import SPECIAL, DeviceRates
@@ -357,7 +357,7 @@ class _CallCounter(ScaledMemory):
         made = result_forms(fold, leaves, sizes, self.sizes.device)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
-    def count_others(
+    def count_block_gradients(
         self,
         fold: Fold,
         leaves: Sequence[Any],
@@ -365,10 +365,10 @@ class _CallCounter(ScaledMemory):
         wanted: Sequence[bool],
         cotangents: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The gradients by all others (``common/others.py``) of a dry run, by their own formula: the tree of a small
+        """The gradients by all others (``common/block_gradients.py``) of a dry run, by their own formula: the tree of a small
         block says nothing of a large one's."""
-        for one, _ in others.each_reduction(fold, cotangents):
-            cost, found = others.estimate_gradient(one, self.sizes, self.rates), self.found
+        for one, _ in block_gradients.iterate_block_reductions(fold, cotangents):
+            cost, found = block_gradients.estimate_gradient(one, self.sizes, self.rates), self.found
             found.flops, found.bytes = found.flops + cost.flops, found.bytes + cost.bytes
             found.seconds += cost.seconds
             self.peak = max(self.peak, self.total + cost.peak)
@@ -485,7 +485,7 @@ class _DryElementwise(ElementwiseStep):
 
 _counter: contextvars.ContextVar[_CallCounter] = contextvars.ContextVar("counter")
 ELEMENTWISE_STEPS[DRY_RUN] = _DryElementwise
-registry.OTHERS[DRY_RUN] = lambda *given: _counter.get().count_others(*given)
+registry.BLOCK_GRADIENTS[DRY_RUN] = lambda *given: _counter.get().count_block_gradients(*given)
 registry.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
 
 

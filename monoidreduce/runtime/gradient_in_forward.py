@@ -25,7 +25,7 @@ from ..engines import panel, triton
 from ..engines.common import bounded_cache, matmul, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
-from ..engines.common.gradient_program import as_gradient, zero_gradient
+from ..engines.common.gradient_program import to_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import NoGradientError
@@ -208,7 +208,7 @@ def _run_loss(context: _Context, tensors: Sequence[Tensor]) -> tuple[tuple[Tenso
     grads, waiting = iter(zip(values[count:], program.outputs[count:], strict=True)), {}
     for e, present in zip(context.asked, context.program.present, strict=True):
         leaf = inputs[str(e.attrs[0])]
-        made = as_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
+        made = to_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
         waiting[str(e.attrs[0])] = made
     return tuple(_sum_rows(v, context.sizes) for v in values[:count]), waiting
 

@@ -123,7 +123,9 @@ def _add_retry(run: Callable) -> Callable:
 
 
 FOLDERS = {name: _add_retry(run) for name, run in ENGINES.items()}
-OTHERS: dict[str, Callable[..., list[torch.Tensor | None]]] = {}  # what differentiates by all others, but for torch
+BLOCK_GRADIENTS: dict[
+    str, Callable[..., list[torch.Tensor | None]]
+] = {}  # what differentiates by all others, but for torch
 
 
 def engine() -> str:

@@ -46,7 +46,7 @@ class GradientProgram:
     ) -> GradientProgram:
         """Lower the gradients ``outputs`` of ``leaves`` (those ``wanted``). ``others``: the names of the inputs besides
         the leaves; ``numbers``: which leaves are Python numbers; ``exact``: whether the fold's products are."""
-        program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
+        program = compile_program(tuple(e for e in outputs if e is not None)).with_exactness(exact)
         program = name_gradients(program, tuple(x for x, e in zip(leaves, outputs, strict=True) if e is not None))
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
@@ -67,7 +67,7 @@ class GradientProgram:
         rest, fits = iter(values), True
         for k, e in self.outputs:
             leaf, value = leaves[k], None if e is None else next(rest)
-            grads[k] = zero_gradient(leaf) if e is None else as_gradient(value, e, leaf, self.leaves[k])
+            grads[k] = zero_gradient(leaf) if e is None else to_gradient(value, e, leaf, self.leaves[k])
             fits = fits and grads[k] is value
         return grads, fits
 
@@ -117,7 +117,7 @@ def zero_gradient(leaf: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
+def to_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
     """The value of ``e`` (``[*batch, M or N, f]``) as the gradient of ``leaf``, whose expression is ``expr``: in its
     shape and type (or ``dtype``), summed over the axes that the leaf does not have."""
     if not isinstance(value, Tensor):

@@ -24,7 +24,7 @@ from ...program.expression import Expr, node, topological
 from ...program.lower import Fold, Lowered
 from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
-from ...program.reverse_mode import pull
+from ...program.reverse_mode import backpropagate
 from ...reductions import KINDS
 from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout
 
@@ -170,7 +170,7 @@ def differentiate_elementwise(
     )
     seeds = [(e, g) for e, g, k in zip(group.outputs, cotangents, given, strict=True) if k and e.dtype == "float"]
     wrt = [e for e, want in zip(group.leaves, asked, strict=True) if want]
-    pulled = dict(zip(wrt, pull(seeds, wrt), strict=True))
+    pulled = dict(zip(wrt, backpropagate(seeds, wrt), strict=True))
     return cotangents, tuple(pulled.get(e) for e in group.leaves)
 
 

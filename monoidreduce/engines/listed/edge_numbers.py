@@ -134,15 +134,15 @@ class _Element:
                 value = take_element(given[e], e, sizes.batch, number)
                 named[e.attrs[0]] = value
                 if e.is_pair:
-                    self.pairs[e] = self._in_list_order(value)
+                    self.pairs[e] = self._to_list_order(value)
             elif e in given:
                 named[e.attrs[0]] = given[e]
         self.whole = Evaluator(self.sizes, named)
 
     def run(self) -> list[list[Tensor]]:
-        parts = [stretch.run() for stretch in self._stretches()]
+        parts = [stretch.run() for stretch in self._iterate_stretches()]
         for e, pieces in self.kept.items():
-            self.shared[self.number, e] = self._in_edge_order(torch.cat([t for _, t in pieces]), self.edges)
+            self.shared[self.number, e] = self._to_edge_order(torch.cat([t for _, t in pieces]), self.edges)
         results = []
         for k, (r, scale) in enumerate(self.fold.scaled):
             if r.attrs[0] == "histogram":
@@ -150,7 +150,7 @@ class _Element:
                 continue
             joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
             if r.attrs[0] == "pair":
-                joined = [self._in_edge_order(joined[0], self.edges)]
+                joined = [self._to_edge_order(joined[0], self.edges)]
             if scale is not ONE:
                 factor = self.value(scale)
                 several = isinstance(factor, Tensor) and factor.dim() > 0
@@ -173,12 +173,12 @@ class _Element:
         """The product of two vectors for every edge, in the order of these lists."""
         if e not in self.dots:
             if (self.number, e) in self.shared:
-                self.dots[e] = self._in_list_order(self.shared[self.number, e])
+                self.dots[e] = self._to_list_order(self.shared[self.number, e])
             else:
                 kept, folded = e.args if e.args[0].rows == (self.over == "cols") else e.args[::-1]
                 x, y = self.value(kept), self.value(folded)
-                self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._stretches()])
-                self.shared[self.number, e] = self._in_edge_order(self.dots[e], self.edges)
+                self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._iterate_stretches()])
+                self.shared[self.number, e] = self._to_edge_order(self.dots[e], self.edges)
         return self.dots[e]
 
     def weights(self, e: Expr, stretch: _Stretch) -> Tensor:
@@ -186,7 +186,7 @@ class _Element:
         if not self.both or not e.is_pair:
             return stretch.number(e)
         if e not in self.dots and (self.number, e) in self.shared:
-            self.dots[e] = self._in_list_order(self.shared[self.number, e])
+            self.dots[e] = self._to_list_order(self.shared[self.number, e])
         if e in self.dots:
             return self.dots[e][stretch.edges]
         found = stretch.number(e)
@@ -198,16 +198,16 @@ class _Element:
     def _stored(self) -> slice:
         return slice(self.first, self.first + int(self.ends[-1]))
 
-    def _in_list_order(self, numbers: Tensor) -> Tensor:
+    def _to_list_order(self, numbers: Tensor) -> Tensor:
         entry = self.lists.entry
         return numbers[self._stored] if entry is None else numbers[entry[self._stored].long()]
 
-    def _in_edge_order(self, numbers: Tensor, edges: int) -> Tensor:
+    def _to_edge_order(self, numbers: Tensor, edges: int) -> Tensor:
         found, entry = numbers.new_zeros(edges), self.lists.entry
         found[self._stored if entry is None else entry[self._stored].long()] = numbers
         return found
 
-    def _stretches(self) -> list[_Stretch]:
+    def _iterate_stretches(self) -> list[_Stretch]:
         """Neighbouring lists with about ``_STRETCH`` edges in all."""
         last, total = len(self.ends) - 1, int(self.ends[-1])
         wanted = torch.tensor(range(_STRETCH, total, _STRETCH), dtype=torch.int64)

@@ -48,7 +48,7 @@ class Pieces:
 def cut(owner: Tensor, start: Tensor, length: Tensor, most: int, spare: int = 0) -> Pieces:
     """Cut lists into pieces; ``owner``: the kept block that each list belongs to, several lists may have one.
     ``spare``: units that may be filled up in a batch; 0: none are."""
-    lists, starts, units = _cut_whole(start, length, most) if spare else _cut_lengths(start, length, most)
+    lists, starts, units = _cut_at_most(start, length, most) if spare else _cut_lengths(start, length, most)
     own, units = units, _fill_up(units, spare) if spare else units
     whose = owner[lists]
     order = (starts - start[lists]).argsort(stable=True)
@@ -69,7 +69,7 @@ def cut(owner: Tensor, start: Tensor, length: Tensor, most: int, spare: int = 0)
     return Pieces(tuple(batches), int((~whole).sum()), counts[several], owners[several])
 
 
-def _cut_whole(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _cut_at_most(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """The list, the start and the length of every piece, the last of each list as long as it is."""
     count = -(-length // most)
     lists = torch.repeat_interleave(count)
@@ -97,7 +97,7 @@ def _cut_lengths(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tens
     """The list, the start and the length of every piece."""
     total = int(length.sum())
     bits = max(_LEAST_BITS, min(_MOST_BITS, _LEAST_BITS + (total.bit_length() - _FREE_BITS) // 3))
-    lists, at, units = _cut_whole(start, length // most * most, most)
+    lists, at, units = _cut_at_most(start, length // most * most, most)
     found = [(lists, at, units)]
     at, rest = start + length // most * most, length % most
     lists = torch.arange(len(length), device=length.device)

@@ -22,9 +22,9 @@ from ...program.lower import Fold, Lowered
 from ...reductions import State, kind_of
 from ...reductions.base import Exchange
 from ..common import combine, subproblem
+from ..common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
-from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
 from ..common.shard import (
     Group,
     Ranges,
@@ -362,7 +362,7 @@ class _Pass(torch.autograd.Function):
         return None, *grads
 
 
-# Gradients of monoids that have no local one (``common/others.py``), over many ranks.
+# Gradients of monoids that have no local one (``common/block_gradients.py``), over many ranks.
 # Where the folded axis is divided, a rank's share is one more block: the ranks' states are gathered, and the
 # cotangent of this rank's comes from their fold. All of it is differentiable, so that second derivatives communicate
 # by themselves.
@@ -371,12 +371,12 @@ class _Pass(torch.autograd.Function):
 def sharded_other_gradients(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of this rank's leaves; see ``others.other_gradients``."""
+    """The gradients of this rank's leaves; see ``block_gradients.differentiate_by_blocks``."""
     shard = sizes.shard
     assert shard is not None
     grads: list[Tensor | None] = [None] * len(leaves)
     used = [_replicate(v, e, shard) for v, e in zip(leaves, fold.leaves, strict=True)]
-    for one, given in each_reduction(fold, cotangents):
+    for one, given in iterate_block_reductions(fold, cotangents):
         _refuse_ring(shard, one.reductions[0])
         job = Blocks(one, sizes, tuple(used), tuple(wanted))
         group = shard.axis(one.reductions[0].attrs[1]).group

@@ -28,7 +28,7 @@ from ...program.constructors import find_listed
 from ...program.expression import Expr, Feature
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
-from ...reductions.derived_gradient import gradient_road, saved_by_autograd, trace_combine
+from ...reductions.derived_gradient import gradient_source, saved_by_autograd, trace_combine
 from .evaluate import Evaluator, Sizes
 from .matmul import free_memory
 from .shard import Axis, Ranges, Shard
@@ -46,25 +46,25 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
-def other_results(fold: Fold) -> tuple[bool, ...]:
+def lack_local_gradient(fold: Fold) -> tuple[bool, ...]:
     """For each result of a fold, whether its gradient comes from all others, and so from here."""
-    return tuple(r.attrs[0] == "user" and gradient_road(r.attrs[2][0]) == "others" for r, _ in fold.outputs)
+    return tuple(r.attrs[0] == "user" and gradient_source(r.attrs[2][0]) == "others" for r, _ in fold.outputs)
 
 
-def other_gradients(
+def differentiate_by_blocks(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of leaves (those ``wanted``) through the results of :func:`other_results`; differentiable."""
+    """The gradients of leaves (those ``wanted``) through the results of :func:`lack_local_gradient`; differentiable."""
     grads: list[Tensor | None] = [None] * len(leaves)
-    for fold_of, given in each_reduction(fold, cotangents):
+    for fold_of, given in iterate_block_reductions(fold, cotangents):
         job = Blocks(fold_of, sizes, tuple(leaves), tuple(wanted))
         add_gradients(grads, job, job.gradients(given))
     return grads
 
 
 def split_cotangents(fold: Fold, cotangents: Sequence[Tensor | None]) -> tuple[list, list]:
-    """The cotangents of the results that have a local gradient, and those of :func:`other_results`; None elsewhere."""
-    pairs = [*zip(cotangents, other_results(fold), strict=True)]
+    """The cotangents of the results that have a local gradient, and those of :func:`lack_local_gradient`; None elsewhere."""
+    pairs = [*zip(cotangents, lack_local_gradient(fold), strict=True)]
     return [None if other else g for g, other in pairs], [g if other else None for g, other in pairs]
 
 
@@ -75,13 +75,15 @@ def add_gradients(grads: list[Tensor | None], job: Blocks, found: Sequence[Tenso
         grads[k] = g if before is None else before + g
 
 
-def each_reduction(fold: Fold, cotangents: Sequence[Tensor | None]) -> Iterator[tuple[Fold, list[Tensor | None]]]:
-    """Each reduction of :func:`other_results` as a fold of its own, with its cotangents, if it has any."""
+def iterate_block_reductions(
+    fold: Fold, cotangents: Sequence[Tensor | None]
+) -> Iterator[tuple[Fold, list[Tensor | None]]]:
+    """Each reduction of :func:`lack_local_gradient` as a fold of its own, with its cotangents, if it has any."""
     at = 0
     for r in fold.reductions:
         count = len(outputs_of(r))
         given = list(cotangents[at : at + count])
-        if other_results(fold)[at] and any(g is not None for g in given):
+        if lack_local_gradient(fold)[at] and any(g is not None for g in given):
             _refuse_lists(r)
             yield Fold(fold.leaves, (r,), exact=fold.exact), given
         at += count
@@ -190,12 +192,12 @@ class Blocks:
                 made.append(t.expand(*sizes.batch, length, *t.shape[t.dim() - (feature is not None) :]))
             return tuple(made)
 
-        return _with_tangents(block, order)
+        return _add_tangents(block, order)
 
     def merge(self, order: int) -> Function:
         """The fold of stacked states, as a function of them and of their tangents."""
         kind, params = kind_of(self.reduction), self.reduction.attrs[2]
-        return _with_tangents(lambda *stacked: tuple(kind.fold(params, stacked, 0)), order)
+        return _add_tangents(lambda *stacked: tuple(kind.fold(params, stacked, 0)), order)
 
     def _block_sizes(self, rows: slice, cols: slice) -> Sizes:
         shard = self.sizes.shard
@@ -306,20 +308,20 @@ def _join(parts: Sequence[Tensor], at: int | None) -> Tensor:
     return functools.reduce(torch.add, parts) if at is None else torch.cat(list(parts), at)
 
 
-def _with_tangents(function: Function, order: int) -> Function:
+def _add_tangents(function: Function, order: int) -> Function:
     """``function`` of inputs and tangents: its results and their tangents; ``order`` times over."""
     if order == 0:
         return function
-    inner = _with_tangents(function, order - 1)
+    inner = _add_tangents(function, order - 1)
 
-    def pushed(*values: Tensor) -> tuple[Tensor, ...]:
+    def push_forward(*values: Tensor) -> tuple[Tensor, ...]:
         half = len(values) // 2
         # a tangent is laid out as its value, and cannot be written where elements of that share memory
         values = tuple(v.contiguous() if 0 in v.stride() else v for v in values)
         pair: Any = torch.func.jvp(inner, values[:half], values[half:])
         return *pair[0], *pair[1]
 
-    return pushed
+    return push_forward
 
 
 # Forward and gradient, of any order -------------------------------------------------------------------------------
@@ -447,7 +449,7 @@ class _Fold(torch.autograd.Function):
         asked = tuple(n for n, need in enumerate(ctx.needs_input_grad[1:]) if need)
         call = replace(ctx.call, asked=asked)
         found = _Gradient.apply(call, *ctx.saved_tensors, *cotangents)
-        return None, *_spread(found, asked, call.values)
+        return None, *_scatter(found, asked, call.values)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
@@ -479,11 +481,11 @@ class _Gradient(torch.autograd.Function):
         values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if all(h is None for h in directions):
             return (None,) * (1 + count + len(g))
-        both = (*values, *_fill_tangents(_spread(directions, call.asked, count), values))
+        both = (*values, *_fill_tangents(_scatter(directions, call.asked, count), values))
         asked = tuple(n for n in range(count) if needs[n])
         moved = _hessian(call, asked, both, g) if asked else ()
-        pushed = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
-        return None, *_spread(moved, asked, count), *pushed
+        push_forward = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
+        return None, *_scatter(moved, asked, count), *push_forward
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
@@ -507,7 +509,7 @@ def _fill_tangents(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) 
     return [torch.zeros_like(v) if t is None else t.to(v.dtype).expand_as(v) for t, v in pairs]
 
 
-def _spread(found: Sequence[Tensor | None], asked: Sequence[int], count: int) -> list[Tensor | None]:
+def _scatter(found: Sequence[Tensor | None], asked: Sequence[int], count: int) -> list[Tensor | None]:
     made: list[Tensor | None] = [None] * count
     for n, value in zip(asked, found, strict=True):
         made[n] = value
