@@ -299,7 +299,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
 class SourcePass:
     """One pass over a source: what its forward and its backward share."""
 
-    walk: ChunkedProgram
+    chunked: ChunkedProgram
     place: int
     read: Read
     on_gradient: OnGradient | None
@@ -307,11 +307,11 @@ class SourcePass:
 
     @property
     def stage(self) -> Pass:
-        return self.walk.program.passes[self.place]
+        return self.chunked.program.passes[self.place]
 
 
 def run_over_source(
-    walk: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
+    chunked: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
 ) -> tuple[list[Any], Sizes]:
     """Run all passes over a source that can be read again; differentiable.
 
@@ -319,15 +319,15 @@ def run_over_source(
     """
     found: dict[int, list[Tensor]] = {}
     total: int | None = None
-    for k, p in enumerate(walk.program.passes):
-        if total is None and walk.needs_count(p):
+    for k, p in enumerate(chunked.program.passes):
+        if total is None and chunked.needs_count(p):
             total = sum(count for _, count, _ in read())
-        job = SourcePass(walk, k, read, on_gradient, total)
-        kept = walk.row_feeds(p, walk.known(found), total)
+        job = SourcePass(chunked, k, read, on_gradient, total)
+        kept = chunked.row_feeds(p, chunked.known(found), total)
         anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
         total = job.total
-    return walk.finish(found, total or 0)
+    return chunked.finish(found, total or 0)
 
 
 class _Pass(torch.autograd.Function):
@@ -356,13 +356,13 @@ class _Pass(torch.autograd.Function):
 
 def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
     """Read the source once and return the results of a pass."""
-    p, walk = job.stage, job.walk
+    p, chunked = job.stage, job.chunked
     rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
     states: list[State] | None = None
     seen = 0
     for chunk in job.read():
         states = merge_states(
-            p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total)
+            p.fold, states, chunked.fold(p.fold, chunked.leaves(p, rows, chunk, job.total), chunk, job.total)
         )
         seen += chunk[1]
         del chunk  # so that its memory is free while the next one is read
@@ -408,17 +408,17 @@ class _SourceBackward:
 
     def _read_others(self) -> None:
         """The first reading of gradients that come from all others."""
-        walk, total = self.job.walk, self.job.total
+        chunked, total = self.job.chunked, self.job.total
         for chunk in self.job.read():
             fed = [v.detach() if isinstance(v, Tensor) else v for v in self._feeds(chunk)]
-            self.others.read(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
-        self.others.fold(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
+            self.others.read(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
+        self.others.fold(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
 
     def _add_others(
         self, number: int, chunk: Chunk, leaves: list[Any], columns: bool, grads: dict[int, Tensor]
     ) -> None:
         """The second reading: gradients of columns are added to those of the chunk, those of rows to one another."""
-        sizes = self.job.walk.chunk_sizes(chunk[0], chunk[1], self.job.total)
+        sizes = self.job.chunked.chunk_sizes(chunk[0], chunk[1], self.job.total)
         found = self.others.gradients(number, leaves, sizes, self._wanted(columns))
         for k, g in enumerate(found):
             if g is not None:
@@ -432,7 +432,7 @@ class _SourceBackward:
     def _feeds(self, chunk: Chunk) -> list[Any]:
         rows = {k: v for k, v in enumerate(self.kept) if not self.job.stage.feeds[k].cols}
         with torch.enable_grad():
-            return self.job.walk.leaves(self.job.stage, rows, chunk, self.job.total)
+            return self.job.chunked.leaves(self.job.stage, rows, chunk, self.job.total)
 
     def _wanted(self, columns: bool) -> tuple[bool, ...]:
         """The feeds whose gradients are wanted; ``columns``: those of columns too."""
@@ -450,11 +450,11 @@ class _SourceBackward:
     def _chunk(
         self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[list[State]] | None
     ) -> tuple[list[list[State]], dict[int, Tensor]]:
-        walk, total = self.job.walk, self.job.total
-        evaluate = self._evaluator(program, walk.chunk_sizes(chunk[0], chunk[1], total), leaves)
+        chunked, total = self.job.chunked, self.job.total
+        evaluate = self._evaluator(program, chunked.chunk_sizes(chunk[0], chunk[1], total), leaves)
         folded: list[list[State]] = []
         for p in program.program.passes:  # each of pairs and saved results alone, so none waits for another
-            mine = walk.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
+            mine = chunked.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
             results = subproblem.finish_states(p.fold, mine)
             for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
                 for n in nodes if r.attrs[1] not in ("cols", "both") else ():
@@ -496,8 +496,10 @@ class _SourceBackward:
         grads: list[Tensor | None] = [None] * len(self.kept)
         if program is None:
             return grads
-        walk, total = self.job.walk, self.job.total or 0
-        evaluate = self._evaluator(program, replace(walk.sizes, cols=total), [0 if v is None else v for v in self.kept])
+        chunked, total = self.job.chunked, self.job.total or 0
+        evaluate = self._evaluator(
+            program, replace(chunked.sizes, cols=total), [0 if v is None else v for v in self.kept]
+        )
         for p, mine in zip(program.program.passes, states or [], strict=states is not None):
             for (r, _), value, nodes in zip(
                 p.fold.outputs, subproblem.finish_states(p.fold, mine), p.results, strict=True

@@ -34,14 +34,14 @@ class LossAndGradient:
 
     program: Lowered
     loss: int  # the output whose sum over rows has gradients
-    present: tuple[bool, ...]  # which of the asked inputs it depends on
+    present: tuple[bool, ...]  # which of the wanted inputs it depends on
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> LossAndGradient | None:
     """Compile numbers per row together with the gradients of the sum over rows of the one that has gradients.
 
-    ``wrt``: the inputs whose gradients are asked for. None where a row depends on other rows (a reduction over rows),
+    ``wrt``: the inputs whose gradients are wanted. None where a row depends on other rows (a reduction over rows),
     or where none or several of the numbers have gradients. Raises NoGradientError where an expression has no symbolic
     derivative."""
     forward = compile_program(outputs)
@@ -49,11 +49,10 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
         return None
     if any(not e.rows or e.cols or e.feature is not None for e in outputs):
         return None
-    asked = set(wrt)
+    wanted = set(wrt)
     floats = [k for k, e in enumerate(forward.outputs) if e.dtype == "float"]
-    moving = [k for k in floats if not asked.isdisjoint(topological([forward.outputs[k]]))]
     found = []
-    for k in moving:
+    for k in (k for k in floats if not wanted.isdisjoint(topological([forward.outputs[k]]))):
         grads = backpropagate_outputs(forward, [(forward.outputs[k], ONE)], wrt)
         if any(g is not None for g in grads):
             found.append((k, grads))
@@ -111,8 +110,8 @@ def _feed_cotangents(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr])
     given = [functools.reduce(lambda a, b: constructors.apply("add", a, b), gs) if gs else None for gs in pulled]
     if all(g is None for g in given):
         return []
-    asked = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
-    results, grads, outputs = differentiate_fold(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
+    wanted = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
+    results, grads, outputs = differentiate_fold(p.fold.pure, p.fold.leaves, wanted, [g is not None for g in given])
     replace = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace |= dict(zip(results, list_pass_results(p), strict=True))
     replace |= {leaf: g for leaf, g in zip(grads, given, strict=True) if g is not None}
@@ -130,9 +129,9 @@ def number_leaves(letter: str, exprs: Sequence[Expr]) -> tuple[Expr, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def differentiate_program(
-    forward: Lowered, inputs: tuple[Expr, ...], asked: tuple[bool, ...], given: tuple[bool, ...]
+    forward: Lowered, inputs: tuple[Expr, ...], wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> tuple[Expr | None, ...]:
-    """One gradient per input (None where not asked, or zero); ``given``: the outputs that have a cotangent.
+    """One gradient per input (None where not wanted, or zero); ``given``: the outputs that have a cotangent.
 
     In the answer the inputs are leaves ``x0``, ``x1``, ..., the results of the pass, which the forward keeps, ``P0``,
     ``P1``, ..., and the cotangents of the outputs ``c0``, ``c1``, .... Raises NoGradientError where an expression has
@@ -141,7 +140,7 @@ def differentiate_program(
     cotangents = number_leaves("c", forward.outputs)
     pairs = zip(forward.outputs, cotangents, given, strict=True)
     seeds = [(e, c) for e, c, there in pairs if there and e.dtype == "float"]
-    wrt = [e for e, want in zip(inputs, asked, strict=True) if want]
+    wrt = [e for e, want in zip(inputs, wanted, strict=True) if want]
     found = dict(zip(wrt, backpropagate_outputs(forward, seeds, wrt), strict=True))
     results = list_pass_results(one)
     replace = dict(zip(results, number_leaves("P", results), strict=True))
@@ -204,13 +203,13 @@ class SavingFold:
 
 
 @functools.lru_cache(maxsize=1024)
-def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold | None:
-    """The fold that also saves what the gradients of rows' vectors need; ``asked``: the leaves that want a gradient.
+def fold_saving_row_gradients(fold: Fold, wanted: tuple[bool, ...]) -> SavingFold | None:
+    """The fold that also saves what the gradients of rows' vectors need; ``wanted``: the leaves that want a gradient.
 
     None unless the fold is one logsumexp, of a logit that is linear in these vectors, with at most one column's logit
     beside it, or one sum of numbers. None too where a number per row, or a plain number, asks for a gradient: that
     takes a pass over the columns anyway."""
-    places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
+    places = [k for k, e in enumerate(fold.leaves) if wanted[k] and not e.cols]
     kinds = [r.attrs[0] for r in fold.reductions]
     if not places or any(not fold.leaves[k].rows or fold.leaves[k].feature is None for k in places):
         return None
@@ -227,23 +226,23 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
         return None
     outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(outputs_of(r))]
-    wanted = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
-    wanted += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
-    made = _compile_one_fold(fold, (*outputs, *wanted), len(outputs))
+    saved = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
+    saved += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
+    made = _compile_one_fold(fold, (*outputs, *saved), len(outputs))
     if made is None:
         return None
-    whole, feeds, own, more, kept = made
+    saving, feeds, own, more, leaves = made
     means = tuple(
         Mean(k, factor, m, picked[k][0], _gather_at(v, target))
-        for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
+        for (k, (factor, v)), m in zip(vectors.items(), leaves, strict=False)
     )
     place = outputs.index
     at = (
         place(result(soft, 0, *outputs_of(soft)[0])),
         -1 if pick is None else place(result(pick, 0, *outputs_of(pick)[0])),
     )
-    rest = None if target is None else kept[-1]
-    return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
+    rest = None if target is None else leaves[-1]
+    return SavingFold(saving, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
 
 
 def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
@@ -254,13 +253,13 @@ def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
     pulled = backpropagate([(r.args[0], ONE)], [fold.leaves[k] for k in places])
     if any(v is None or not v.is_pair or contractions(v, "cols")[0].walk for v in pulled):
         return None
-    wanted = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
-    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *wanted), 1)
+    saved = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
+    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *saved), 1)
     if made is None:
         return None
-    whole, feeds, own, more, kept = made
-    means = tuple(Mean(k, ONE, m) for k, m in zip(places, kept, strict=True))
-    return SavingFold(whole, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
+    saving, feeds, own, more, leaves = made
+    means = tuple(Mean(k, ONE, m) for k, m in zip(places, leaves, strict=True))
+    return SavingFold(saving, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
 
 
 def _is_number(pick: Expr) -> bool:

@@ -57,7 +57,7 @@ class _Context:
     """What the sums need besides their tensors, and what they keep for the backward."""
 
     outputs: tuple[Expr, ...]
-    asked: tuple[Expr, ...]  # the inputs whose gradient is wanted
+    wanted: tuple[Expr, ...]  # the inputs whose gradient is wanted
     names: tuple[str, ...]  # of the tensors, in their order
     numbers: dict[str, Any]
     sizes: Sizes
@@ -105,14 +105,14 @@ class LossRunner:
         tensors = {n: v for n, v in zip(self.names, given, strict=True) if isinstance(v, Tensor)}
         numbers = {n: v for n, v in zip(self.names, given, strict=True) if n not in tensors}
         context = _Context(
-            self.outputs, plan.asked, tuple(tensors), numbers, self.sizes, self.engine, self.step_class, plan.program
+            self.outputs, plan.wanted, tuple(tensors), numbers, self.sizes, self.engine, self.step_class, plan.program
         )
         return list(_apply_loss(context, *tensors.values()))
 
     def _run_traced(self, given: Sequence[Any], plan: _Plan) -> list[Tensor]:
         numbers = frozenset(n for n, v in zip(self.names, given, strict=True) if not isinstance(v, Tensor))
-        asked = tuple(str(e.attrs[0]) for e in plan.asked)
-        sums = Sums(self.outputs, self.names, numbers, asked, self.engine, Frame.of(self.sizes))
+        wanted = tuple(str(e.attrs[0]) for e in plan.wanted)
+        sums = Sums(self.outputs, self.names, numbers, wanted, self.engine, Frame.of(self.sizes))
         context = _TracedContext(sums, self.sizes, self.step_class, plan)
         return list(_TracedSum.apply(context, *given))[: len(self.outputs)]
 
@@ -127,10 +127,10 @@ class LossRunner:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A program of sums and gradients in one walk, whose panels ``step`` chooses; ``asked``: whose gradients."""
+    """A program of sums and gradients in one loop over panels, which ``step`` chooses; ``wanted``: whose gradients."""
 
     program: LossAndGradient
-    asked: tuple[Expr, ...]
+    wanted: tuple[Expr, ...]
     step: panel.Step
     sizes: Sizes
     known: dict[int, bool] = field(default_factory=dict, compare=False)  # by the room that there is
@@ -174,11 +174,11 @@ def _make_plan(
     ``wanted``: the inputs whose gradients are."""
     exprs = find_inputs(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
-    asked = tuple(exprs[n] for n in tensors if n in wanted)
-    if not asked or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
+    leaves = tuple(exprs[n] for n in tensors if n in wanted)
+    if not leaves or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
         return None
     try:
-        program = compile_loss_and_gradient(outputs, asked)
+        program = compile_loss_and_gradient(outputs, leaves)
     except NoGradientError:  # an expression that only torch can differentiate, or none: the usual path will say
         return None
     if program is None:
@@ -192,7 +192,7 @@ def _make_plan(
     if len(found) != 1 or widest <= panel_layout.NARROW:
         return None
     try:
-        return _Plan(program, asked, step_class(found[0], sizes, kinds), sizes)
+        return _Plan(program, leaves, step_class(found[0], sizes, kinds), sizes)
     except triton.Unsupported:
         return None
 
@@ -206,7 +206,7 @@ def _run_loss(context: _Context, tensors: Sequence[Tensor]) -> tuple[tuple[Tenso
         found = oom_retry.run_with_retry(panel.execute, given, context.sizes)
     values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
     grads, waiting = iter(zip(values[count:], program.outputs[count:], strict=True)), {}
-    for e, present in zip(context.asked, context.program.present, strict=True):
+    for e, present in zip(context.wanted, context.program.present, strict=True):
         leaf = inputs[str(e.attrs[0])]
         made = to_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
         waiting[str(e.attrs[0])] = made
@@ -249,7 +249,7 @@ _apply_loss: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, 
 
 
 def _may_skip_tiles(context: _Context) -> bool:
-    """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
+    """Whether tiles may be left out: that was asked for, and the sums are made of numbers, so that vectors are gradients."""
     if skip_small_tiles.requested() is None:
         return False
     return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))
@@ -289,12 +289,12 @@ def find_inputs(outputs: tuple[Expr, ...]) -> Mapping[str, Expr]:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over rows, as the operator knows them; ``asked``: the inputs whose gradients it returns."""
+    """Sums over rows, as the operator knows them; ``wanted``: the inputs whose gradients it returns."""
 
     outputs: tuple[Expr, ...]
     names: tuple[str, ...]  # of the inputs
     numbers: frozenset[str]  # those of them that are Python numbers
-    asked: tuple[str, ...]
+    wanted: tuple[str, ...]
     engine: str
     frame: Frame
 
@@ -317,7 +317,7 @@ _PLANS: BoundedCache[tuple, tuple[Sizes, panel.StepClass, _Plan | None, list]] =
 
 @functools.lru_cache(maxsize=1024)
 def _name(sums: Sums) -> str:
-    others = (*sums.names, "numbers", *sorted(sums.numbers), "asked", *sums.asked, sums.engine, str(sums.frame))
+    others = (*sums.names, "numbers", *sorted(sums.numbers), "wanted", *sums.wanted, sums.engine, str(sums.frame))
     found = digest_nodes((sums.outputs,), *others)
     with _lock:
         _SUMS[found] = sums
@@ -336,7 +336,7 @@ def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, 
     for e in sums.outputs:
         found.append((output_form(e, sizes, None, total=True), ()))
     inputs = dict(zip(sums.names, values, strict=True))
-    for leaf in [inputs[n] for n in sums.asked]:
+    for leaf in [inputs[n] for n in sums.wanted]:
         found.append(((tuple(leaf.shape), _waiting_type(leaf)), contiguous_strides(leaf.shape)))
     return found
 
@@ -349,7 +349,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) ->
     known = _PLANS.find(key)
     if known is None:
         sizes, step_class = sums.frame.read_lengths(lengths, device), registry.choose_step_class(engine, device)
-        plan = _make_plan(sums.outputs, inputs, sizes, step_class, sums.asked)
+        plan = _make_plan(sums.outputs, inputs, sizes, step_class, sums.wanted)
         known = _PLANS.keep(key, (sizes, step_class, plan, _forms(sums, values, sizes)))
     sizes, step_class, plan, forms = known
     given = {n: v for n, v in inputs.items() if n not in sums.numbers}
@@ -358,9 +358,9 @@ def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) ->
         if plan is None or not plan.pays():  # memory has become scarce, or lengths are others than those traced
             found = _run_stepwise(sums, given, others, sizes, engine)
         else:
-            context = _Context(sums.outputs, plan.asked, tuple(given), others, sizes, engine, step_class, plan.program)
+            context = _Context(sums.outputs, plan.wanted, tuple(given), others, sizes, engine, step_class, plan.program)
             totals, waiting = oom_retry.run_with_typed_error(_run_loss, (context, tuple(given.values())), sizes)
-            found = [*totals, *(waiting[n] for n in sums.asked)]
+            found = [*totals, *(waiting[n] for n in sums.wanted)]
         return own_tensors(found, forms, tensors, sizes.device)
 
 
@@ -369,13 +369,13 @@ def _run_stepwise(
 ) -> list[Tensor | None]:
     """The same, forward and backward one after the other."""
     with torch.enable_grad():
-        given = {n: t.detach().requires_grad_(n in sums.asked) for n, t in tensors.items()}
+        given = {n: t.detach().requires_grad_(n in sums.wanted) for n, t in tensors.items()}
         inputs = numbers | given
-        usual = logit_rounding.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.asked), sizes)
+        usual = logit_rounding.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.wanted), sizes)
         made = script(usual, frozenset(numbers), False, fused_expressions.row_dot)
         rows = made.run(sizes, autograd.StepRunner(engine), *(inputs[n] for n in made.inputs))
         totals = [_sum_rows(v, sizes) for v in rows]
-        wanted = [given[n] for n in sums.asked]
+        wanted = [given[n] for n in sums.wanted]
         roots = [t for t in totals if t.requires_grad]
         grads = torch.autograd.grad(roots, wanted, allow_unused=True)
     found = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
@@ -423,12 +423,12 @@ class _TracedSum(torch.autograd.Function):
             tensors = tuple(v for v in values if isinstance(v, Tensor))
             names = tuple(n for n in sums.names if n not in sums.numbers)
             sizes, step_class, program = context.sizes, context.step_class, plan.program
-            call = _Context(sums.outputs, plan.asked, names, numbers, sizes, sums.engine, step_class, program)
+            call = _Context(sums.outputs, plan.wanted, names, numbers, sizes, sums.engine, step_class, program)
             needs = tuple(need for n, need in zip(sums.names, needs, strict=True) if n not in sums.numbers)
             with apply_settings(ctx.settings):
                 found = iter(_differentiate_usual(call, tensors, needs, g))
             return None, *(None if n in sums.numbers else next(found) for n in sums.names)
-        waiting = dict(zip(sums.asked, saved, strict=True))
+        waiting = dict(zip(sums.wanted, saved, strict=True))
         pairs = zip(sums.names, values, strict=True)
         return None, *(_scale(waiting[n], g, v.dtype) if n in waiting else None for n, v in pairs)
 

@@ -349,15 +349,17 @@ register_operator(_BACKWARD, _backward, _fake_backward)
 
 class TracedProgram:
     """A program on inputs of which nothing is known but their sizes: by its operators where something traces it, else
-    ``walk``, step by step."""
+    ``run_stepwise``."""
 
-    def __init__(self, steps: ProgramSteps, sizes: Sizes, out: torch.dtype | None, walk: Callable[..., list[Any]]):
-        self.steps, self.sizes, self.walk = steps, sizes, walk
+    def __init__(
+        self, steps: ProgramSteps, sizes: Sizes, out: torch.dtype | None, run_stepwise: Callable[..., list[Any]]
+    ):
+        self.steps, self.sizes, self.run_stepwise = steps, sizes, run_stepwise
         self.program = Program(steps.program, steps.numbers, out)
 
     def __call__(self, *values: Any) -> list[Any]:
         if call_context.are_plain(values) or call_context.is_transformed() or not self._has_operators(values):
-            return self.walk(*values)
+            return self.run_stepwise(*values)
         if torch.is_grad_enabled() and need_gradient(values):
             return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
         return run_forward(self.program, self.steps.engine, False, values, self.sizes)
@@ -400,7 +402,7 @@ class TracedProgram:
     ) -> list[Tensor | None]:
         """The gradients of a program that is run once more, step by step: differentiable themselves."""
         with torch.enable_grad():
-            found = self.walk(*values)
+            found = self.run_stepwise(*values)
             pairs = [(y, g) for y, g in zip(found, cotangents, strict=True) if g is not None and y.requires_grad]
             wanted = [v for v, need in zip(values, needs, strict=True) if need]
             roots, seeds = [y for y, _ in pairs], [g.to(y.dtype) for y, g in pairs]

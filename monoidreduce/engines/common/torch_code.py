@@ -159,7 +159,7 @@ def _with_numbered_leaves(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr,
 
 @functools.lru_cache(maxsize=4096)
 def differentiate_elementwise(
-    group: Elementwise, asked: tuple[bool, ...], given: tuple[bool, ...]
+    group: Elementwise, wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> tuple[tuple[Expr, ...], tuple[Expr | None, ...]]:
     """The leaves that stand for the outputs' cotangents, and the gradient of each leaf (None: not asked for, or zero).
 
@@ -169,7 +169,7 @@ def differentiate_elementwise(
         for k, e in enumerate(group.outputs)
     )
     seeds = [(e, g) for e, g, k in zip(group.outputs, cotangents, given, strict=True) if k and e.dtype == "float"]
-    wrt = [e for e, want in zip(group.leaves, asked, strict=True) if want]
+    wrt = [e for e, want in zip(group.leaves, wanted, strict=True) if want]
     pulled = dict(zip(wrt, backpropagate(seeds, wrt), strict=True))
     return cotangents, tuple(pulled.get(e) for e in group.leaves)
 

@@ -180,7 +180,7 @@ class NearestSearch(BatchChunk):
         self.most = elements // (KEPT_BLOCK * FOLDED_BLOCK)  # blocks of a tile
 
     def run(self) -> list[Tensor]:
-        self.walk()
+        self.fold_tiles()
         (accumulator,) = self.accumulators
         assert accumulator is not None
         found = []
@@ -189,7 +189,7 @@ class NearestSearch(BatchChunk):
             found[-1][:, self.kept] = value
         return found
 
-    def walk(self) -> None:
+    def fold_tiles(self) -> None:
         (accumulator,) = self.accumulators
         assert accumulator is not None
         wanted = accumulator.kind.selected(accumulator.params)

@@ -175,13 +175,13 @@ class BatchChunk:
         return out
 
     def run(self) -> list[Tensor]:
-        self.walk()
+        self.fold_tiles()
         results: list[Tensor] = []
         for place, a in enumerate(self.accumulators):
             results += [self.picked[place]] if a is None else a.finish()
         return results
 
-    def walk(self) -> None:
+    def fold_tiles(self) -> None:
         """Fold every tile into the accumulators."""
         if not (self.batch and self.rows.stop > self.rows.start and self.sizes.cols):
             return

@@ -384,7 +384,7 @@ class TorchStep:
         code = self.code(stage.fold, frozenset(numbers))
         buffers, accumulators = self._tile_buffers(at, numbers), self.accumulators[at]
         chunk = BatchChunk(code, given, self.sizes, self.tiles, 1, buffers, panel.rows, accumulators)
-        chunk.walk()
+        chunk.fold_tiles()
         for place, accumulator in enumerate(chunk.accumulators):
             if place not in accumulators:
                 panel.keep_results(at, place, _take_first(accumulator))
