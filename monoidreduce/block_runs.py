@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an op tells of a call: the chunked over its passes, its program's name, how columns become inputs, its results
+    """What an op tells of a call: its passes over chunks, its program's name, how columns become inputs, its results
     in order, the form that its caller sees, and the axis of rows and the bytes of each result. It holds no column: a
     chunk is not to outlive its turn."""
 

@@ -49,8 +49,8 @@ from .stream import Stream
 MYPY = False  # mypy takes it for True
 Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
 Calls = list[tuple["Op", tuple, Mapping[str, Any]]]
-listening: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
-    "listening", default=None
+explained_calls: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
+    "explained_calls", default=None
 )  # to calls without a key
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
@@ -83,7 +83,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             self.parameters = domain_call.parameters_over(domain, self.parameters)
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
-        self._sides = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
+        self._axes = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters, domain)
         self._plans = Plans(self.parameters, self.signature)
@@ -104,7 +104,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(self._call_divided)(*args, **kwargs)
             if nested.any_nested([*args, *kwargs.values()]):
-                return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
+                return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
             return self._run_compiled(args, kwargs)
         if declarations.RESERVED in kwargs:
             return self._call_variant(args, kwargs)
@@ -132,8 +132,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is None and _has_scaled(args, kwargs):
             return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
-            return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
-        if listening.get() is not None:
+            return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+        if explained_calls.get() is not None:
             return self._list_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
@@ -150,7 +150,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def _list_call(self, args: tuple, kwargs: dict) -> Any:
         """A call of a layer that is explained: listed, and answered with zeros."""
-        calls = listening.get()
+        calls = explained_calls.get()
         assert calls is not None
         calls.append((self, args, kwargs))
         traced, bound, sizes, out = self._prepare(args, kwargs)
@@ -176,9 +176,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         """
         if torch.compiler.is_dynamo_compiling() and not _has_scaled(args, kwargs):
             return self._run_compiled(args, kwargs, total=True)
-        if (found := self._find_variant(args, kwargs)) is not None:
-            op, call = found
-            return op.total(**call.values)
+        op, args, kwargs = self._resolve(args, kwargs)
+        if op is not self:
+            return op.total(*args, **kwargs)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -189,7 +189,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is not None or not _is_wide(form, given):
             plan = self._make_total_plan(args, kwargs, form, key)
             return _sum_results(self(*args, **kwargs)) if plan is None else plan(given)
-        if listening.get() is not None:
+        if explained_calls.get() is not None:
             return _sum_results(self(*args, **kwargs))
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
         device = call_context.autocast_device(given)
@@ -243,10 +243,8 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
-        if (found := self._find_variant(args, kwargs)) is not None:
-            op, call = found
-            return op.program(**call.values)
-        return compile_program(self._prepare(args, kwargs)[0].outputs)
+        op, args, kwargs = self._resolve(args, kwargs)
+        return compile_program(op._prepare(args, kwargs)[0].outputs)
 
     def cost(
         self,
@@ -271,10 +269,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
-        if (found := self._find_variant(args, kwargs)) is not None:
-            op, call = found
-            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
-        return cost_of(self.subject(args, kwargs, backward), device, ranks)
+        op, args, kwargs = self._resolve(args, kwargs)
+        return cost_of(op.subject(args, kwargs, backward), device, ranks)
 
     def explain(
         self, *args: Any, backward: bool = True, measure: bool = False, passes: bool = False, **kwargs: Any
@@ -295,9 +291,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
-        if (found := self._find_variant(args, kwargs)) is not None:
-            op, call = found
-            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
+        op, args, kwargs = self._resolve(args, kwargs)
+        if op is not self:
+            return op.explain(*args, **kwargs, backward=backward, measure=measure, passes=passes)
         subject = self.subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -421,6 +417,11 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._find_domain_variant(args, kwargs)
         kwargs.pop(declarations.RESERVED, None)
         return None
+
+    def _resolve(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, tuple, dict[str, Any]]:
+        """The op that runs a call, and its arguments there: this one but for stored arguments and listed columns."""
+        found = self._find_variant(args, kwargs)
+        return (self, args, kwargs) if found is None else found[0]._resolve((), dict(found[1].values))
 
     @functools.cached_property
     def _stored_calls(self) -> layer_replay.LayerReplay:
