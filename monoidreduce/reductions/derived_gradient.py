@@ -74,51 +74,51 @@ def _folds_twice_alike(monoid: Any) -> bool:
         return False
 
 
-def local_pullback(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
+def local_pullback(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     """The cotangents of one pair's fields, from the results, the pair's fields and the cotangents of the results (0.0:
     none); of every source but ``others``."""
     source = gradient_source(monoid)
     if source == "none":
         return dict.fromkeys(monoid.fields())
     if source == "pullback":
-        return dict(monoid.pullback(monoid(**whole), monoid(**part), monoid(**g)).asdict())
+        return dict(monoid.pullback(monoid(**results), monoid(**fields), monoid(**g)).asdict())
     if source == "remove":
-        return _pullback_from_remove(monoid, whole, part, g)
+        return _pullback_from_remove(monoid, results, fields, g)
     if not monoid.components:
-        return _pullback_from_trace(monoid, whole, part, g)
+        return _pullback_from_trace(monoid, results, fields, g)
     found: Fields = {}
     for one, names in zip(monoid.components, monoid.component_fields, strict=True):
-        mine = [{old: values[new] for old, new in names.items()} for values in (whole, part, g)]
+        mine = [{old: values[new] for old, new in names.items()} for values in (results, fields, g)]
         found |= {names[old]: value for old, value in local_pullback(one, *mine).items()}
     return found
 
 
-def _pullback_from_trace(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
-    fields = [expr_of(part[n]) for n in monoid.fields()]
-    formulas = _derive(monoid, tuple(e.feature for e in fields))
+def _pullback_from_trace(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
+    features = {n: expr_of(fields[n]).feature for n in monoid.fields()}
+    formulas = _derive(monoid, tuple(features.values()))
     assert not isinstance(formulas, str)
     given = {
-        _leaf(f"{side}/{n}", e.feature, side == "a"): expr_of(values[n])
-        for side, values in (("c", whole), ("a", part), ("g", g))
-        for n, e in zip(monoid.fields(), fields, strict=True)
+        _leaf(f"{name}/{n}", feature, name == "a"): expr_of(values[n])
+        for name, values in (("c", results), ("a", fields), ("g", g))
+        for n, feature in features.items()
     }
     return {n: None if e is None else Symbol(constructors.substitute((e,), given)[0]) for n, e in formulas.items()}
 
 
-def _pullback_from_remove(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
+def _pullback_from_remove(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     """D(c, a) g as the derivative of ``combine(a, rest)`` by a, then with ``rest = remove(c, a)`` put in its place."""
-    rest = monoid.remove(monoid(**whole), monoid(**part)).asdict()
-    held: dict[Expr, Expr] = {}
-    sides = []
-    for side, values in (("own", part), ("rest", rest)):
-        leaves = {n: _leaf(f"{side}/{n}", expr_of(v).feature, True) for n, v in values.items()}
-        held |= {leaves[n]: expr_of(v) for n, v in values.items()}
-        sides.append(leaves)
-    combined = monoid.combine(*(monoid(**{n: Symbol(e) for n, e in leaves.items()}) for leaves in sides)).asdict()
-    pulled = backpropagate([(expr_of(combined[n]), expr_of(g[n])) for n in combined], list(sides[0].values()))
+    rest = monoid.remove(monoid(**results), monoid(**fields)).asdict()
+    values: dict[Expr, Expr] = {}  # of the leaves that stand for the fields of both
+    operands = []
+    for name, state in (("own", fields), ("rest", rest)):
+        leaves = {n: _leaf(f"{name}/{n}", expr_of(v).feature, True) for n, v in state.items()}
+        values |= {leaves[n]: expr_of(v) for n, v in state.items()}
+        operands.append(leaves)
+    combined = monoid.combine(*(monoid(**{n: Symbol(e) for n, e in leaves.items()}) for leaves in operands)).asdict()
+    pulled = backpropagate([(expr_of(combined[n]), expr_of(g[n])) for n in combined], list(operands[0].values()))
     return {
-        n: None if e is None else Symbol(constructors.substitute((e,), held)[0])
-        for n, e in zip(sides[0], pulled, strict=True)
+        n: None if e is None else Symbol(constructors.substitute((e,), values)[0])
+        for n, e in zip(operands[0], pulled, strict=True)
     }
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .. import tuning
 from ..engines import auto, dense, panel
-from ..engines import dense as whole
 from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
@@ -112,9 +111,9 @@ def count_matrix_bytes(sizes: Sizes) -> int:
 
 def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
     """The cost of running the program on whole matrices of pairs; None if it has no dense form."""
-    if not whole.has_dense_form(program) or not count_matrix_bytes(sizes):
+    if not dense.has_dense_form(program) or not count_matrix_bytes(sizes):
         return None
-    made = whole.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+    made = dense.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return made.run(here, *(given[n] for n in made.inputs))

@@ -2,7 +2,7 @@
 
 ``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one
 function: run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the
-exception: the dense oracle runs the whole traced program, so that it shares as little as possible with what it
+exception: it runs the whole traced program on all pairs, so that it shares as little as possible with what it
 checks.
 """
 

@@ -1,4 +1,4 @@
-"""Plain torch evaluation of expressions: what runs before and after the passes, and the dense oracle.
+"""Plain torch evaluation of expressions: what runs before and after the passes, and the engine ``reference``.
 
 Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for
 an axis that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves.

@@ -145,28 +145,28 @@ class _DirectionRun:
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._count_spare_units(bytes_unit))
-        whole = [self._make_empty(r) for r in self.reductions]
+        results = [self._make_empty(r) for r in self.reductions]
         parts: list[list[Tensor]] = []
         for batch in pieces.batches:
             step = max(1, room // max(1, bytes_kept + batch.units * bytes_unit))
             for first in range(0, len(batch.list), step):
                 piece = Piece(self.lists, batch, self.over, first, min(first + step, len(batch.list)))
                 found = self._fold_piece(piece)
-                if batch.whole:
-                    for targets, values in zip(whole, found, strict=True):
+                if batch.complete:
+                    for targets, values in zip(results, found, strict=True):
                         for t, v in zip(targets, values, strict=True):
                             t.index_copy_(self.layout_dim, piece.slot, v.to(t.dtype))
                 else:
                     self._keep_parts(parts, pieces.parts, piece, found)
         if pieces.parts:
-            for r, targets, state in zip(self.reductions, whole, parts, strict=True):
+            for r, targets, state in zip(self.reductions, results, parts, strict=True):
                 if not targets:
                     continue
                 merge = lambda states, r=r: combine.merge_states(r, states)
                 done = combine_parts(state, pieces.counts, 1 + self.layout_dim, merge)
                 for t, v in zip(targets, combine.close_state(r, done), strict=True):
                     t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
-        named = dict(zip(self.local.places, whole, strict=True))
+        named = dict(zip(self.local.places, results, strict=True))
         return [
             [self.pairs[k]] if k in self.pairs else [self._to_result(t) for t in named[k]] for k in self.local.places
         ]
