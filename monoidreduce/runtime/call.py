@@ -331,10 +331,10 @@ class Plans:
         return None if form is None else form.kinds
 
     def find(
-        self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
+        self, count: int, names: Mapping[str, Any], values: Sequence[Any], more: str = ""
     ) -> tuple[tuple | None, CallPlan | None]:
         """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
-        key = self.keys.key(count, names, values, asked)
+        key = self.keys.key(count, names, values, more)
         for plan in () if key is None else self.known.find(key, ()):
             if plan.serves(values):
                 return key, plan

@@ -1,14 +1,8 @@
-"""A layer's own Python, recorded once for calls of one kind and replayed.
+"""Replay of a layer's own Python, and the keys by which a call of any op or layer is recognised.
 
 Between a layer's arguments and its ops stand checks, defaults and views, all of them decided by types, shapes and
-choices, none by the numbers in a tensor. So the second call of a kind is recorded: what it asks of torch and of its ops
-is written as one function, straight from the arguments to the result, and later calls run that. A layer that does
-anything else (it reads a number, draws a seed, takes gradients off) cannot be recorded, and is called as it is.
-
-The keys by which a call of any op or layer is recognised are built here too (``CallKeys``).
-
-Unlike ``engines/triton/launch/replay.py``, which records storages and addresses under autograd, this records the calls
-that autograd sees: the replay is differentiable.
+options, none by the numbers in a tensor. So the second call of a kind is recorded (``recorder.py``): what it asks of
+torch and of its ops is written as one function, straight from the arguments to the result, and later calls run that.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from .replay import CallViews, View, Views
 # of its values, so that no value is asked what it is: another type is another function. Whatever a key cannot say (a
 # tensor subclass, a NumPy number) has none, and every check is run.
 
-STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: it is not
+STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: a layer's option
 _LARGEST = 2**63
 _FORMS = 1024  # ways in which calls of one op are spelt
 _CHOICES = frozenset({bool, int, str, type(None), types.FunctionType, types.BuiltinFunctionType})
@@ -71,8 +65,8 @@ class CallKeys:
         self.declared, self.launches = declared, launches
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
-    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: Any = "") -> tuple | None:
-        """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``asked``: what else it
+    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], more: Any = "") -> tuple | None:
+        """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``more``: what else it
         depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
@@ -84,8 +78,8 @@ class CallKeys:
         launches = call_context.launch_key() if there and self.launches else None
         try:
             if launches is not None:
-                return on_kernels(launches, asked, *values)
-            return (on_kernels if there else elsewhere)(settings.now().engine, asked, *values)
+                return on_kernels(launches, more, *values)
+            return (on_kernels if there else elsewhere)(settings.now().engine, more, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 
@@ -105,32 +99,32 @@ class CallKeys:
 def _generate_reader(
     form: tuple, kinds: Sequence[type], declared: Sequence[str], tensors: Sequence[str]
 ) -> Callable | None:
-    parts, checks = ["form", "engine", "asked"], []
-    for k, (kind, said) in enumerate(zip(kinds, declared, strict=True)):
+    parts, checks = ["form", "engine", "more"], []
+    for k, (kind, declaration) in enumerate(zip(kinds, declared, strict=True)):
         name = f"v{k}"
-        found = _key_parts(kind, said, tensors)
+        found = _key_parts(kind, declaration, tensors)
         if found is None:
             return None
         parts += [part.format(name) for part in found]
-        if kind is int and said in (WHOLE, NUMBER):  # a larger one is checked in every call
+        if kind is int and declaration in (WHOLE, NUMBER):  # a larger one is checked in every call
             checks += [f"if not {-_LARGEST} < {name} < {_LARGEST}:", "    return None"]
-    given = ["engine", "asked", *(f"v{k}" for k in range(len(kinds)))]
+    given = ["engine", "more", *(f"v{k}" for k in range(len(kinds)))]
     return define("key", given, [*checks, f"return ({', '.join(parts)})"], {"form": form})
 
 
-def _is_tensor(kind: type, said: str) -> bool:
-    return kind in call_context.PLAIN and said != STATIC
+def _is_tensor(kind: type, declaration: str) -> bool:
+    return kind in call_context.PLAIN and declaration != STATIC
 
 
-def _key_parts(kind: type, said: str, tensors: Sequence[str]) -> Sequence[str] | None:
+def _key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
     """What is read of a value of this type, besides the type; None where that cannot be said cheaply."""
-    if said == STATIC:
+    if declaration == STATIC:
         return ("{0}",) if kind.__hash__ is not None else None
     if kind in call_context.PLAIN:
         return tensors
-    if said == CHOICE:
+    if declaration == CHOICE:
         return ("{0}.hex()",) if kind is float else ("{0}",) if kind in _CHOICES else None  # 0.0 is not -0.0
-    return () if kind in (bool, int, type(None)) or (kind is float and said != WHOLE) else None
+    return () if kind in (bool, int, type(None)) or (kind is float and declaration != WHOLE) else None
 
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
@@ -381,7 +375,10 @@ class LayerReplay:
 
     def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
-        call = lambda *given, **named: self(given, named)
+
+        def call(*given: Any, **named: Any) -> Any:
+            return self(given, named)
+
         return call_with_tensors(call, list(inspect.signature(self.layer).parameters), args, kwargs)
 
     def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any], flat: tuple) -> Any:

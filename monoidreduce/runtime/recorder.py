@@ -41,8 +41,14 @@ from ..plan import settings
 from . import call_context
 from .registry import FOLDERS
 
-_getters = lambda names: {getattr(Tensor, name).__get__ for name in names.split()}
-_methods = lambda names: {getattr(Tensor, name) for name in names.split()}
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+def _methods(names: str) -> set[Any]:
+    return {getattr(Tensor, name) for name in names.split()}
+
 
 # Calls that make no tensor and whose answer is decided by the kind of a tensor: they are not recorded. A layer may also
 # read what the keys of its ops hold, a fold what its own key holds.

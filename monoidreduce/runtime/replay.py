@@ -307,8 +307,8 @@ class ProgramSteps:
 
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
-        is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
-        steps = [step for step in self.script.steps or () if is_number(step.what)]
+        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
+        steps = list(of_numbers)
         pairs = zip(self.script.names, self.script.inputs, strict=True)
         names = [name for name, given in pairs if given in self.numbers]
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
@@ -640,7 +640,10 @@ class BackwardReplays:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the
         inputs of the gradient program are called there, by their places among leaves and others."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)
-        of = lambda k: used.get(k, f"unused_{k}")
+
+        def of(k: int) -> str:
+            return used.get(k, f"unused_{k}")
+
         outputs, parts = {name: f"unused_{name}" for name in self.steps.script.returned}, {}
         for k, name in enumerate(self.results, count):
             if name in outputs:
