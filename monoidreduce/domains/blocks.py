@@ -90,7 +90,7 @@ class Blocks(base.Domain):
                 detail=f"mask was given {shown(mask)}",
                 fix="Give a torch.nn.attention.flex_attention.BlockMask; mr.blocks.from_mask takes booleans",
             )
-        if not partial and not _hides_nothing(mask) and (not base.is_plain(counted) or bool(counted.any())):
+        if not partial and not _is_unmasked(mask) and (not base.is_plain(counted) or bool(counted.any())):
             raise ArgumentError(
                 detail="the BlockMask has partial blocks, inside which its mask_mod hides pairs, and lists do not",
                 fix="Say that condition in the body with torch.where(..., s, -torch.inf), or with causal=, window= or "
@@ -164,6 +164,6 @@ class Blocks(base.Domain):
         )
 
 
-def _hides_nothing(mask: Any) -> bool:
+def _is_unmasked(mask: Any) -> bool:
     """Whether the condition of a BlockMask is the one that FlexAttention gives a mask without any."""
     return getattr(getattr(mask, "mask_mod", None), "__name__", "") == "noop_mask"

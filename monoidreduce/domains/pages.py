@@ -73,7 +73,7 @@ class Pages(base.Domain):
     def _check_values(self, rows: int, cols: int) -> None:
         """``cols``: places in all pages, pages × page."""
         _check_lengths("lengths", self.lengths, self.most)
-        used = self._used(self.lengths)
+        used = self._find_used_slots(self.lengths)
         base.check_range("table", self.table, cols // self.page - 1, "pages", used)
         owned = torch.where(used, self.table, -1 - torch.arange(self.table.shape[1], device=self.device))
         owned = owned.sort(-1).values
@@ -84,7 +84,7 @@ class Pages(base.Domain):
                 detail=f"sequence {s} has page {int(owned[s, at])} twice", fix="Give each position a page of its own"
             )
 
-    def _used(self, lengths: Tensor) -> Tensor:
+    def _find_used_slots(self, lengths: Tensor) -> Tensor:
         first = torch.arange(self.table.shape[1], device=self.device) * self.page
         return first < lengths.unsqueeze(1)
 
@@ -113,7 +113,7 @@ class Pages(base.Domain):
         """
         self._check_store("store", store)
         seen = torch.arange(self.most, device=self.device) < self.lengths.unsqueeze(1)
-        table = torch.where(self._used(self.lengths), self.table, 0)
+        table = torch.where(self._find_used_slots(self.lengths), self.table, 0)
         found = store[table.long()].flatten(1, 2)  # [S, most, heads, f]
         return torch.where(seen[..., None, None], found, 0).transpose(1, 2)
 
@@ -216,7 +216,7 @@ class Pages(base.Domain):
     def _check_room(self, lengths: Tensor, pages: int) -> None:
         """Raise unless the positions from the old to the new lengths have pages, of which each is one sequence's."""
         _check_lengths("the new lengths", lengths, self.most)
-        used = self._used(lengths)
+        used = self._find_used_slots(lengths)
         base.check_range("table", self.table, pages - 1, "pages", used)
         touched = used & (
             torch.arange(1, self.table.shape[1] + 1, device=self.device) * self.page > self.lengths[:, None]

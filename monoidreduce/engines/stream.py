@@ -143,7 +143,7 @@ class Readings:
             sums = [torch.stack([s for k in pending if (s := each[k].sums) is not None]) for each in (first, seen)]
             equal = (sums[0] == sums[1]).all(-1).tolist()
             if not all(equal):
-                raise self._different(pending[equal.index(False)], seen)
+                raise self._changed_source_error(pending[equal.index(False)], seen)
 
     def _look(self, start: int, count: int, columns: Mapping[str, Any]) -> _ChunkRecord:
         if not (self.again and self.verify):
@@ -162,16 +162,16 @@ class Readings:
             )
         before = first[k]
         if before.kinds != now.kinds or before.count != now.count:
-            raise self._different(k, seen)
+            raise self._changed_source_error(k, seen)
         if before.sums is None or now.sums is None:
             return True
         if now.sums.device.type != "cpu" and not at_once:
             return False
         if not torch.equal(before.sums, now.sums):
-            raise self._different(k, seen)
+            raise self._changed_source_error(k, seen)
         return True
 
-    def _different(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
+    def _changed_source_error(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
         before, now = (self._first or [])[k], seen[k]
         if before.count != now.count:
             what = f"it had {before.count} columns, and has {now.count}"
@@ -404,7 +404,7 @@ class _SourceBackward:
             if wanted and (program.program.passes or self.others.parts):
                 self._deliver(chunk, wanted, columns, fed, grads)
         found = self._rows(program, states)
-        return [self._plus(g, self.more.get(k)) for k, g in enumerate(found)]
+        return [self._add(g, self.more.get(k)) for k, g in enumerate(found)]
 
     def _read_others(self) -> None:
         """The first reading of gradients that come from all others."""
@@ -426,7 +426,7 @@ class _SourceBackward:
                 into[k] = g if k not in into else into[k] + g
 
     @staticmethod
-    def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
         return one if other is None else other if one is None else one + other
 
     def _feeds(self, chunk: Chunk) -> list[Any]:
@@ -534,12 +534,12 @@ class OtherChunks:
     def read(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         """The first reading of a chunk."""
         for (fold, _), states in zip(self.parts, self.states, strict=True):
-            states.append(_job(fold, leaves, sizes, (False,) * len(leaves)).states())
+            states.append(_make_blocks(fold, leaves, sizes, (False,) * len(leaves)).states())
 
     def fold(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         """After the first reading: the cotangent of each chunk."""
         for (fold, given), states in zip(self.parts, self.states, strict=True):
-            job = _job(fold, leaves, sizes, (False,) * len(leaves))
+            job = _make_blocks(fold, leaves, sizes, (False,) * len(leaves))
             stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
             pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.fill_cotangents(given)))
             self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
@@ -551,10 +551,10 @@ class OtherChunks:
         """The second reading of chunk ``number``: the gradients of its leaves."""
         grads: list[Tensor | None] = [None] * len(leaves)
         for (fold, _), given in zip(self.parts, self.given, strict=True):
-            job = _job(fold, leaves, sizes, wanted)
+            job = _make_blocks(fold, leaves, sizes, wanted)
             add_gradients(grads, job, job.gradients(given[number]))
         return grads
 
 
-def _job(fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]) -> Blocks:
+def _make_blocks(fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]) -> Blocks:
     return Blocks(fold, sizes, tuple(leaves), tuple(wanted))

@@ -90,13 +90,13 @@ def product(a: Expr, b: Expr) -> Expr:
     if len(one) == 1 and other[0] == one[0] and not pair:
         return einsum("a,ab->b", a, b, other[1])
     raise ShapeError(
-        detail=f"@ contracts a value over {_named(one)} with a value over {_named(other)}",
+        detail=f"@ contracts a value over {_quote_letters(one)} with a value over {_quote_letters(other)}",
         fix='The last letter is summed over: Row["h", "f"] @ Col["f"] has a number for each h. Of two that are several '
         'vectors both letters must be equal. A matrix mr.Batch["d", "e"] is multiplied on one side: (x @ m) @ y',
     )
 
 
-def _named(some: tuple[str, ...]) -> str:
+def _quote_letters(some: tuple[str, ...]) -> str:
     return ", ".join(f'"{one}"' for one in some)
 
 

@@ -367,7 +367,7 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         return Symbol(constructors.apply("floor_divide", a, b))
     if rounding_mode is not None and "float" not in (a.dtype, b.dtype):
-        return _truncated(a, b)
+        return _truncate_quotient(a, b)
     quotient = constructors.apply("div", a, b)
     return Symbol(quotient if rounding_mode is None else constructors.apply("trunc", quotient))
 
@@ -381,7 +381,7 @@ def _check_divisor(a: Expr, b: Expr) -> None:
         )
 
 
-def _truncated(a: Any, b: Any) -> Symbol:
+def _truncate_quotient(a: Any, b: Any) -> Symbol:
     """An integer quotient rounded to zero: the rounded-down one, and one more where it is negative and not exact."""
     down = constructors.apply("floor_divide", a, b)
     inexact = constructors.apply("ne", constructors.apply("mul", down, b), a)

@@ -84,7 +84,7 @@ class CallPlan:
             names, run, without = _run_by_passes(traced, values, sizes, engine, order is not None, forms, total, out)
         looks_up = any(e.op == "lookup" for e in topological(traced.outputs))
         if looks_up and (look := table_range.guard(traced.outputs, sizes)) is not None:
-            run = table_range.checked(run, look, names)
+            run = table_range.check_before(run, look, names)
         aliases = _find_aliases(traced.outputs)
         run = (lambda *given, shared=run: _copy_aliases(shared(*given), aliases)) if aliases else run
         return CallPlan(

@@ -324,7 +324,7 @@ def _name(sums: Sums) -> str:
     return found
 
 
-def _known(name: str) -> Sums:
+def _find_sums(name: str) -> Sums:
     if name not in _SUMS:
         raise unknown_name_error("sum", "with gradients")
     return _SUMS[name]
@@ -342,7 +342,7 @@ def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, 
 
 
 def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    sums, device = _known(name), tensors[0].device
+    sums, device = _find_sums(name), tensors[0].device
     values, engine = sums.join_values(tensors, numbers), sums.engine
     inputs = dict(zip(sums.names, values, strict=True))
     key = (name, *triton.describe_leaves(values), *lengths, device)
@@ -383,7 +383,7 @@ def _run_stepwise(
 
 
 def _fake(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    sums = _known(name)
+    sums = _find_sums(name)
     sizes = sums.frame.read_lengths(lengths, tensors[0].device)
     forms = _forms(sums, sums.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]

@@ -155,7 +155,7 @@ def name(call: Call) -> str:
     return found
 
 
-def _known(name: str) -> Call:
+def _find_call(name: str) -> Call:
     """The call of this name; a backward is known where its forward is."""
     found = _CALLS.get(name)
     if found is not None:
@@ -206,7 +206,7 @@ _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCac
 
 
 def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     asked = (call_context.launch_key(), *map(repr, numbers), *key)
@@ -260,7 +260,7 @@ def _keep_replay(
 
 
 def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     sizes = call.frame.read_lengths(lengths, tensors[0].device)
     forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
@@ -274,7 +274,7 @@ def _backward(
     results: list[Tensor],
     cotangents: list[Tensor],
 ) -> list[Tensor]:
-    call, there = _known(name), iter(cotangents)
+    call, there = _find_call(name), iter(cotangents)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     pool = [*values, *results, *(next(there) if one else None for one in call.given)]
@@ -301,7 +301,7 @@ def _backward(
 
 
 def _fake_backward(name: str, tensors: list[Tensor], numbers: list, *rest: Any) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
 

@@ -130,7 +130,7 @@ def _place(lookup: Expr) -> str:
     return "pair" if lookup.is_pair else "row" if lookup.rows else "column" if lookup.cols else "batch element"
 
 
-def checked(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:
+def check_before(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:
     """``run`` after a look at its inputs, which have these names."""
 
     def call(*given: Any) -> Sequence[Any]:

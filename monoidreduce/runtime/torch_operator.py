@@ -146,7 +146,7 @@ def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[For
 
 def _open_arguments(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
     """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
-    return _known(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
+    return _find_fold(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
 
 
 def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -165,7 +165,7 @@ def unknown_name_error(what: str, how: str = "with gradients if the graph has th
     )
 
 
-def _known(name: str) -> Fold:
+def _find_fold(name: str) -> Fold:
     if name not in _FOLDS:
         raise unknown_name_error("fold")
     return _FOLDS[name]
@@ -217,9 +217,9 @@ def move_batch_to_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | 
 def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
     at = join_values(dims[2], [None] * len(places), places)
-    moved = move_batch_to_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
+    moved = move_batch_to_front(_find_fold(fold), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
-        name(keep_batch(_known(fold))),
+        name(keep_batch(_find_fold(fold))),
         engine,
         [v for v in moved if isinstance(v, Tensor)],
         numbers,

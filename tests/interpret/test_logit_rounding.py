@@ -111,8 +111,8 @@ def test_gradients_inherit_and_a_compiler_tells_them_apart():
     (usual,) = (p.fold for p in program.passes)
     assert fold != usual and torch_operator.name(fold) != torch_operator.name(usual)
     assert (
-        torch_operator._known(torch_operator.name(fold)).exact
-        and not torch_operator._known(torch_operator.name(usual)).exact
+        torch_operator._find_fold(torch_operator.name(fold)).exact
+        and not torch_operator._find_fold(torch_operator.name(usual)).exact
     )
     with mr.use(engine="triton"):
         value = head(x, w, label).sum()

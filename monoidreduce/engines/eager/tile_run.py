@@ -182,7 +182,7 @@ class TileRun:
         narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
         return value.to(torch.bfloat16) if narrow else value
 
-    def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def round_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A tile of weights in the type it is multiplied in; rounded once, even if several products read it."""
         if weight.dtype == dtype or dtype not in matmul.SIXTEEN:
             return weight.to(dtype)

@@ -60,7 +60,7 @@ class TileArithmetic:
             total += weight.sum(self.dim)
         else:
             vector = tile.get(c.vector)
-            weight = tile.multiplied(weight, vector.dtype)
+            weight = tile.round_weight(weight, vector.dtype)
             self.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
 
     def _contract_products(self, total: Tensor, weight: Tensor | None, e: Expr, tile: TileRun) -> None:
@@ -71,7 +71,7 @@ class TileArithmetic:
         totals = [total] * count if mixed else total.unflatten(-1, (count, width)).unbind(-2)
         for a in range(count):
             part = tile.component(numbers, a, reuse=True).expand(tile.tile)
-            part = tile.multiplied(part if weight is None else weight * part, vectors[0].dtype)
+            part = tile.round_weight(part if weight is None else weight * part, vectors[0].dtype)
             self.accumulate(totals[a], part if self.over == "cols" else part.mT, vectors[a % len(vectors)])
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:

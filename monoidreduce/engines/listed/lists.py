@@ -169,7 +169,7 @@ def _list_pages(domain: Pages, batch: tuple[int, ...], rows: int) -> Lists:
 
 def _list_rows_of_pages(domain: Pages, batch: tuple[int, ...], rows: int, cols: int) -> Lists:
     """A list with the rows of one sequence for each page of it."""
-    element, slot = (domain._used(domain.lengths)).nonzero().unbind(1)
+    element, slot = (domain._find_used_slots(domain.lengths)).nonzero().unbind(1)
     kept, zeros = domain.table.long()[element, slot], torch.zeros_like(element)
     items, limit = zeros.new_zeros(1), domain.lengths.long()[element]
     return Lists(

@@ -230,12 +230,12 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     inner = replace(sizes, shard=None)
     try:
         if shard.ring:
-            states = _reduced(fold, Grid(fold, leaves, inner, shard, engine).run(), shard, ("both",))
+            states = _combine_over_ranks(fold, Grid(fold, leaves, inner, shard, engine).run(), shard, ("both",))
         else:
             states = subproblem.run_subproblem(
                 fold, leaves, inner, Subproblem(shard.rows.own, shard.cols.own, shard.totals), engine
             )
-            states = _reduced(fold, states, shard, ("cols", "rows"))
+            states = _combine_over_ranks(fold, states, shard, ("cols", "rows"))
         return subproblem.finish_states(fold, states)
     except BaseException:  # whatever it was, the others must not wait for this rank
         for group in shard.groups:
@@ -246,7 +246,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
 # Columns (or rows) divided: an all-reduce with ⊙ ---------------------------------------------------------------
 
 
-def _reduced(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...]) -> list[State]:
+def _combine_over_ranks(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...]) -> list[State]:
     """Every state combined with those of the ranks that share its axis: all reductions' messages of a round are one.
     One over both axes is combined along each of them; ``axes`` ``"both"`` is one group that divides both."""
     for over in axes:
@@ -254,12 +254,12 @@ def _reduced(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...
         mine = [k for k, r in enumerate(fold.reductions) if r.attrs[1] in (over, "both")]
         if group is not None and mine:
             talks = [kind_of(fold.reductions[k]).exchange(fold.reductions[k].attrs[2], states[k]) for k in mine]
-            for k, state in zip(mine, _talk(talks, group), strict=True):
+            for k, state in zip(mine, _run_exchanges(talks, group), strict=True):
                 states[k] = state
     return states
 
 
-def _talk(talks: list[Exchange], group: Group) -> list[State]:
+def _run_exchanges(talks: list[Exchange], group: Group) -> list[State]:
     """Run the kinds' exchanges side by side, round by round, one message per operation and number type."""
     results: dict[int, State] = {}
     asked = {k: next(talk) for k, talk in enumerate(talks)}
@@ -388,7 +388,7 @@ def sharded_other_gradients(
     return [g if g is None else _sum_over_ranks(g, e, shard) for g, e in zip(grads, fold.leaves, strict=True)]
 
 
-def _lacking(leaf: Expr, shard: Shard) -> list[Group]:
+def _find_replicating_groups(leaf: Expr, shard: Shard) -> list[Group]:
     """The groups over which a leaf is replicated: those of divided axes that it does not have."""
     axes = ((leaf.rows, shard.rows), (leaf.cols, shard.cols))
     return [axis.group for has, axis in axes if not has and axis.group is not None]
@@ -397,13 +397,13 @@ def _lacking(leaf: Expr, shard: Shard) -> list[Group]:
 def _replicate(value: Any, leaf: Expr, shard: Shard) -> Any:
     """A leaf as this rank uses it: second derivatives by a replicated one are summed over the ranks."""
     if isinstance(value, Tensor) and value.requires_grad:
-        for group in _lacking(leaf, shard):
+        for group in _find_replicating_groups(leaf, shard):
             value = replicate(value, group)
     return value
 
 
 def _sum_over_ranks(g: Tensor, leaf: Expr, shard: Shard) -> Tensor:
-    for group in _lacking(leaf, shard):
+    for group in _find_replicating_groups(leaf, shard):
         g = sum_replicas(g, group)
     return g
 
