@@ -27,11 +27,7 @@ from .saved_runs import THE_OP, SavedRun, join_blocks, note_interrupt, temporary
 from .sources import AlongAxis, Chunks, Meter, format_count
 
 BUDGET = 2**30  # bytes of a run without a budget
-_ROWS, _COLUMNS, _TILES = (
-    4,
-    16,
-    2,
-)  # what of the budget a block of rows, a chunk of columns and tiles may take: 1 / this
+_ROWS, _COLUMNS, _TILES = 4, 16, 2  # a block of rows, a chunk of columns and tiles take 1 / this of the budget each
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,8 @@ class Rows:
         lengths = {n: len(a) for n, a in files.items()}
         lengths |= {n: v.shape[self._axis(n, v.dim())] for n, v in self.cut.items()}
         if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{n} has {count}" for n, count in lengths.items())
-            raise ShapeError(detail=f"the rows differ in number: {said}", fix="Give equally many rows in each")
+            counts = ", ".join(f"{n} has {count}" for n, count in lengths.items())
+            raise ShapeError(detail=f"the rows differ in number: {counts}", fix="Give equally many rows in each")
         self.total = next(iter(lengths.values()), None)
 
     def _axis(self, name: str, rank: int) -> int:

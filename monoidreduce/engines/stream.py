@@ -1,4 +1,4 @@
-"""Folds over columns that arrive in chunks."""
+"""Folds over columns that arrive in chunks: the passes over a source, and the check that it reads the same again."""
 
 from __future__ import annotations
 
@@ -376,9 +376,9 @@ class _SourceBackward:
     """Reads the source again: row gradients are summed over chunks, column gradients belong to their chunk."""
 
     def __init__(
-        self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]
+        self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, row_needs: tuple[bool, ...]
     ):
-        self.job, self.kept, self.results, self.asked = job, kept, results, asked
+        self.job, self.kept, self.results, self.row_needs = job, kept, results, row_needs
         self.fold = job.stage.fold
         self.cotangents, others = split_cotangents(self.fold, cotangents)
         self.others = OtherChunks(self.fold, others)
@@ -393,24 +393,24 @@ class _SourceBackward:
             wanted = {n: v for n, v in chunk[2].items() if isinstance(v, Tensor) and v.is_floating_point()}
             wanted = wanted if self.job.on_gradient else {n: v for n, v in wanted.items() if v.requires_grad}
             columns = {n: v.detach().requires_grad_() if n in wanted else v for n, v in chunk[2].items()}
-            fed = self._feeds((*chunk[:2], columns))
-            program = self._program(bool(wanted))
+            fed = self._evaluate_feeds((*chunk[:2], columns))
+            program = self._build_program(bool(wanted))
             leaves = [v.detach() if isinstance(v, Tensor) else v for v in fed]
             grads: dict[int, Tensor] = {}
             if program.program.passes:
-                states, grads = self._chunk(program, chunk, leaves, states)
+                states, grads = self._fold_chunk(program, chunk, leaves, states)
             if self.others.parts:
                 self._add_others(number, chunk, leaves, bool(wanted), grads)
             if wanted and (program.program.passes or self.others.parts):
-                self._deliver(chunk, wanted, columns, fed, grads)
-        found = self._rows(program, states)
+                self._backpropagate_to_columns(chunk, wanted, columns, fed, grads)
+        found = self._finish_rows(program, states)
         return [self._add(g, self.more.get(k)) for k, g in enumerate(found)]
 
     def _read_others(self) -> None:
         """The first reading of gradients that come from all others."""
         chunked, total = self.job.chunked, self.job.total
         for chunk in self.job.read():
-            fed = [v.detach() if isinstance(v, Tensor) else v for v in self._feeds(chunk)]
+            fed = [v.detach() if isinstance(v, Tensor) else v for v in self._evaluate_feeds(chunk)]
             self.others.read(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
         self.others.fold(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
 
@@ -419,7 +419,7 @@ class _SourceBackward:
     ) -> None:
         """The second reading: gradients of columns are added to those of the chunk, those of rows to one another."""
         sizes = self.job.chunked.chunk_sizes(chunk[0], chunk[1], self.job.total)
-        found = self.others.gradients(number, leaves, sizes, self._wanted(columns))
+        found = self.others.gradients(number, leaves, sizes, self._find_wanted(columns))
         for k, g in enumerate(found):
             if g is not None:
                 into = grads if self.fold.leaves[k].cols else self.more
@@ -429,29 +429,30 @@ class _SourceBackward:
     def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
         return one if other is None else other if one is None else one + other
 
-    def _feeds(self, chunk: Chunk) -> list[Any]:
+    def _evaluate_feeds(self, chunk: Chunk) -> list[Any]:
         rows = {k: v for k, v in enumerate(self.kept) if not self.job.stage.feeds[k].cols}
         with torch.enable_grad():
             return self.job.chunked.leaves(self.job.stage, rows, chunk, self.job.total)
 
-    def _wanted(self, columns: bool) -> tuple[bool, ...]:
+    def _find_wanted(self, columns: bool) -> tuple[bool, ...]:
         """The feeds whose gradients are wanted; ``columns``: those of columns too."""
         return tuple(
-            columns and e.dtype == "float" if e.cols else a for e, a in zip(self.fold.leaves, self.asked, strict=True)
+            columns and e.dtype == "float" if e.cols else a
+            for e, a in zip(self.fold.leaves, self.row_needs, strict=True)
         )
 
-    def _program(self, columns: bool) -> GradientProgram:
+    def _build_program(self, columns: bool) -> GradientProgram:
         given = tuple(g is not None for g in self.cotangents)
-        return build_gradient_program(self.fold, self._wanted(columns), given)
+        return build_gradient_program(self.fold, self._find_wanted(columns), given)
 
-    def _evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
+    def _make_evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
         return Evaluator(sizes, program.bind(leaves, self.results, self.cotangents))
 
-    def _chunk(
+    def _fold_chunk(
         self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[list[State]] | None
     ) -> tuple[list[list[State]], dict[int, Tensor]]:
         chunked, total = self.job.chunked, self.job.total
-        evaluate = self._evaluator(program, chunked.chunk_sizes(chunk[0], chunk[1], total), leaves)
+        evaluate = self._make_evaluator(program, chunked.chunk_sizes(chunk[0], chunk[1], total), leaves)
         folded: list[list[State]] = []
         for p in program.program.passes:  # each of pairs and saved results alone, so none waits for another
             mine = chunked.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
@@ -476,7 +477,9 @@ class _SourceBackward:
         }
         return folded, grads
 
-    def _deliver(self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]) -> None:
+    def _backpropagate_to_columns(
+        self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]
+    ) -> None:
         """Backpropagate from the feeds to the chunk's own tensors, and store or report their gradients."""
         live = [k for k in grads if isinstance(fed[k], Tensor) and fed[k].requires_grad]
         inputs = [columns[n] for n in wanted]
@@ -492,12 +495,12 @@ class _SourceBackward:
         if self.job.on_gradient is not None:
             self.job.on_gradient(chunk[0], named)
 
-    def _rows(self, program: GradientProgram | None, states: list[list[State]] | None) -> list[Tensor | None]:
+    def _finish_rows(self, program: GradientProgram | None, states: list[list[State]] | None) -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * len(self.kept)
         if program is None:
             return grads
         chunked, total = self.job.chunked, self.job.total or 0
-        evaluate = self._evaluator(
+        evaluate = self._make_evaluator(
             program, replace(chunked.sizes, cols=total), [0 if v is None else v for v in self.kept]
         )
         for p, mine in zip(program.program.passes, states or [], strict=states is not None):
@@ -507,7 +510,7 @@ class _SourceBackward:
                 for n in nodes if r.attrs[1] in ("cols", "both") else ():
                     evaluate.memo[n] = to_layout(value, n)
         for k, e in program.outputs:
-            if self.asked[k]:
+            if self.row_needs[k]:
                 leaf = self.kept[k]
                 grads[k] = (
                     zero_gradient(leaf)
