@@ -224,10 +224,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         True
         """
         if declarations.RESERVED in kwargs:
-            raise ArgumentError(
-                detail="tune was given cols",
-                fix="Call the op: listed pairs have one schedule",
-            )
+            raise ArgumentError(detail="tune was given cols", fix="Call the op: listed pairs have one schedule")
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
     def _make_total_plan(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> CallPlan | None:
@@ -247,12 +244,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         return compile_program(op._prepare(args, kwargs)[0].outputs)
 
     def cost(
-        self,
-        *args: Any,
-        backward: bool = True,
-        device: torch.device | str | None = None,
-        ranks: int = 1,
-        **kwargs: Any,
+        self, *args: Any, backward: bool = True, device: torch.device | str | None = None, ranks: int = 1, **kwargs: Any
     ) -> Cost:
         """What this call would cost by every schedule: floating operations, bytes, seconds, memory, as data.
 

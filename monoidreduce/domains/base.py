@@ -239,10 +239,7 @@ def check_offsets(name: str, offsets: Tensor, last: int, what: str) -> None:
     if bool(falls.any()):
         *lead, at = falls.nonzero()[0].tolist()
         pair = offsets[(*lead, slice(at, at + 2))].tolist()
-        raise ColumnListError(
-            detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}",
-            fix=_TOTALS,
-        )
+        raise ColumnListError(detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}", fix=_TOTALS)
     if offsets.numel() and int(offsets[..., -1].max()) > last:
         raise ColumnListError(
             detail=f"{name} ends at {int(offsets[..., -1].max())}, but there are {last} {what}",

@@ -376,8 +376,7 @@ def _check_divisor(a: Expr, b: Expr) -> None:
     """Raise TraceError for a whole number divided by the constant 0; a float has an infinity or NaN for it."""
     if "float" not in (a.dtype, b.dtype) and constructors.is_constant(b, 0):
         raise TraceError(
-            detail="a whole number is divided by 0",
-            fix="Divide by another number, or a float: x / 0 is an infinity",
+            detail="a whole number is divided by 0", fix="Divide by another number, or a float: x / 0 is an infinity"
         )
 
 

@@ -230,10 +230,7 @@ class DerivedLines(Lines):
         state = ", ".join(f"{self.name}_{f}" for f in self.state)
         tile = ", ".join(f"{self.name}_{f}_tile" for f in self.state)
         combine = f"combine{self.place}"
-        v.inside += [
-            f"{tile} = tl.reduce({elements}, 1, {combine})",
-            f"{state} = {combine}({state}, {tile})",
-        ]
+        v.inside += [f"{tile} = tl.reduce({elements}, 1, {combine})", f"{state} = {combine}({state}, {tile})"]
 
     def finish(self) -> list[tuple[list[str], Any]]:
         state = [f"{self.name}_{f}" for f in self.state]

@@ -47,13 +47,7 @@ HOST = 8  # host time of a fold outside its engine (autograd, replay, planning),
 
 
 def estimate_program(
-    program: Lowered,
-    inputs: Mapping[str, Any],
-    sizes: Sizes,
-    backward: bool,
-    ranks: int = 1,
-    *,
-    closely: bool = True,
+    program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool, ranks: int = 1, *, closely: bool = True
 ) -> Cost:
     """The cost of a program on inputs whose numbers are not read (meta tensors will do).
 
@@ -145,12 +139,7 @@ def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
 
 
 def _estimate_schedule(
-    schedule: str,
-    choices: list[Choice],
-    passes: DryRun,
-    cases: list[Case],
-    rates: op_counts.DeviceRates,
-    closely: bool,
+    schedule: str, choices: list[Choice], passes: DryRun, cases: list[Case], rates: op_counts.DeviceRates, closely: bool
 ) -> Scheduled:
     """The cost of the call with every fold run by its choice."""
     parts = []
@@ -285,11 +274,7 @@ def count_listed(listed: Expr, tensors: Sequence[Tensor], sizes: Sizes) -> Liste
 
 
 def as_dense(
-    outputs: tuple[Expr, ...],
-    inputs: Mapping[str, Any],
-    sizes: Sizes,
-    parameters: Mapping[str, Parameter],
-    cols: int,
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, parameters: Mapping[str, Parameter], cols: int
 ) -> tuple[tuple[Expr, ...], dict[str, Any], Sizes]:
     """The program over all of ``cols`` columns, inputs without numbers, and their sizes."""
     replaced: dict[Expr, Expr] = {}

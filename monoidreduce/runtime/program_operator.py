@@ -267,12 +267,7 @@ def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list
 
 
 def _backward(
-    name: str,
-    tensors: list[Tensor],
-    numbers: list,
-    lengths: list[int],
-    results: list[Tensor],
-    cotangents: list[Tensor],
+    name: str, tensors: list[Tensor], numbers: list, lengths: list[int], results: list[Tensor], cotangents: list[Tensor]
 ) -> list[Tensor]:
     call, there = _find_call(name), iter(cotangents)
     values = call.join_values(tensors, numbers)

@@ -40,10 +40,7 @@ VALUES = "Tensor[] tensors, Scalar[] numbers, SymInt[] lengths"
 _SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
 # before torch 2.8 or so, with strides of the same order.
-TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
-)
+TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
 

@@ -154,13 +154,7 @@ class NearestSearch(BatchChunk):
     """The search for one reduction of one batch element."""
 
     def __init__(
-        self,
-        r: Expr,
-        fold: Fold,
-        leaves: dict[Expr, Any],
-        sizes: Sizes,
-        tiles: plan.Tiles | None,
-        ladder: Tensor,
+        self, r: Expr, fold: Fold, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles | None, ladder: Tensor
     ):
         tiles = tiles or plan.choose(1, sizes.rows, sizes.cols)
         elements = max(tiles.rows * tiles.cols, KEPT_BLOCK * FOLDED_BLOCK)

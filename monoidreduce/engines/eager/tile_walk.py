@@ -265,10 +265,7 @@ def tile_ranges(
     hold."""
     row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
     col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
-    fixed: dict[Expr, tuple[float, float]] = {
-        size("rows"): (lengths[0],) * 2,
-        size("cols"): (lengths[1],) * 2,
-    }
+    fixed: dict[Expr, tuple[float, float]] = {size("rows"): (lengths[0],) * 2, size("cols"): (lengths[1],) * 2}
     for e in code.ranged:
         v = leaves[e]
         if not isinstance(v, Tensor):
