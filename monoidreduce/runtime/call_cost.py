@@ -212,7 +212,9 @@ def estimate_total(
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
-    found = cost.estimate_panels(case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device)))
+    found = cost.estimate_panels(
+        case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), 0, budget.PANELS)
+    )
     return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
 
 

@@ -145,7 +145,7 @@ class _Plan:
         """Whether the budget holds panels of enough rows."""
         if self.is_small and budget.requested() is None and budget.shrink_factor() == 1:
             return True
-        room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device))
+        room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), 0, budget.PANELS)
         found = self.known.get(room)
         if found is None:
             held = self.step.choose_layout(room)

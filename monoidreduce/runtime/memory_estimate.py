@@ -172,7 +172,7 @@ def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[Pan
 
 
 def _panel_bytes(step: panel.TorchStep, asked: int) -> int:
-    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least_bytes())
+    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least_bytes(), budget.PANELS)
 
 
 class _SmallStep(panel.TorchStep):

@@ -195,7 +195,7 @@ class _LoopRun:
         self.limit = limit
         if self.sizes.rows and self.sizes.cols:
             free = functools.partial(matmul.free_memory, self.sizes.device)
-            self.limit = limit or budget.allowed_bytes(free, self.step.least_bytes())
+            self.limit = limit or budget.allowed_bytes(free, self.step.least_bytes(), budget.PANELS)
             self.layout = self.step.choose_layout(self.limit)
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None

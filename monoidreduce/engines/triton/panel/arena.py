@@ -382,7 +382,7 @@ class MemoryPlan:
         if self._small_layout is not None and budget.requested() is None and budget.shrink_factor() == 1:
             return self._small_layout
         return self.choose_layout(
-            budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least_bytes())
+            budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least_bytes(), budget.PANELS)
         )
 
     @functools.cached_property
