@@ -249,7 +249,7 @@ _apply_loss: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, 
 
 
 def _may_skip_tiles(context: _Context) -> bool:
-    """Whether tiles may be left out: that was asked for, and the sums are made of numbers, so that vectors are gradients."""
+    """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
     if skip_small_tiles.requested() is None:
         return False
     return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))

@@ -63,7 +63,7 @@ def differentiate_by_blocks(
 
 
 def split_cotangents(fold: Fold, cotangents: Sequence[Tensor | None]) -> tuple[list, list]:
-    """The cotangents of the results that have a local gradient, and those of :func:`lack_local_gradient`; None elsewhere."""
+    """The cotangents of the results that have a local gradient, and those of all others; None elsewhere."""
     pairs = [*zip(cotangents, lack_local_gradient(fold), strict=True)]
     return [None if other else g for g, other in pairs], [g if other else None for g, other in pairs]
 

@@ -23,8 +23,8 @@ _FREE_BITS = 9  # of the number of items: below 2⁹ items two significant bits,
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Pieces of one length: ``list`` says whose, ``start`` where in the items, ``slot`` where the result belongs: the
-    number of a kept block where it is ``complete``, else a place among the parts. ``length``: the units of each that are
-    its own, where some are filled up."""
+    number of a kept block where they are ``complete`` lists, else a place among the parts. ``length``: the units of
+    each that are its own, where some are filled up."""
 
     units: int
     complete: bool

@@ -303,8 +303,8 @@ class Panel:
     def keep_results(
         self, at: int, place: int, values: list[Tensor], full_tensors: Sequence[Tensor | None] = ()
     ) -> None:
-        """Hand over the results of one reduction of a stage; ``full_tensors``: the tensors of all rows that they are slices
-        of, where they are."""
+        """Hand over the results of one reduction of a stage; ``full_tensors``: the tensors of all rows that they are
+        slices of, where they are."""
         for own, value, full in zip(
             self.run.nodes[at][place], values, full_tensors or [None] * len(values), strict=True
         ):
