@@ -365,7 +365,7 @@ class _CallCounter(ScaledMemory):
         wanted: Sequence[bool],
         cotangents: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The gradients that need all other pairs (``common/block_gradients.py``) of a dry run, by their own formula: the
+        """The gradients by blocks (``common/block_gradients.py``) of a dry run, by their own formula: the
         tree of a small block says nothing of a large one's."""
         for one, _ in block_gradients.iterate_block_reductions(fold, cotangents):
             cost, found = block_gradients.estimate_gradient(one, self.sizes, self.rates), self.found
