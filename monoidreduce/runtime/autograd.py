@@ -32,6 +32,8 @@ from ..engines.common.gradient_program import (
     constant_results,
     detach_views,
     load_saved,
+    load_values,
+    save_values,
     zero_gradient,
 )
 from ..engines.common.torch_code import Elementwise, define, script, tuple_text
@@ -425,13 +427,13 @@ class _ReplayedPass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if context.constants:
             ctx.mark_non_differentiable(*[returned[k] for k in context.constants])
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *returned, *saved)
+        save_values(ctx, leaves, *returned, *saved)
         return returned
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context, leaves, results, unchanged = _load(ctx, len(cotangents))
+        context = ctx.context
+        leaves, results, unchanged = load_values(ctx, len(cotangents))
         given: list[Tensor | None] = [None] * len(context.fold.outputs)
         replay = context.replay
         assert replay is not None
@@ -470,7 +472,8 @@ class _TracedPass(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
-        context, leaves, results = _load(ctx, len(ctx.context.fold.outputs))[:3]
+        context = ctx.context
+        leaves, results = load_values(ctx, len(context.fold.outputs))[:2]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         varying = [k for k, constant in enumerate(constant_results(context.fold)) if not constant]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
@@ -548,26 +551,14 @@ def _save(
     ctx.settings = settings.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
-    ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
-
-
-def _load(ctx: Any, count: int) -> tuple[PassContext, list[Any], list[Tensor], bool]:
-    """The context, the leaves and the results; what was saved beside them for gradients comes after these.
-
-    ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
-    first = ctx.constants.count(None)  # tensors among the leaves
-    tensors, unchanged = load_saved(ctx, range(first, first + count))
-    rest = iter(tensors)
-    leaves = [c if c is not None else next(rest) for c in ctx.constants]
-    return ctx.context, leaves, list(rest), unchanged
+    save_values(ctx, leaves, *output, *more)
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    context, leaves, results, unchanged = _load(ctx, len(cotangents))
+    leaves, results, unchanged = load_values(ctx, len(cotangents))
     if not unchanged:
         with apply_settings(ctx.settings):
-            results = list(run_pass(context, leaves))
+            results = list(run_pass(ctx.context, leaves))
         ctx.form = None  # the results alone: the gradients are the usual program of these
     return _differentiate(ctx, leaves, results, cotangents)
 
@@ -688,14 +679,12 @@ class _Elementwise(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if step.constants:
             ctx.mark_non_differentiable(*[output[k] for k in step.constants])
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)])
+        save_values(ctx, leaves)
         return output
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        tensors = iter(ctx.saved_tensors)
-        leaves = [c if c is not None else next(tensors) for c in ctx.constants]
+        leaves = load_values(ctx)[0]
         runner = ctx.step.gradient(ctx.needs_input_grad[1:], tuple([g is not None for g in cotangents]))
         return None, *runner(ctx.step.sizes, leaves, cotangents)
 

@@ -25,7 +25,7 @@ from ..engines import panel, triton
 from ..engines.common import bounded_cache, matmul, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
-from ..engines.common.gradient_program import to_gradient, zero_gradient
+from ..engines.common.gradient_program import load_values, save_values, to_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import NoGradientError
@@ -407,14 +407,13 @@ class _TracedSum(torch.autograd.Function):
         ctx.context, ctx.settings = context, settings.now()
         ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if k != context.plan.program.loss))
         ctx.set_materialize_grads(False)
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
-        ctx.save_for_backward(*(v for v in values if isinstance(v, Tensor)), *output[len(context.sums.outputs) :])
+        save_values(ctx, values, *output[len(context.sums.outputs) :])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context, saved, needs = ctx.context, iter(ctx.saved_tensors), ctx.needs_input_grad[1:]
+        context, needs = ctx.context, ctx.needs_input_grad[1:]
+        values, saved, _ = load_values(ctx)
         sums, plan, g = context.sums, context.plan, cotangents[context.plan.program.loss]
-        values = [c if c is not None else next(saved) for c in ctx.constants]
         if g is None:
             return None, *(None for _ in values)
         if torch.is_grad_enabled():

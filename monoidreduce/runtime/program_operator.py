@@ -24,7 +24,7 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import are_narrow, load_saved, zero_gradient
+from ..engines.common.gradient_program import are_narrow, load_values, save_values, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
@@ -420,20 +420,16 @@ class _Traced(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if not traced.moves(k, needs)))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
-        ctx.save_for_backward(*(v for v in values if isinstance(v, Tensor)), *output)
+        save_values(ctx, values, *output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         traced, needs = ctx.traced, ctx.needs_input_grad[1:]
-        first, count = ctx.constants.count(None), len(traced.steps.program.outputs)
-        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        rest, given = iter(tensors), cotangents[:count]
-        values = [c if c is not None else next(rest) for c in ctx.constants]
-        with apply_settings(ctx.settings), call_context.without_autocast(tensors):
+        values, results, unchanged = load_values(ctx, len(cotangents))
+        given = cotangents[: len(traced.steps.program.outputs)]
+        with apply_settings(ctx.settings), call_context.without_autocast((*values, *results)):
             if torch.is_grad_enabled():
                 return None, *traced.differentiate(values, needs, given)
             program, engine, sizes = traced.program, traced.steps.engine, traced.sizes
-            found = list(rest) if unchanged else run_forward(program, engine, True, values, sizes)
-            results = program.join_results(found)
-            return None, *run_gradient(program, engine, needs, values, results, given, sizes)
+            found = results if unchanged else run_forward(program, engine, True, values, sizes)
+            return None, *run_gradient(program, engine, needs, values, program.join_results(found), given, sizes)

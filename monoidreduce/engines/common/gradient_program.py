@@ -185,3 +185,18 @@ def load_saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
     found = ctx.saved_tensors  # raises where it was an input
     ctx.outputs_changed = True
     return found, False
+
+
+def save_values(ctx: Any, values: Sequence[Any], *tensors: Tensor) -> None:
+    """Save the inputs of a function, of which some are no tensors, and other tensors behind them."""
+    ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
+    ctx.save_for_backward(*[v for v in values if isinstance(v, Tensor)], *tensors)
+
+
+def load_values(ctx: Any, count: int = 0) -> tuple[list[Any], list[Tensor], bool]:
+    """What :func:`save_values` saved: the inputs, the tensors behind them, and whether the first ``count`` of these, the
+    function's outputs, still hold its results."""
+    first = ctx.constants.count(None)
+    tensors, unchanged = load_saved(ctx, range(first, first + count))
+    rest = iter(tensors)
+    return [c if c is not None else next(rest) for c in ctx.constants], list(rest), unchanged

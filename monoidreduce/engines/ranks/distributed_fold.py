@@ -24,7 +24,14 @@ from ...reductions.base import Exchange
 from ..common import combine, subproblem
 from ..common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
+from ..common.gradient_program import (
+    build_gradient_program,
+    constant_results,
+    detach_views,
+    load_values,
+    save_values,
+    zero_gradient,
+)
 from ..common.shard import (
     Group,
     Ranges,
@@ -336,28 +343,24 @@ class _Pass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         constant = constant_results(ctx.context.fold)
         ctx.mark_non_differentiable(*(o for o, is_constant in zip(output, constant, strict=True) if is_constant))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+        save_values(ctx, leaves, *output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         context: Context = ctx.context
-        first = ctx.constants.count(None)  # tensors among the leaves
-        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        rest = iter(tensors)
-        leaves = [c if c is not None else next(rest) for c in ctx.constants]
-        results = list(rest if unchanged else _Pass.apply(context, *leaves))
-        asked = tuple(ctx.needs_input_grad[1:])
+        leaves, results, unchanged = load_values(ctx, len(cotangents))
+        results = results if unchanged else list(_Pass.apply(context, *leaves))
+        wanted = tuple(ctx.needs_input_grad[1:])
         if not context.sizes.of("rows") or not context.sizes.of("cols"):  # no pairs: all gradients are zero
-            return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+            return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
         local, others = split_cotangents(context.fold, cotangents)
         given = tuple(g is not None for g in local)
-        made = build_gradient_program(context.fold, asked, given)
+        made = build_gradient_program(context.fold, wanted, given)
         values = execute_program(made.program, made.bind(leaves, results, local), context.sizes, context.engine)
         values = [from_layout(v, e) for v, e in zip(values, made.program.outputs, strict=True)]
         grads = made.gradients(values, leaves)[0]
         if any(g is not None for g in others):
-            more = sharded_other_gradients(context.fold, leaves, context.sizes, asked, others)
+            more = sharded_other_gradients(context.fold, leaves, context.sizes, wanted, others)
             grads = [g if m is None or g is None else g + m for g, m in zip(grads, more, strict=True)]
         return None, *grads
 
