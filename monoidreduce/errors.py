@@ -31,7 +31,7 @@ class MonoidReduceError(Exception):
 
     def __reduce__(self) -> tuple:
         """Errors cross processes (a DataLoader's worker, a rank): by class, text and place."""
-        return _restored, (type(self), self.text, self.place)
+        return _restore_error, (type(self), self.text, self.place)
 
     def at(self, place: str) -> "MonoidReduceError":
         """Add where it happened (once): the op, its arguments and the user's line."""
@@ -41,7 +41,7 @@ class MonoidReduceError(Exception):
         return self
 
 
-def _restored(cls: type[MonoidReduceError], text: str, place: str) -> MonoidReduceError:
+def _restore_error(cls: type[MonoidReduceError], text: str, place: str) -> MonoidReduceError:
     error = cls.__new__(cls)
     error.details, error.text, error.place = {}, text, ""
     error.args = (text,)

@@ -62,8 +62,7 @@ class SavedRun:
             raise StreamError(detail=f"{folder} is not a folder of this user", fix="Give state= another folder")
         if there and "progress" not in there and any(not n.startswith((disk.PREFIX, "rows-")) for n in there):
             raise StreamError(
-                detail=f"{folder} holds other things than the state of a stream",
-                fix="Give state= a folder of its own",
+                detail=f"{folder} holds other things than the state of a stream", fix="Give state= a folder of its own"
             )
         folder.chmod(0o700)
         return SavedRun(folder, every=every)

@@ -154,11 +154,7 @@ class Chunks:
     """A source that can be read again; made by :func:`chunks`."""
 
     def __init__(
-        self,
-        arrays: list[AlongAxis],
-        size: int,
-        device: torch.device | None,
-        names: tuple[str, ...] | None = None,
+        self, arrays: list[AlongAxis], size: int, device: torch.device | None, names: tuple[str, ...] | None = None
     ):
         self.arrays, self.size, self.device, self.names = arrays, size, device, names
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import arrays
 from ..domains import Domain, nested
-from ..domains.base import not_a_domain
+from ..domains.base import wrong_domain_error
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
@@ -258,7 +258,7 @@ def vectors(name: str, value: Any, shape: str, least: int, most: int | None = No
 def domain(name: str, value: Any, *kinds: str) -> None:
     """Raise ArgumentError unless ``value`` says which columns exist; ``kinds``: in one of these ways."""
     if not isinstance(value, Domain) or (kinds and value.kind not in kinds):
-        raise not_a_domain(name, value, *((kinds,) if kinds else ()))
+        raise wrong_domain_error(name, value, *((kinds,) if kinds else ()))
 
 
 def listed(cols: Any) -> dict[str, Any]:

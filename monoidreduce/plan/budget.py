@@ -20,6 +20,9 @@ from .settings import parse_bytes as parse
 
 LEAST = 8 * 2**20  # bytes allowed without a budget even if little memory is free
 _SHARE = 64  # without a budget, one 64th of the free memory is used
+# Without a budget, panels take no more than this however much is free. On an H200, vocabulary heads in 1,100 MB took
+# 1.00 to 1.04 of their GEMMs' time, no more than in 2,100 (docs/internals/panel-kernels.md).
+PANELS = 1_100_000_000
 SHRINK = 8  # an OOM retry runs with one eighth of the memory
 
 
@@ -81,9 +84,13 @@ def shrink_factor() -> int:
     return settings.current.get().shrink
 
 
-def allowed_bytes(free: Callable[[], int], least: int = 0) -> int:
-    """Bytes of pairwise buffers that may be allocated: the budget, or a share of ``free()`` and at least ``least``."""
-    room = requested() or max(LEAST, least, free() // _SHARE)
+def allowed_bytes(free: Callable[[], int], least: int = 0, most: int | None = None) -> int:
+    """Bytes of pairwise buffers that may be allocated: the budget, or a share of ``free()`` that is at least ``least``
+    and otherwise at most ``most`` (:data:`PANELS`, where more would not be faster)."""
+    room = requested()
+    if room is None:
+        share = free() // _SHARE
+        room = max(LEAST, least, share if most is None else min(share, most))
     return max(min(room, least), room // shrink_factor())
 
 

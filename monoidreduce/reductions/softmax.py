@@ -96,8 +96,8 @@ class SoftmaxLines(Lines):
             self.tools.running_sum(f"{n}_mean{k}", x.feature, "float", self.v, False)
             for k, x in enumerate(self.reduction.args[1:])
         ]
-        self.level = self.v.spec.guess and self._level()
-        self.guesses = self.level and not self._short()
+        self.level = self.v.spec.guess and self._is_level()
+        self.guesses = self.level and not self._has_short_rows()
         self.rounded = [self._is_rounded(m, x) for m, x in zip(self.means, self.reduction.args[1:], strict=True)]
         self.compensates = self.guesses and any(self.rounded)
         self.restarted = False  # whether this loop has begun again with a running maximum
@@ -106,11 +106,11 @@ class SoftmaxLines(Lines):
 
     def _is_rounded(self, mean: Any, value: Expr) -> bool:
         """Whether a mean's weights, and nothing but them, are rounded to 16 bits for a matrix product."""
-        parts = [self.tools.factored(c) for c in contractions(value, self.over)]
+        parts = [self.tools.move_factors(c) for c in contractions(value, self.over)]
         plain = [c.weight is ONE and not c.walk and c.vector is not None and c.vector.op == "leaf" for c in parts]
         return all(plain) and not mean.tiny
 
-    def _level(self) -> bool:
+    def _is_level(self) -> bool:
         """Whether one tile is like another: no data of the folded axis, such as a bias, raises logits.
 
         ``sloped``: logits fall with a distance between indices, and the tile to look at is the one nearest to the rows'
@@ -122,7 +122,7 @@ class SoftmaxLines(Lines):
         self.sloped = bool(numbers)
         return not any(e.op == "leaf" for e in numbers)
 
-    def _short(self) -> bool:
+    def _has_short_rows(self) -> bool:
         """Whether walks are too short to look at a tile twice: several conditions, or data, say what is seen."""
         logit = self.reduction.args[0]
         conditions = topological(logit.args[:1]) if logit.op == "where" else []
@@ -167,15 +167,17 @@ class SoftmaxLines(Lines):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        parts = [[self.tools.factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
-        late = [self.guessing and p[0].weight is ONE and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        parts = [[self.tools.move_factors(c) for c in contractions(value, self.over)] for value in fields[1:]]
+        pairs = list(zip(self.means, parts, strict=True))
+        delayed = [self.guessing and p[0].weight is ONE and mean.delays_product(p) for mean, p in pairs]
         s, factor = self.logit_block(fields[0])
-        v.inside += [line for m, waits in zip(self.means, late, strict=True) if waits for line in m.catch_up()]
+        for mean, delays in zip(self.means, delayed, strict=True):
+            v.inside += mean.add_delayed_product() if delays else []
         self._weigh(s, factor)
-        for mean, cs, waits in zip(self.means, parts, late, strict=True):
+        for (mean, cs), delays in zip(pairs, delayed, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
-            if waits:
-                v.inside.append(mean.wait(f"{n}_weight"))
+            if delays:
+                v.inside.append(mean.delay_product(f"{n}_weight"))
                 continue
             for c in cs:
                 plain = c.walk or c.weight is ONE

@@ -68,6 +68,11 @@ def need_gradient(values: Sequence[Any]) -> bool:
     return True in [isinstance(v, Tensor) and v.requires_grad for v in values]
 
 
+def names_needing_gradient(values: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those that require a gradient."""
+    return frozenset(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
+
+
 # Settings
 
 

@@ -243,9 +243,9 @@ def test_dot_of_symbols_is_matmul():
 
 
 def test_roads_to_a_gradient():
-    assert (LogMean.has_gradient, LogMean.gradient_road) == (True, "pullback")
-    assert (Times.has_gradient, Times.gradient_road) == (True, "remove")
-    assert (Total.has_gradient, Total.gradient_road) == (False, "none")
+    assert (LogMean.has_gradient, LogMean.gradient_source) == (True, "pullback")
+    assert (Times.has_gradient, Times.gradient_source) == (True, "remove")
+    assert (Total.has_gradient, Total.gradient_source) == (False, "none")
     one = Total(v=torch.ones(1))
     for ask in (lambda: Total.pullback(one, one, one), lambda: Total.remove(one, one)):
         with pytest.raises(errors.NoGradientError, match=r"Total has no local gradient.*pullback.*remove"):

@@ -87,3 +87,14 @@ def test_too_little_never_looks_like_enough():
         assert budget.parse(budget.format_floor(size)) <= size <= budget.parse(budget.format_ceil(size))
         assert size - budget.parse(budget.format_floor(size)) <= size / 1000
     assert budget.format_floor(63_500_000) == "63.5MB" and budget.format_floor(64_000_000) == "64MB"
+
+
+def test_panels_take_no_more_than_they_gain_by_however_much_is_free():
+    gib = 2**30
+    free = lambda: 139 * gib
+    assert budget.allowed_bytes(free) == 139 * gib // 64
+    assert budget.allowed_bytes(free, 0, budget.PANELS) == budget.PANELS
+    assert budget.allowed_bytes(lambda: 24 * gib, 0, budget.PANELS) == 24 * gib // 64
+    assert budget.allowed_bytes(free, 2 * gib, budget.PANELS) == 2 * gib  # the least that serves
+    with mr.budget("3GB"):  # what was asked for is given
+        assert budget.allowed_bytes(free, 0, budget.PANELS) == 3_000_000_000

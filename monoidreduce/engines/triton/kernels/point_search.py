@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...common.point_tree import PointTree, depth_for
-from ..codegen.kernel_spec import padded
+from ...common.point_tree import PointTree, choose_depth
+from ..codegen.kernel_spec import pad_width
 from ..launch.jit_module import Kernels
 
 MOST = 512  # neighbours: their list is kept in registers
@@ -105,8 +105,8 @@ def nearest(
 _kernels = Kernels("The points nearest to each query, block by block.", _TEXT)
 
 
-def takes(tree: PointTree, k: int) -> bool:
-    """Whether the kernel searches this tree: float32, and a list that fits registers."""
+def has_kernel(tree: PointTree, k: int) -> bool:
+    """True when the kernel searches this tree: float32, and a list that fits registers."""
     return tree.sorted.dtype is torch.float32 and k <= MOST and tree.count < 2**31 - 1
 
 
@@ -115,13 +115,13 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
     equals first. ``excluded``: query i is not to find the point ``excluded + i``. Infinite distances have place -1."""
     found = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
     if len(queries):
-        level = depth_for(tree.finite, _POINTS)
+        level = choose_depth(tree.finite, _POINTS)
         boxes = tree.boxes[2**level : 2 ** (level + 1)]
         own = -(2**31) if excluded is None else excluded
         blocks = 2**level if tree.finite else 0
         given = (found, queries.contiguous(), tree.sorted, tree.order, boxes)
         sizes = (tree.count, tree.finite, level, blocks, k, own)
-        constants = dict(D=tree.features, SLOTS=max(2, padded(k)), POINTS=_POINTS, BOXES=_BOXES)
+        constants = dict(D=tree.features, SLOTS=max(2, pad_width(k)), POINTS=_POINTS, BOXES=_BOXES)
         _kernels("nearest", (len(queries),), (*given, *sizes), constants, dict(num_warps=4))
     found = found.sort(-1).values
     values = torch.where(found < _EMPTY, found >> 32, _INFINITE).to(torch.int32).view(torch.float32)
