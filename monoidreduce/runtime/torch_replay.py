@@ -31,6 +31,7 @@ from ..engines.common import matmul, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
+from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..plan import settings
 from . import call_context
 from .registry import FOLDERS
@@ -42,8 +43,8 @@ _MOST_PAIRS = 2**22
 # Calls whose answer is decided by the kind of a tensor
 _READS = frozenset(
     {getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "is_meta", "layout", "ndim", "shape")}
-    | {Tensor.__len__, Tensor.dim, Tensor.is_complex, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.numel}
-    | {Tensor.size, Tensor.stride}
+    | {Tensor.__len__, Tensor.dim, Tensor.is_complex, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_neg}
+    | {Tensor.numel, Tensor.size, Tensor.stride}
 )
 # Calls that make or change tensors in a form that is decided by the kind of their arguments. Functions, methods,
 # operators and methods in place have one name here: ``torch.add``, ``Tensor.add``, ``__add__`` and ``add_``.
@@ -67,6 +68,8 @@ _VIEWS = frozenset({Tensor.__getitem__, Tensor.contiguous, Tensor.expand, Tensor
 
 def _is_fixed(func: Any, args: tuple) -> bool:
     """Whether the form of what a call makes is decided by the kind of its arguments."""
+    if isinstance(func, CompiledFold):
+        return True
     if func in _INDEXES:  # a mask chooses as many as it holds
         return not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     name = getattr(func, "__name__", "").strip("_")
@@ -205,8 +208,8 @@ class TorchReplays:
         asked = call_context.launch_key() if self.engine == "auto" else settings.now().launches
         if asked is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
             return self.run(values)
-        kinds = [(v.dtype, v.shape, v.stride()) if isinstance(v, Tensor) else repr(v) for v in values]
-        key = (asked, FOLDERS[self.engine], _cpp.read(), *kinds)
+        kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]
+        key = (asked, FOLDERS[self.engine], _cpp.read(), torch.get_num_threads(), *kinds)
         calls = self.known.get(key)
         if calls is None:
             return self._record(key, values)

@@ -153,8 +153,7 @@ class TileText:
         numbers = self.once(("values", red), "F*", f"w + {self.k.room.take(('values', red), across)}", self.top)
         room = self.k.room.take(("places", red), across * (2 if self.k.form.single else 1))
         places = self.once(("places", red), "I*", f"(I*)(w + {room})", self.top)
-        sets = self.once("sets", "int", "a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3]", self.top)
-        own = self.once("set", "int", f"set_of(i0 / BM, {sets})", self.top)
+        own = self.once("set", "int", "set_of(i0 / ROWS, (int)SETS)", self.top)
         at = self.k.output_at[red]
         out = f"(double*)a[{at}] + b * a[{at + 1}] + {own} * a[{at + 2}]"
         total = self.once(("entries", red), "double*", out, self.top)
