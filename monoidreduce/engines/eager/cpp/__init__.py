@@ -157,7 +157,8 @@ def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
     letters = tuple((letter, sizes.of(letter)) for letter in fold.letters)
     try:
         if code is not None:
-            form = Form(sizes.compute is torch.float32, letters, (BLOCK, FOLDED), named, pairs, swapped)
+            kind = KINDS[sizes.compute]
+            form = Form(sizes.compute is torch.float32, letters, (BLOCK, FOLDED), named, pairs, swapped, (kind,))
             write_form(fold, (list_reducers(code),), form)
     except Unsupported:
         return "torch"

@@ -181,6 +181,7 @@ class CompiledFold:
             self.numbers,
             tuple(_pair_form(e, v, self.swapped) for e, v in parts.items() if e.is_pair),
             self.swapped,
+            tuple(sorted({KINDS[v.dtype] for e, v in parts.items() if _is_vector(e, code.fold)})) or (0,),
         )
 
     def _choose_packing(self, tables: Tables, form: Form, kept: int, padded: int) -> Form:
@@ -287,6 +288,11 @@ def _prepare_leaf(e: Expr, sizes: Sizes, table: bool, v: Tensor) -> Tensor:
     if (e.rows or e.cols or table) and v.stride(-1) != 1:
         return v.contiguous()
     return v
+
+
+def _is_vector(e: Expr, fold: Fold) -> bool:
+    """Whether a leaf is read as vectors, whatever type its numbers have."""
+    return e.feature is not None and not e.is_pair and e not in fold.tables
 
 
 def _pair_form(e: Expr, v: Tensor, swapped: bool) -> tuple[Expr, str, int]:

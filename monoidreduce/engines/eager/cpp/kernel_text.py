@@ -40,6 +40,7 @@ class Form:
     numbers: tuple[Expr, ...]  # leaves and sizes that are Python numbers
     pairs: tuple[tuple[Expr, str, int], ...]  # leaves per pair: type in C++, stride along the folded axis (2: any)
     swapped: bool
+    kinds: tuple[int, ...]  # of numbers in vectors that are leaves
     transposed: bool = False  # folded operands of products are copied with features first, before the walk
 
     def width(self, e: Expr) -> int:
@@ -122,6 +123,8 @@ class KernelText:
             support.FUNCTIONS,
             *([primitive_text.FUNCTIONS] if primitive_text.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
+            support.NUMBERS,
+            support.reading(self.form.kinds),
             support.TILES,
             *([_SETS] if self.mixed else []),
             *(text for name, text in support.REDUCTIONS.items() if name in used),
@@ -166,6 +169,7 @@ class KernelText:
     def pack_lines(self, e: Expr, room: int, index: str, start: str, count: str) -> list[str]:
         """Lines that compute a vector expression of one side, index by index."""
         names: dict[Expr, str] = {}
+        loaded: list[str] = []
         outer: list[str] = []
         inner: list[str] = []
         for n in topological([e]):
@@ -176,14 +180,19 @@ class KernelText:
             if n in self.number_at:
                 kind = "double" if n.dtype == "float" else "I"
                 text = f"(({kind} const*)a[10])[{self.number_at[n]}]"
+            elif n.op == "leaf" and n.feature is not None:
+                width, axis = self.form.width(n), n.rows or n.cols
+                own = self.room.take(("operand", n), width * (self.form.block[index == "j"] if axis else 1))
+                where = f"b, {start}, {count}" if axis else "b, 0, 1"
+                loaded.append(
+                    f"const Vectors {names[n]}v = load_vectors(a + {self.leaf_at[n]}, {where}, {width}, w + {own});"
+                )
+                text = f"{names[n]}v.at[{f'(I){index} * {names[n]}v.ld + ' if axis else ''}f]"
             elif n.op == "leaf":
                 at, axis = self.leaf_at[n], n.rows or n.cols
                 place = f"b * a[{at + 1}]" + (f" + ({start} + {index}) * a[{at + 2}]" if axis else "")
-                if n.feature is not None:
-                    text = f"read_number((const char*)a[{at}], {place} + f * a[{at + 3}], (int)a[{at + 4}])"
-                else:
-                    kind = {"float": "F", "int": "I", "bool": "uint8_t"}[n.dtype]
-                    text = f"((const {kind}*)a[{at}])[{place}]"
+                kind = {"float": "F", "int": "I", "bool": "uint8_t"}[n.dtype]
+                text = f"((const {kind}*)a[{at}])[{place}]"
             elif n.op == "spread":
                 text = names[n.args[0]]
             elif n.op in PRIMITIVES:
@@ -195,11 +204,16 @@ class KernelText:
             )
         width = self.form.width(e)
         return [
+            "{",
+            *loaded,
             f"for (int {index} = 0; {index} < {count}; {index}++) {{",
             *outer,
+            f"F* const to = w + {room} + (I){index} * {width};",
+            '_Pragma("omp simd")',
             f"for (int f = 0; f < {width}; f++) {{",
             *inner,
-            f"w[{room} + (I){index} * {width} + f] = {names[e]};",
+            f"to[f] = {names[e]};",
+            "}",
             "}",
             "}",
         ]

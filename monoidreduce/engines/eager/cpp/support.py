@@ -287,6 +287,39 @@ INLINE I coin_(U word, U mark, U col) {
 }
 """
 
+_TYPES = ("float", "double", "Bf16", "Half")  # of numbers of leaves, by their kinds
+
+
+def reading(kinds: tuple[int, ...]) -> str:
+    """How numbers of leaves of these kinds are read."""
+    cases = [f"if (kind == {k}) return visit({_TYPES[k]}());" for k in kinds]
+    cases[-1] = f"return visit({_TYPES[kinds[-1]]}());"
+    return f"""
+template <class Visit> INLINE void as_kind(int kind, Visit visit) {{ {" ".join(cases)} }}
+INLINE F read_number(const char* p, I at, int kind) {{
+  F y;
+  as_kind(kind, [&](auto zero) {{ y = to_number(((const decltype(zero)*)p)[at]); }});
+  return y;
+}}
+"""
+
+
+NUMBERS = """
+INLINE float from_bf16(uint16_t x) { return bits<float>((U)x << 16); }
+INLINE float from_half(uint16_t h) {
+  const U sign = (U)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
+  const float sub = (float)m * 5.9604644775390625e-8f;
+  const U body = e == 31 ? 0x7f800000u | m << 13 : (e + 112) << 23 | m << 13;
+  return bits<float>(sign | (e ? body : bits<U>(sub)));
+}
+struct Bf16 { uint16_t x; };
+struct Half { uint16_t x; };
+INLINE F to_number(float x) { return (F)x; }
+INLINE F to_number(double x) { return (F)x; }
+INLINE F to_number(Bf16 x) { return (F)from_bf16(x.x); }
+INLINE F to_number(Half x) { return (F)from_half(x.x); }
+"""
+
 TILES = """
 typedef void (*Gemm)(const char*, const char*, const int*, const int*, const int*, const F*, const F*, const int*,
                      const F*, const int*, const F*, F*, const int*);
@@ -312,55 +345,40 @@ static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int 
   const F one = 1;
   gemm_("N", "T", &d, &n, &m, &one, v, &ldv, w, &ldw, &one, out, &ldo);
 }
-INLINE float from_bf16(uint16_t x) { return bits<float>((U)x << 16); }
-INLINE float from_half(uint16_t h) {
-  const U sign = (U)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
-  const float sub = (float)m * 5.9604644775390625e-8f;
-  const U body = e == 31 ? 0x7f800000u | m << 13 : (e + 112) << 23 | m << 13;
-  return bits<float>(sign | (e ? body : bits<U>(sub)));
-}
-INLINE F read_number(const char* p, I at, int kind) {
-  switch (kind) {
-    case 0: return (F)((const float*)p)[at];
-    case 1: return (F)((const double*)p)[at];
-    case 2: return (F)from_bf16(((const uint16_t*)p)[at]);
-    default: return (F)from_half(((const uint16_t*)p)[at]);
-  }
-}
 // A leaf in the list of arguments: address, stride of the batch, of the axis and of features, kind of number.
 struct Vectors { const F* at; int ld; };
+INLINE bool lies_in_rows(const I* leaf, int width) {  // as products read them
+  return leaf[4] == (sizeof(F) == 4 ? 0 : 1) && leaf[3] == 1 && leaf[2] >= width && leaf[2] < 2147483647;
+}
 static Vectors load_vectors(const I* leaf, I b, I start, int count, int width, F* room) {
-  const char* p = (const char*)leaf[0];
   const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
-  const int kind = (int)leaf[4];
-  if (kind == (sizeof(F) == 4 ? 0 : 1) && feature == 1 && step >= width && step < 2147483647)
-    return {(const F*)p + first, (int)step};
-  for (int l = 0; l < count; l++)
-    for (int f = 0; f < width; f++) room[(I)l * width + f] = read_number(p, first + l * step + f * feature, kind);
+  if (lies_in_rows(leaf, width)) return {(const F*)leaf[0] + first, (int)step};
+  as_kind((int)leaf[4], [&](auto zero) {
+    const auto* const from = (const decltype(zero)*)leaf[0] + first;
+    for (int l = 0; l < count; l++) {
+      F* const to = room + (I)l * width;
+      if (feature == 1) for (int f = 0; f < width; f++) to[f] = to_number(from[l * step + f]);
+      else for (int f = 0; f < width; f++) to[f] = to_number(from[l * step + f * feature]);
+    }
+  });
   return {room, width};
 }
 // The same block again, after load_vectors.
 INLINE Vectors find_vectors(const I* leaf, I b, I start, int width, const F* room) {
-  const bool direct = leaf[4] == (sizeof(F) == 4 ? 0 : 1) && leaf[3] == 1 && leaf[2] >= width && leaf[2] < 2147483647;
-  if (direct) return {(const F*)leaf[0] + b * leaf[1] + start * leaf[2], (int)leaf[2]};
+  if (lies_in_rows(leaf, width)) return {(const F*)leaf[0] + b * leaf[1] + start * leaf[2], (int)leaf[2]};
   return {room, width};
 }
 // The same with features first: room[f][l], `stride` numbers from one feature to the next.
 static void load_features(const I* leaf, I b, I start, int count, int width, F* room, int stride) {
-  const char* p = (const char*)leaf[0];
   const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
-  const int kind = (int)leaf[4];
-  if (kind == (sizeof(F) == 4 ? 0 : 1)) {
-    const F* const from = (const F*)p + first;
+  as_kind((int)leaf[4], [&](auto zero) {
+    const auto* const from = (const decltype(zero)*)leaf[0] + first;
     for (int start = 0; start < count; start += 16) {  // 16 vectors at a time: whole lines of the cache are written
       const int stop = start + 16 < count ? start + 16 : count;
       for (int f = 0; f < width; f++)
-        for (int l = start; l < stop; l++) room[(I)f * stride + l] = from[l * step + f * feature];
+        for (int l = start; l < stop; l++) room[(I)f * stride + l] = to_number(from[l * step + f * feature]);
     }
-    return;
-  }
-  for (int f = 0; f < width; f++)
-    for (int l = 0; l < count; l++) room[f * stride + l] = read_number(p, first + l * step + f * feature, kind);
+  });
 }
 """
 
