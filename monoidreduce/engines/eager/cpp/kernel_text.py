@@ -196,7 +196,7 @@ class KernelText:
             elif n.op == "spread":
                 text = names[n.args[0]]
             elif n.op in PRIMITIVES:
-                text = write_primitive(n, [names[a] for a in n.args], self.form.single)
+                text = write_primitive(n, [names[a] for a in n.args], self.form.single).replace("quick_", "")
             else:
                 raise Unsupported(f"{n.op} of one side has no C++ form")
             (outer if n.feature is None else inner).append(
