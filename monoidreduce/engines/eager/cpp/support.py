@@ -230,7 +230,7 @@ INLINE double erfc_wide(double x) {
   return x != x ? x : y;
 }
 INLINE float erfc_(float x) { return (float)erfc_wide(x); }
-// exp(-s a^2) for s of 1 or 1/2 and s a^2 of at most 110; the square is held as two numbers
+// exp(-s a^2) for s of 1 or 1/2 and s a^2 of at most 87; the square is held as two numbers
 INLINE float exp_minus_square(float a, float s) {
   const float high = bits<float>(bits<U>(a) & 0xfffff000u), low = a - high;
   const float c = -s * (high * high), rest = -s * (low * (a + high));
@@ -242,8 +242,7 @@ INLINE float exp_minus_square(float a, float s) {
   p = p * r + 0.166665734f;
   p = p * r + 0.5f;
   p = p * (r * r) + r + 1.0f;
-  const int32_t k = (int32_t)n, half = k >> 1;
-  return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
+  return p * bits<float>(((int32_t)n + 127) << 23);
 }
 INLINE float erfc_ratio(float a) {  // erfc(a) exp(a^2) for a of 0 to 10.3
   const float t = 1.0f / (1.0f + 0.36f * a);
@@ -270,9 +269,9 @@ INLINE float erf_(float x) {
   p = p * q + 0.128379166f;
   return a < 1.0f ? x + x * p : y;
 }
-INLINE float normal_gate_(float x) {
-  const float a = x < 0.0f ? -x : x, c = a > 14.5f ? 14.5f : a;
-  const float y = 0.5f * erfc_ratio(0.70710678f * c) * exp_minus_square(c, 0.5f);
+INLINE float normal_gate_(float x) {  // 0 where the result would be subnormal
+  const float a = x < 0.0f ? -x : x, c = a > 12.94f ? 12.94f : a;
+  const float y = a > 12.94f ? 0.0f : 0.5f * erfc_ratio(0.70710678f * c) * exp_minus_square(c, 0.5f);
   return x < 0.0f ? y : 1.0f - y;
 }
 INLINE float gelu_none(float x) { return x * normal_gate_(x); }

@@ -23,9 +23,12 @@ _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-def _is_softmax_exponent(x: Expr) -> bool:
-    """A pair number minus a number of one side: weights of a softmax, where what is below 1e-38 is nothing."""
-    return x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float"
+def _makes_weights(x: Expr) -> bool:
+    """Whether the exponential of a number is a weight of which 1e-38 is nothing: of a softmax (a pair number minus a
+    number of one side) or of a distance."""
+    if x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float":
+        return True
+    return any(n.op == "sqdist" for n in topological([x], stop=lambda n: not n.is_pair or n.op == "dot"))
 
 
 class TileText:
@@ -101,7 +104,7 @@ class TileText:
                 ("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top
             )
             return f"(F)({self.get(e.args[0])}) * {own}"
-        if e.op == "exp" and _is_softmax_exponent(e.args[0]):
+        if e.op == "exp" and _makes_weights(e.args[0]):
             return f"exp_weight({self.get(e.args[0])})"
         return self._primitive(e, [self.get(a) for a in e.args])
 
