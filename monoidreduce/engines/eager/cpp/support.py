@@ -436,15 +436,15 @@ static void multiply_packed(F* c, int ldc, const F* a, int lda, const F* b, int 
   const F zero = 0;
   gemm_("N", "N", &n, &m, &k, &alpha, b, &BN, a, &lda, &zero, c, &ldc);
 }
-// out[m, d] += w[m, n] v[n, d]
-static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[m, d] += alpha w[m, n] v[n, d]
+static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "N", &d, &m, &n, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+  gemm_("N", "N", &d, &m, &n, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
-// out[n, d] += w[m, n]^T v[m, d]
-static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[n, d] += alpha w[m, n]^T v[m, d]
+static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "T", &d, &n, &m, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+  gemm_("N", "T", &d, &n, &m, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
 // A leaf in the list of arguments: address, stride of the batch, of the axis and of features, kind of number.
 struct Vectors { const F* at; int ld; };
@@ -484,33 +484,48 @@ static void load_features(const I* leaf, I b, I start, int count, int width, F* 
 """
 
 REDUCTIONS = {  # what some folds use, by the name that they call
-    "distances": """
-// Squared distances of many features, as a product of vectors centred on the tile; close pairs are computed directly.
-// The squared norms are held as two numbers each: their rounding would be the largest error.
-static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
+    "centred": """
+// Vectors of both sides less the mean of the folded ones, and their squared norms, in the form in which one product
+// gives all squared distances: left = (-2 (x - c), norm, 1, 1), right = (y - c, 1, 1, norm). Norms are held as two
+// numbers each: their rounding would be the largest error. Returns the largest norm of the folded ones.
+static F centred(Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
   const int ld = d + 4;
   F* const centre = right + (I)n * ld;
-  for (int f = 0; f < d; f++) {
+  memset(centre, 0, sizeof(F) * d);
+  for (int j = 0; j < n; j++)
+    for (int f = 0; f < d; f++) centre[f] += y.at[(I)j * y.ld + f];
+  for (int f = 0; f < d; f++) centre[f] /= n;
+  auto write = [&](const F* from, F* to, F factor) {
     double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    centre[f] = (F)(s / n);
-  }
+    _Pragma("omp simd reduction(+:s)")
+    for (int f = 0; f < d; f++) {
+      const F v = from[f] - centre[f];
+      to[f] = factor * v;
+      s += (double)v * v;
+    }
+    return s;
+  };
   F most = 0;
   for (int j = 0; j < n; j++) {
-    double s = 0;
     F* const r = right + (I)j * ld;
-    for (int f = 0; f < d; f++) { const F v = y.at[(I)j * y.ld + f] - centre[f]; r[f] = v; s += (double)v * v; }
+    const double s = write(y.at + (I)j * y.ld, r, 1);
     const F high = (F)s;
     r[d] = 1; r[d + 1] = 1; r[d + 2] = high; r[d + 3] = (F)(s - (double)high);
     most = high > most ? high : most;
   }
   for (int i = 0; i < m; i++) {
-    double s = 0;
     F* const l = left + (I)i * ld;
-    for (int f = 0; f < d; f++) { const F v = x.at[(I)i * x.ld + f] - centre[f]; l[f] = -2 * v; s += (double)v * v; }
+    const double s = write(x.at + (I)i * x.ld, l, -2);
     const F high = (F)s;
     l[d] = high; l[d + 1] = (F)(s - (double)high); l[d + 2] = 1; l[d + 3] = 1;
   }
+  return most;
+}
+""",
+    "distances": """
+// Squared distances of many features from what centred() made; close pairs are computed directly.
+static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F most, F* left, F* right) {
+  const int ld = d + 4;
   multiply(out, ldo, left, ld, right, ld, m, n, ld, 1);
   for (int i = 0; i < m; i++) {
     F* const o = out + (I)i * ldo;
@@ -532,28 +547,18 @@ static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d
 }
 """,
     "contract_gap": """
-// Vectors of both sides less the mean of the folded ones (times sign): left = x - mean, right = mean - y.
-static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, F* right) {
-  F* const mean = right + (I)n * d;
-  for (int f = 0; f < d; f++) {
-    double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    mean[f] = (F)(s / n);
-  }
-  for (int i = 0; i < m; i++)
-    for (int f = 0; f < d; f++) left[(I)i * d + f] = sign * (x.at[(I)i * x.ld + f] - mean[f]);
-  for (int j = 0; j < n; j++)
-    for (int f = 0; f < d; f++) right[(I)j * d + f] = sign * (mean[f] - y.at[(I)j * y.ld + f]);
-  return 0;
-}
-// out += the sum of weight (x - y), from what centre() made; `sums`: of the weights over the axis that is summed.
+// out += sign times the sum of weight (x - y), from what centred() made; `sums`: of the weights over the axis that is
+// summed.
 static void contract_gap(F* out, int ldo, const F* weight, const F* left, const F* right, const F* sums, int m, int n,
-                         int d, bool folds) {
+                         int d, bool folds, F sign) {
+  const int ld = d + 4;
   const F* const own = folds ? left : right;
-  for (int i = 0; i < (folds ? m : n); i++)
-    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += sums[i] * own[(I)i * d + f];
-  if (folds) contract(out, ldo, weight, LD, right, d, m, n, d);
-  else contract_rows(out, ldo, weight, LD, left, d, m, n, d);
+  for (int i = 0; i < (folds ? m : n); i++) {
+    const F s = (folds ? -(F)0.5 : (F)-1) * sign * sums[i];
+    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += s * own[(I)i * ld + f];
+  }
+  if (folds) contract(out, ldo, weight, LD, right, ld, m, n, d, -sign);
+  else contract_rows(out, ldo, weight, LD, left, ld, m, n, d, -(F)0.5 * sign);
 }
 """,
     "select_best": """

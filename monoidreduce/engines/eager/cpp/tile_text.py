@@ -326,7 +326,7 @@ class TileText:
 
     def _product(self, e: Expr) -> None:
         kept, folded = self.sides(*e.args)
-        width, (block, across) = self.k.form.width(kept), self.k.form.block
+        width = self.k.form.width(kept)
         x, out, alpha = self.vectors(kept), self.slot_room(self.slots[e]), self.alpha.get(e, "(F)1")
         if e.op == "dot" and self.k.form.transposed and folded.op == "leaf":
             y = self.once(("packed", folded), "const F*", self.k.packed_call(folded), self.top)
@@ -336,9 +336,17 @@ class TileText:
         if e.op == "dot":
             self.top.append(f"multiply(w + {out}, LD, {x}.at, {x}.ld, {y}.at, {y}.ld, m, n, {width}, {alpha});")
             return
-        left = self.k.room.take("left", block * (width + 4))
-        right = self.k.room.take("right", (across + 2) * (width + 4))
-        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, w + {left}, w + {right});")
+        most, left, right = self.centred(kept, folded)
+        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, {most}, w + {left}, w + {right});")
+
+    def centred(self, kept: Expr, folded: Expr) -> tuple[str, int, int]:
+        """Vectors of both sides less a mean: the largest norm of the folded ones, and the rooms of both."""
+        width, (block, across) = self.k.form.width(kept), self.k.form.block
+        left = self.k.room.take(("left", kept, folded), block * (width + 4))
+        right = self.k.room.take(("right", kept, folded), (across + 1) * (width + 4))
+        x, y = self.vectors(kept), self.vectors(folded)
+        call = f"centred({x}, {y}, m, n, {width}, w + {left}, w + {right})"
+        return self.once(("centred", kept, folded), "F", call, self.top), left, right
 
     # Writing ------------------------------------------------------------------------------------------------
 
@@ -488,17 +496,8 @@ class TileText:
                 self.after.append(f"contract_rows({out}, {pitch}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
             return
         kept, folded = self.sides(c.vector, c.minus)
-        sign = 1 if kept is c.vector else -1
         block, across = self.k.form.block
-        x, y = self.vectors(kept), self.vectors(folded)
-        left = self.k.room.take(("gap", kept, folded, sign), block * width)
-        right = self.k.room.take(("gap", folded, kept, sign), (across + 1) * width)
-        own = self.once(
-            ("gap", kept, folded, sign),
-            "int",
-            f"centre({x}, {y}, m, n, {width}, {sign}, w + {left}, w + {right})",
-            self.top,
-        )
+        most, left, right = self.centred(kept, folded)
         total = self.k.room.take(("weights", red), block if folds else across)
         if folds:
             sums = self.name()
@@ -510,8 +509,8 @@ class TileText:
             self.top.append(f"memset(w + {total}, 0, sizeof(F) * BN);")
             pointer = self.once(("weights", red), "F*", f"w + {total}", self.top)
             extra.append(f"{pointer}[j] += {weight};")
-        arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}"
-        self.after.append(f"(void){own}; contract_gap({out}, {pitch}, {arguments}, {'true' if folds else 'false'});")
+        arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}, {'true' if folds else 'false'}"
+        self.after.append(f"(void){most}; contract_gap({out}, {pitch}, {arguments}, {1 if kept is c.vector else -1});")
 
     def _softmax(self, r: Reducer) -> list[str]:
         red = self.k.fold.reductions[r.place]
