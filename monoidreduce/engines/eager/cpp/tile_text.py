@@ -355,7 +355,8 @@ class TileText:
         if any(c.walk for r in self.reducers for v in r.values for c in v) or any(e.feature is not None for e in roots):
             raise Unsupported("a sum of vectors per pair")
         self.prepare_products(dict.fromkeys(roots))
-        groups = {"pick": [], "sum": [], "soft": [], "best": [], "topk": []}  # type: dict[str, list[Reducer]]
+        groups: dict[str, list[Reducer]]
+        groups = {"pick": [], "sum": [], "soft": [], "moments": [], "best": [], "topk": []}
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
             if kind not in (*groups, "histogram"):
@@ -368,6 +369,8 @@ class TileText:
             loops += self._sums(groups["sum"])
         for r in groups["soft"]:
             loops += self._softmax(r)
+        for r in groups["moments"]:
+            loops += self._moments(r)
         for r in (*groups["best"], *groups["topk"]):
             loops += self._select(r)
         rows = [f"F* const {s} = w + {self.slot_room(s)} + (I)i * LD;" for s in dict.fromkeys(self.slots.values())]
@@ -623,12 +626,58 @@ class TileText:
             f"*{self.k.output(red, 0, 'i0 + i')} += {x}; }}",
         ]
 
+    def _kept_best(self, r: Reducer, red: Expr) -> list[str]:
+        """A best over the kept axis, beside reductions over the other: the tile's for each folded index in the loop
+        over pairs, joined with that of other tiles after all of them."""
+        self.begin_loop()
+        x, across = self.get(r.roots[0]), self.k.form.block[1]
+        value, place = (self.k.output(red, k, "j0") for k in (0, 1))
+        best, at = (self.once((what, red), kind, f"({kind})(w + {self.k.room.take((what, red), across)})", self.top)
+                    for what, kind in (("best", "F*"), ("at", "int32_t*")))  # fmt: skip
+        sign, worst = (">", "(-INF)") if red.attrs[2][-1] else ("<", "INF")
+        self.top.append(f"for (int j = 0; j < n; j++) {{ {best}[j] = {worst}; {at}[j] = -1; }}")
+        better = self.name()
+        self.after += [
+            f"{{ F* const value = {value}; I* const place = {place};",
+            f"for (int j = 0; j < n; j++) if ({at}[j] >= 0) {{",
+            f"  const F x = {best}[j], v = value[j]; const I here = i0 + {at}[j];",
+            "  const bool equal = x == v || (x != x && v != v);",
+            f"  if (x {sign} v || (x != x && v == v) || (equal && here < place[j])) {{ value[j] = x; place[j] = here; }}",
+            "} }",
+        ]
+        return self.end_loop({}, [
+            f"const bool {better} = ({x} {sign} {best}[j]) | (({x} != {x}) & ({best}[j] == {best}[j]));",
+            f"{best}[j] = {better} ? {x} : {best}[j]; {at}[j] = {better} ? i : {at}[j];",
+        ])  # fmt: skip
+
+    def _moments(self, r: Reducer) -> list[str]:
+        """The tile's mean and squared deviations from it, merged with those of the tiles before by Chan's formula."""
+        red = self.k.fold.reductions[r.place]
+        if not self.k.folds(red) or self.k.mixed:  # tiles must come in their order, which says how many pairs were
+            raise Unsupported("moments over the kept axis, or beside reductions over it")
+        self.begin_loop()
+        x, row = self.get(r.roots[0]), self.k.room.take(("scanned", red), self.k.form.block[1])
+        scanned, sums, mean, spread, gap, share = (self.name() for _ in range(6))
+        loop = self.end_loop({"+": [sums]}, [f"{scanned}[j] = (F){x};", f"{sums} += (F){x};"])
+        middle, total = (self.k.output(red, k, "i0 + i") for k in (0, 1))
+        return [
+            f"F* const {scanned} = w + {row}; F {sums} = 0, {spread} = 0;",
+            *loop,
+            f"const F {mean} = {sums} / n;",
+            f'_Pragma("omp simd reduction(+:{spread})")',
+            f"for (int j = 0; j < n; j++) {spread} += ({scanned}[j] - {mean}) * ({scanned}[j] - {mean});",
+            f"const F {gap} = {mean} - *{middle}, {share} = (F)n / (F)(j0 + n);",
+            f"*{middle} += {gap} * {share}; *{total} += {spread} + {gap} * {gap} * ((F)j0 * {share});",
+        ]
+
     def _select(self, r: Reducer) -> list[str]:
         """A best, or a top-k: the tile's numbers are kept for one index, and looked at only where one is better."""
         red = self.k.fold.reductions[r.place]
         kind, _, params = red.attrs
-        if not self.k.folds(red) or r.roots[0].dtype != "float":
-            raise Unsupported(f"{kind} of integers, or over the kept axis")
+        if r.roots[0].dtype != "float" or not (self.k.folds(red) or kind == "best"):
+            raise Unsupported(f"{kind} of integers, or many best over the kept axis")
+        if not self.k.folds(red):
+            return self._kept_best(r, red)
         count, largest = (params[0] if kind == "topk" else 1), params[-1]
         self.begin_loop()
         x = self.get(r.roots[0])
