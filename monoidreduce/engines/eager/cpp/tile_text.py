@@ -642,7 +642,7 @@ class TileText:
             f"for (int j = 0; j < n; j++) if ({at}[j] >= 0) {{",
             f"  const F x = {best}[j], v = value[j]; const I here = i0 + {at}[j];",
             "  const bool equal = x == v || (x != x && v != v);",
-            f"  if (x {sign} v || (x != x && v == v) || (equal && here < place[j])) {{ value[j] = x; place[j] = here; }}",
+            f"  if (x {sign} v || (x != x && v == v) || (equal && here < place[j])) value[j] = x, place[j] = here;",
             "} }",
         ]
         return self.end_loop({}, [
