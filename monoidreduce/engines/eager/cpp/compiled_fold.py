@@ -159,16 +159,15 @@ class CompiledFold:
         return given
 
     def _form_results(self, leaves: Sequence[Any], sizes: Sizes, totals: Mapping[Expr, Tensor]) -> list[Tensor]:
-        """Results; kept: how they are allocated, and what those over the kept axis, which are added to from the start,
-        begin with: zeros, and no peak."""
+        """Results; kept: how they are allocated, and what those over the kept axis, which every tile adds to, begin
+        with."""
         rooms: list[Tensor] = []
         self.rooms: list[tuple[Expr, Allocator | None, float | None]] = []
         for r, k in self.fold.outputs:
             t = totals[r] if r in totals else evaluate.allocate_result(self.fold, r, k, leaves, sizes)
-            peak = r.attrs[0] == "soft" and k == len(outputs_of(r)) - 1
             begins = (r.attrs[1] == "rows") != self.swapped and r not in totals
             allocate = None if r in totals else Allocator((tuple(t.shape), t.dtype), t.device, t.stride())
-            self.rooms.append((r, allocate, (-math.inf if peak else 0.0) if begins else None))
+            self.rooms.append((r, allocate, _beginning(r, k) if begins else None))
             rooms.append(t)
         return rooms
 
@@ -252,6 +251,14 @@ class CompiledFold:
         _finish_kept(self.fold, rooms, self.swapped)
         pairs = zip(self.fold.outputs, rooms, strict=True)
         return [t.sum(-2).to(self.compute) if kind_of(r).both_axes else t for (r, _), t in pairs]
+
+
+def _beginning(r: Expr, k: int) -> float:
+    """The k-th result of no pairs of a reduction over the kept axis."""
+    kind, _, params = r.attrs
+    if kind == "best":
+        return -1 if k else -math.inf if params[-1] else math.inf
+    return -math.inf if kind == "soft" and k == len(outputs_of(r)) - 1 else 0.0
 
 
 def _steps(count: int, step: int) -> set[int]:

@@ -351,8 +351,8 @@ def _init_lines(k: KernelText, r: Expr) -> list[str]:
     kind, _, params = r.attrs
     count = len(outputs_of(r))
     clear = lambda v: f"memset({k.output(r, v, 'i0 + i')}, 0, {_width(k, r, v)} * {outputs_size(r, v)});"
-    if kind in ("sum", "pick"):
-        lines = [clear(0)]
+    if kind in ("sum", "pick", "moments"):
+        lines = [clear(v) for v in range(count)]
     elif kind == "soft":
         lines = [f"*{k.output(r, count - 1, 'i0 + i')} = -INF;", *(clear(v) for v in range(1, count - 1))]
     elif kind in ("best", "topk"):

@@ -230,7 +230,7 @@ INLINE double erfc_wide(double x) {
   return x != x ? x : y;
 }
 INLINE float erfc_(float x) { return (float)erfc_wide(x); }
-// exp(-s a^2) for s of 1 or 1/2 and s a^2 of at most 110; the square is held as two numbers
+// exp(-s a^2) for s of 1 or 1/2 and s a^2 of at most 87; the square is held as two numbers
 INLINE float exp_minus_square(float a, float s) {
   const float high = bits<float>(bits<U>(a) & 0xfffff000u), low = a - high;
   const float c = -s * (high * high), rest = -s * (low * (a + high));
@@ -242,8 +242,7 @@ INLINE float exp_minus_square(float a, float s) {
   p = p * r + 0.166665734f;
   p = p * r + 0.5f;
   p = p * (r * r) + r + 1.0f;
-  const int32_t k = (int32_t)n, half = k >> 1;
-  return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
+  return p * bits<float>(((int32_t)n + 127) << 23);
 }
 INLINE float erfc_ratio(float a) {  // erfc(a) exp(a^2) for a of 0 to 10.3
   const float t = 1.0f / (1.0f + 0.36f * a);
@@ -270,9 +269,9 @@ INLINE float erf_(float x) {
   p = p * q + 0.128379166f;
   return a < 1.0f ? x + x * p : y;
 }
-INLINE float normal_gate_(float x) {
-  const float a = x < 0.0f ? -x : x, c = a > 14.5f ? 14.5f : a;
-  const float y = 0.5f * erfc_ratio(0.70710678f * c) * exp_minus_square(c, 0.5f);
+INLINE float normal_gate_(float x) {  // 0 where the result would be subnormal
+  const float a = x < 0.0f ? -x : x, c = a > 12.94f ? 12.94f : a;
+  const float y = a > 12.94f ? 0.0f : 0.5f * erfc_ratio(0.70710678f * c) * exp_minus_square(c, 0.5f);
   return x < 0.0f ? y : 1.0f - y;
 }
 INLINE float gelu_none(float x) { return x * normal_gate_(x); }
@@ -437,15 +436,15 @@ static void multiply_packed(F* c, int ldc, const F* a, int lda, const F* b, int 
   const F zero = 0;
   gemm_("N", "N", &n, &m, &k, &alpha, b, &BN, a, &lda, &zero, c, &ldc);
 }
-// out[m, d] += w[m, n] v[n, d]
-static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[m, d] += alpha w[m, n] v[n, d]
+static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "N", &d, &m, &n, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+  gemm_("N", "N", &d, &m, &n, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
-// out[n, d] += w[m, n]^T v[m, d]
-static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[n, d] += alpha w[m, n]^T v[m, d]
+static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "T", &d, &n, &m, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+  gemm_("N", "T", &d, &n, &m, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
 // A leaf in the list of arguments: address, stride of the batch, of the axis and of features, kind of number.
 struct Vectors { const F* at; int ld; };
@@ -485,33 +484,48 @@ static void load_features(const I* leaf, I b, I start, int count, int width, F* 
 """
 
 REDUCTIONS = {  # what some folds use, by the name that they call
-    "distances": """
-// Squared distances of many features, as a product of vectors centred on the tile; close pairs are computed directly.
-// The squared norms are held as two numbers each: their rounding would be the largest error.
-static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
+    "centred": """
+// Vectors of both sides less the mean of the folded ones, and their squared norms, in the form in which one product
+// gives all squared distances: left = (-2 (x - c), norm, 1, 1), right = (y - c, 1, 1, norm). Norms are held as two
+// numbers each: their rounding would be the largest error. Returns the largest norm of the folded ones.
+static F centred(Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
   const int ld = d + 4;
   F* const centre = right + (I)n * ld;
-  for (int f = 0; f < d; f++) {
+  memset(centre, 0, sizeof(F) * d);
+  for (int j = 0; j < n; j++)
+    for (int f = 0; f < d; f++) centre[f] += y.at[(I)j * y.ld + f];
+  for (int f = 0; f < d; f++) centre[f] /= n;
+  auto write = [&](const F* from, F* to, F factor) {
     double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    centre[f] = (F)(s / n);
-  }
+    _Pragma("omp simd reduction(+:s)")
+    for (int f = 0; f < d; f++) {
+      const F v = from[f] - centre[f];
+      to[f] = factor * v;
+      s += (double)v * v;
+    }
+    return s;
+  };
   F most = 0;
   for (int j = 0; j < n; j++) {
-    double s = 0;
     F* const r = right + (I)j * ld;
-    for (int f = 0; f < d; f++) { const F v = y.at[(I)j * y.ld + f] - centre[f]; r[f] = v; s += (double)v * v; }
+    const double s = write(y.at + (I)j * y.ld, r, 1);
     const F high = (F)s;
     r[d] = 1; r[d + 1] = 1; r[d + 2] = high; r[d + 3] = (F)(s - (double)high);
     most = high > most ? high : most;
   }
   for (int i = 0; i < m; i++) {
-    double s = 0;
     F* const l = left + (I)i * ld;
-    for (int f = 0; f < d; f++) { const F v = x.at[(I)i * x.ld + f] - centre[f]; l[f] = -2 * v; s += (double)v * v; }
+    const double s = write(x.at + (I)i * x.ld, l, -2);
     const F high = (F)s;
     l[d] = high; l[d + 1] = (F)(s - (double)high); l[d + 2] = 1; l[d + 3] = 1;
   }
+  return most;
+}
+""",
+    "distances": """
+// Squared distances of many features from what centred() made; close pairs are computed directly.
+static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F most, F* left, F* right) {
+  const int ld = d + 4;
   multiply(out, ldo, left, ld, right, ld, m, n, ld, 1);
   for (int i = 0; i < m; i++) {
     F* const o = out + (I)i * ldo;
@@ -533,28 +547,18 @@ static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d
 }
 """,
     "contract_gap": """
-// Vectors of both sides less the mean of the folded ones (times sign): left = x - mean, right = mean - y.
-static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, F* right) {
-  F* const mean = right + (I)n * d;
-  for (int f = 0; f < d; f++) {
-    double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    mean[f] = (F)(s / n);
-  }
-  for (int i = 0; i < m; i++)
-    for (int f = 0; f < d; f++) left[(I)i * d + f] = sign * (x.at[(I)i * x.ld + f] - mean[f]);
-  for (int j = 0; j < n; j++)
-    for (int f = 0; f < d; f++) right[(I)j * d + f] = sign * (mean[f] - y.at[(I)j * y.ld + f]);
-  return 0;
-}
-// out += the sum of weight (x - y), from what centre() made; `sums`: of the weights over the axis that is summed.
+// out += sign times the sum of weight (x - y), from what centred() made; `sums`: of the weights over the axis that is
+// summed.
 static void contract_gap(F* out, int ldo, const F* weight, const F* left, const F* right, const F* sums, int m, int n,
-                         int d, bool folds) {
+                         int d, bool folds, F sign) {
+  const int ld = d + 4;
   const F* const own = folds ? left : right;
-  for (int i = 0; i < (folds ? m : n); i++)
-    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += sums[i] * own[(I)i * d + f];
-  if (folds) contract(out, ldo, weight, LD, right, d, m, n, d);
-  else contract_rows(out, ldo, weight, LD, left, d, m, n, d);
+  for (int i = 0; i < (folds ? m : n); i++) {
+    const F s = (folds ? -(F)0.5 : (F)-1) * sign * sums[i];
+    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += s * own[(I)i * ld + f];
+  }
+  if (folds) contract(out, ldo, weight, LD, right, ld, m, n, d, -sign);
+  else contract_rows(out, ldo, weight, LD, left, ld, m, n, d, -(F)0.5 * sign);
 }
 """,
     "select_best": """
