@@ -22,7 +22,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.domains import base
-from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.ops import checks
 from monoidreduce.plan import settings
 
@@ -35,8 +35,8 @@ class Started(jit_module.Relauncher):
     """A kernel that is started by addresses, and does nothing."""
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
-        self.constants, self.device, self.before = constants, device, (*grid, 1, 1)[:3]
-        self.start, self.after = pretend._nothing, (0, (1, 2, 3), None, None, None)
+        self.constants, self.device, self.grid = constants, device, (*grid, 1, 1)[:3]
+        self.start, self.inserted = pretend._nothing, (0, (1, 2, 3), None, None, None)
 
     def __call__(self, *arguments: Any) -> None:
         pass
@@ -45,8 +45,8 @@ class Started(jit_module.Relauncher):
         return Started(None, grid, self.constants, self.device)
 
     def open_descriptors(self, arguments: Any) -> Any:
-        places = [k for k, v in enumerate(arguments) if encoded_descriptors.is_descriptor(v)]
-        return self.start, {k: encoded_descriptors.EncodedByAddress(lambda at: (at, 1, 2, 3, 4)) for k in places}
+        places = [k for k, v in enumerate(arguments) if descriptors.is_descriptor(v)]
+        return self.start, {k: descriptors.EncodedByAddress(lambda at: (at, 1, 2, 3, 4)) for k in places}
 
 
 @contextlib.contextmanager

@@ -30,9 +30,8 @@ import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
-from monoidreduce.engines.triton.launch import descriptors, jit_module
-from monoidreduce.engines.triton.panel import contraction, epilogue, kernel_step
-from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors, vector_conversions
+from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
+from monoidreduce.engines.triton.panel import contraction, kernel_step
 from monoidreduce.plan import op_counts, tiles
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
@@ -43,6 +42,7 @@ from .planner_works import Size, Work, cases
 _FREE = 139 * 2**30  # bytes
 _BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
 _CPU = torch.device("cpu")
+_ABILITIES = ["descriptors", "tanh", "fast_epilogues"]  # that an H200 has
 
 
 @contextlib.contextmanager
@@ -51,13 +51,14 @@ def h200(again: bool = False) -> Iterator[None]:
     bare, form, line = auto.case_without_leaves, saved_row_gradients.find_form, descriptors.make_shift_descriptor
     repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
-    yes, many = (lambda *given: True), (lambda device: 132)
+    yes = lambda *given: True
+    device = dict(find_family=lambda device: tiles.family(9, 0), count_processors=lambda device: 132)
+    device |= dict(can_relaunch=yes, runs_warp_specialized=yes, splits_float32=yes)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (descriptors, dict(are_supported=yes, make_shift_descriptor=on_cpu)),
+        (descriptors, dict(make_shift_descriptor=on_cpu)),
+        (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
         (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
-        (spec_from_tensors, dict(family=lambda device: tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(find_form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
-        (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
@@ -65,9 +66,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (kernel_step, dict(replay_walk=repeated)),
         (call_cost, dict(fits_one_matrix=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
-        (jit_module, dict(make_relauncher=lambda *given: _nothing, can_relaunch=yes)),
-        (kernel_plan, dict(runs_warp_specialized=yes)),
-        (vector_conversions, dict(can_split=yes)),
+        (jit_module, dict(make_relauncher=lambda *given: _nothing)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:
@@ -95,7 +94,8 @@ _plain_row_dot = fused_expressions.row_dot
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-    found = row_kernels.dot(x, y) if x.dtype in matmul.SIXTEEN and compute is torch.float32 and not asks else None
+    narrow = x.dtype in matmul.SIXTEEN and compute is torch.float32
+    found = row_kernels.compute_row_dots(x, y) if narrow and not asks else None
     return _plain_row_dot(x, y, compute) if found is None else found
 
 

@@ -134,7 +134,7 @@ def decode(kind: str) -> None:
         "shipped": (lambda: ops.attention_decode(q, stored[0], stored[1], lengths), nullcontext()),
     }
     for folded, warps, stages, parts in TILES:
-        plan = {"cols": KernelPlan(16, folded, warps, stages, parts=parts)}
+        plan = {"cols": KernelPlan(16, folded, warps, stages, splits=parts)}
         name = f"{folded} columns, {warps} warps, {stages} stages, {parts} splits"
         candidates[name] = (lambda: ops.attention_decode(q, stored[0], stored[1], lengths), use_plan(plan))
     print(f"decoding from {kind}", flush=True)
@@ -156,7 +156,7 @@ def pages() -> None:
         "shipped": (lambda: call(stored[0], stored[1]), nullcontext()),
     }
     for folded, warps, stages, parts in PAGE_TILES:
-        plan = {"cols": KernelPlan(16, folded, warps, stages, parts=parts)}
+        plan = {"cols": KernelPlan(16, folded, warps, stages, splits=parts)}
         name = f"{folded} columns, {warps} warps, {stages} stages, {parts} splits"
         candidates[name] = (lambda: call(stored[0], stored[1]), use_plan(plan))
     print("decoding from int8 pages", flush=True)

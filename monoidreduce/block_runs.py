@@ -57,6 +57,7 @@ class Prepared:
     inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     results: Callable[[list[Any], Sizes], list[Tensor]]
     pack: Callable[[Sequence[Tensor], Mapping[str, Any], int], Any]  # the results, all rows, the number of columns
+    check: Callable[[int], None]  # raises what so many columns in all are too few for
     axes: tuple[int, ...] = ()
     bytes_each: int = 0  # of all results of one row
 
@@ -172,7 +173,7 @@ class Columns:
             reader = iter(self.source)
             first = next(reader, None)
             if first is None:
-                raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+                raise stream.source_is_empty()
             if self.once:
                 self.begun.append(reader)
             self.first.append(first)
@@ -312,6 +313,8 @@ class BlockRun:
             return found["plan"], _Progress(**found["progress"])
         plan: dict[str, Any] = {"budget": budget.requested() or BUDGET, "memo": self.memo}
         plan["columns"] = getattr(self.columns.source, "size", 0)
+        if self.columns.total is not None:
+            self._prepare_one().check(self.columns.total)
         plan["rows"] = self._rows_per_block(plan["budget"])
         if self.columns.once and self.rows.total is not None and plan["rows"] < self.rows.total:
             raise StreamError(
@@ -403,7 +406,7 @@ class BlockRun:
             if self.saved is not None and self.saved.is_due():
                 self._save(plan, progress)
         if progress.states is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         if progress.total not in (None, progress.seen):
             raise StreamError(
                 detail=f"the source gave {progress.total} columns before, and now {progress.seen}",

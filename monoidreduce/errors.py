@@ -119,7 +119,7 @@ class DTypeError(MonoidReduceError, TypeError):
     monoidreduce.errors.DTypeError: arguments mix floating types: x is float32, p is float16, q is float32. ...
     """
 
-    fix = "Cast them to one floating type first (for example with .to(x.dtype))"
+    fix = "Cast them to one floating type first, with .to(x.dtype), or .astype(x.dtype) of a numpy array"
 
 
 class DeviceError(MonoidReduceError, ValueError):

@@ -382,6 +382,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             columns,
             results,
             lambda found, rows, total: traced.pack(found),
+            lambda total: check_sizes(traced.outputs, replace(sizes, cols=total)),
             tuple(-1 - (e.feature is not None) for e in traced.outputs),
             sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms) // max(1, sizes.rows),
         )

@@ -247,12 +247,16 @@ class Stream:
                 )
             for values in progress(source, quiet, None):
                 self.update(**self._named(values))
+            if self._states is None:
+                raise stream.source_is_empty()
             return self.result()
         first = next(reader, None)
         if first is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         named = self._named(first)
         prepared = self._prepare(named)
+        if isinstance(source, Chunks):
+            prepared.check(source.columns)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
         begun = [chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
@@ -289,7 +293,7 @@ class Stream:
         inputs = self._mapped + [p for a in self._opened.values() for p in a.paths]
         if isinstance(source, Chunks):
             inputs += [p for a in source.arrays for p in a.paths]
-        check_apart(inputs, path, None if state is None else Path(state))
+        check_apart(inputs, path, None if state is None else Path(state).expanduser())
         saved = None if state is None else SavedRun.open(state, every)
         files = {**self._opened, **self._files}  # those that would fit as well: a saved run keeps its blocks
         rows = Rows({n: v for n, v in self._rows.items() if n not in files}, files, self._row_arguments)
@@ -347,7 +351,8 @@ class Stream:
             array = array if isinstance(array, numpy.ndarray) else to_tensor(array, name)
         elif isinstance(array, Tensor):
             self._border.of_others = True
-        rank = len(getattr(array, "shape", ()))
+        shape = getattr(array, "shape", None)
+        rank = len(shape) if isinstance(shape, tuple) else 0  # what is no array may have a shape too
         axis = self._columns[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
             raise ShapeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,8 +26,6 @@ class Domain:
     """
 
     kind: ClassVar[str]
-    # What was made of the tensors, for one size of the axes: lists, and that they were checked.
-    _memo: dict[str, tuple] = field(default_factory=dict, init=False, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The domain's tensors, in a fixed order."""
@@ -106,13 +104,17 @@ class Domain:
         return self.listing(rows, cols).multiplicity(rows, cols)
 
     def _once(self, name: str, key: tuple, make: Callable[[], T]) -> T:
-        """What was made for this key, unless a tensor has changed since; only the last key's is held."""
+        """What was made for this key, unless a tensor has changed since; only the last key's is held.
+
+        It is held beside the fields, not in one: torch 2.6's ``torch.compile`` gives the first argument to a field that
+        the constructor does not take."""
         if any(t.is_inference() for t in self.tensors()):  # these have no version
             return make()
         key = (*key, *(t._version for t in self.tensors()))
-        found = self._memo.get(name)
+        memo = self.__dict__.setdefault("_memo", {})
+        found = memo.get(name)
         if found is None or found[0] != key:
-            found = self._memo[name] = (key, make())
+            found = memo[name] = (key, make())
         return found[1]
 
     def __reduce__(self) -> tuple:
@@ -133,7 +135,7 @@ def _restore_domain(kind: type[Domain], form: tuple, tensors: tuple[Tensor, ...]
 def build(kind: type[D], **fields: Any) -> D:
     """A domain with these fields, without the checks of its constructor."""
     made = object.__new__(kind)
-    for name, value in (*fields.items(), ("_memo", {})):
+    for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made
 

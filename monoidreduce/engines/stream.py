@@ -310,6 +310,11 @@ class SourcePass:
         return self.chunked.program.passes[self.place]
 
 
+def source_is_empty() -> StreamError:
+    """The error of a source that gave no chunk at all."""
+    return StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+
+
 def run_over_source(
     chunked: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
 ) -> tuple[list[Any], Sizes]:
@@ -367,7 +372,7 @@ def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
         seen += chunk[1]
         del chunk  # so that its memory is free while the next one is read
     if states is None:
-        raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+        raise source_is_empty()
     job.total = seen
     return subproblem.finish_states(p.fold, states)
 

@@ -117,7 +117,7 @@ def sampled_cross_entropy(
     if log_q is not None:  # a number for each pair
         options["log_q"] = log_q[chosen.unsqueeze(0) if shared else chosen.flatten()]
     if remove_hits:
-        options |= {"target": classes, "ids": chosen if shared else None}
+        options["target"], options["ids"] = classes, chosen if shared else None
     if shared:
         weight, options["bias"] = F.embedding(chosen, weight), None if bias is None else bias[chosen]
     else:

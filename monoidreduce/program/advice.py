@@ -16,7 +16,7 @@ from ..errors import ArgumentError, TraceError, UnknownFunctionError
 _DISTANCE = "Write (x - y).norm() for the distance of a pair, mr.sqdist(x, y) for its square"
 _PRODUCT = "A body is one pair: write x @ y for the product of a row's and a column's vector"
 _JOIN = "Take both as arguments and add: x @ y + u @ v is the product of the joined vectors"
-_BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y)"
+_BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y), or to the result"
 _ORDER = "mr.topk(x, k) gives the k largest, or with largest=False the smallest, in order"
 _RUNNING = "A running total is a sum under a condition: mr.sum(torch.where(mr.col_index <= mr.row_index, s, 0.0))"
 _READ = "Read one column's value with mr.sum(torch.where(mr.col_index == i, value, 0.0)), which is a gather"
@@ -188,6 +188,9 @@ REFUSED_ATTRIBUTES = dict.fromkeys(
     "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
 ) | dict.fromkeys(
     ("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values",
+) | dict.fromkeys(
+    ("values", "indices"),
+    "mr.max and mr.min are the number itself, mr.argmax and mr.argmin its index; mr.topk has both",
 )  # fmt: skip
 
 

@@ -23,13 +23,13 @@ class Tools:
     writer: Callable[..., Any]  # expressions as lines: ``writer(spec)``
     running_sum: Callable[..., Any]  # of numbers or vectors: ``running_sum(name, feature, dtype, writer, lanes)``
     stored_sum: Callable[..., Any]  # in memory, where it is too wide: ``stored_sum(name, reduction, writer)``, or None
-    factored: Callable[..., Any]  # a contraction whose vector is a leaf, numbers in the weight
+    move_factors: Callable[..., Any]  # a contraction whose vector is a leaf, numbers in the weight
     reads_one_pair: Callable[..., bool]  # whether a number per pair can be computed at one index: ``(value, spec)``
     one_pair: Callable[..., Any]  # a writer of numbers at one index per kept index: ``(writer, name, index)``
     block_function: Callable[..., Any]  # a writer of functions of blocks, of numbers and vectors: ``(spec)``
     pair_vector: Callable[..., str]  # the vectors of a tile's pairs: ``(writer, expression)``
     literal: Callable[[float], str]
-    padded: Callable[[int], int]  # features that a block holds
+    pad_width: Callable[[int], int]  # features that a block holds
     tiny: int  # features up to which vectors are unrolled
 
 

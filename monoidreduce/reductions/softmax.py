@@ -106,7 +106,7 @@ class SoftmaxLines(Lines):
 
     def _is_rounded(self, mean: Any, value: Expr) -> bool:
         """Whether a mean's weights, and nothing but them, are rounded to 16 bits for a matrix product."""
-        parts = [self.tools.factored(c) for c in contractions(value, self.over)]
+        parts = [self.tools.move_factors(c) for c in contractions(value, self.over)]
         plain = [c.weight is ONE and not c.walk and c.vector is not None and c.vector.op == "leaf" for c in parts]
         return all(plain) and not mean.tiny
 
@@ -167,15 +167,17 @@ class SoftmaxLines(Lines):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        parts = [[self.tools.factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
-        late = [self.guessing and p[0].weight is ONE and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        parts = [[self.tools.move_factors(c) for c in contractions(value, self.over)] for value in fields[1:]]
+        pairs = list(zip(self.means, parts, strict=True))
+        delayed = [self.guessing and p[0].weight is ONE and mean.delays_product(p) for mean, p in pairs]
         s, factor = self.logit_block(fields[0])
-        v.inside += [line for m, waits in zip(self.means, late, strict=True) if waits for line in m.catch_up()]
+        for mean, delays in zip(self.means, delayed, strict=True):
+            v.inside += mean.add_delayed_product() if delays else []
         self._weigh(s, factor)
-        for mean, cs, waits in zip(self.means, parts, late, strict=True):
+        for (mean, cs), delays in zip(pairs, delayed, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
-            if waits:
-                v.inside.append(mean.wait(f"{n}_weight"))
+            if delays:
+                v.inside.append(mean.delay_product(f"{n}_weight"))
                 continue
             for c in cs:
                 plain = c.walk or c.weight is ONE

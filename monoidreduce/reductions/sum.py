@@ -49,13 +49,13 @@ class SumLines(Lines):
         return self.total.start()
 
     def step(self, fields: tuple[Expr, ...]) -> None:
-        parts = [self.tools.factored(c) for c in contractions(fields[0], self.over)]
-        if self.total.waits(parts):
+        parts = [self.tools.move_factors(c) for c in contractions(fields[0], self.over)]
+        if self.total.delays_product(parts):
             self.v.products(parts[0].weight)
-            self.v.inside += self.total.catch_up()
-            self.v.inside.append(self.total.wait(self.weight(parts[0].weight)))
+            self.v.inside += self.total.add_delayed_product()
+            self.v.inside.append(self.total.delay_product(self.weight(parts[0].weight)))
             return
-        if self.v.late and len(parts) > 1:  # a product is waited for, and with it what was added to the sum before
+        if self.v.delays_products and len(parts) > 1:  # waiting for a product waits for what the sum had before too
             self.v.products(*(c.weight for c in parts if not c.walk))
         for c in parts:
             self.total.add(c, None if c.walk else self.weight(c.weight))

@@ -173,7 +173,7 @@ class TopKLines(Lines):
         self.k, self.largest = self.params
         self.is_integer = self.reduction.args[0].dtype != "float"
         self.wide = self.is_integer or self.v.spec.compute == "float64"
-        self.room = self.tools.padded(self.k)
+        self.room = self.tools.pad_width(self.k)
         self.v.bind((self.name, "slots"), f"tl.arange(0, {self.room})[None, :]", False, f"{self.name}_slots")
 
     def start(self) -> list[str]:

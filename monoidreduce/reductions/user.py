@@ -36,7 +36,7 @@ class VectorLines(Lines):
     def prepare(self) -> None:
         names, self.features = self.kind.state_names(self.params), [a.feature for a in self.reduction.args]
         self.state = [f"{self.name}_{n}" for n in names]
-        self.widths = [0 if f is None else self.tools.padded(self.v.spec.width(f)) for f in self.features]
+        self.widths = [0 if f is None else self.tools.pad_width(self.v.spec.width(f)) for f in self.features]
         self.identities = [self.tools.literal(float(value)) for value in self.kind.identity(self.params)]
         self.v.pair_features += sum(self.widths)
         sides = [[_argument(f"{s}_{n}", f) for n, f in zip(names, self.features, strict=True)] for s in "ab"]

@@ -242,11 +242,11 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
         done += _sum_bytes([made[r, 0]])
     for one in ready.launches:
         peak = max(peak, done + _run_launch(call, one))
-        if one.parts > 1 or one.lists:
+        if one.splits > 1 or one.topk_places:
             peak = max(peak, done + _run_combine(one, sizes))
         if replayed and one.holds_splits and len(ready.launches) > 1:
             done += _sum_bytes(one.outputs)
-        done += _sum_bytes(made[o] for o in one.made)
+        done += _sum_bytes(made[o] for o in one.returned_outputs)
     return max(peak, done)
 
 
@@ -263,11 +263,11 @@ def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
 def _run_launch(call: FoldCall, one: Any) -> int:
     """Bytes alive while one kernel runs: converted leaves, and what it writes."""
     spare = copy.copy(one)
-    spare.sizes, spare.again = replace(call.sizes, device=_META), lambda *arguments: None
+    spare.sizes, spare.relaunch = replace(call.sizes, device=_META), lambda *arguments: None
     spare._bounds = lambda *given: []  # tile ranges are computed once for a condition's data, and cached
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
-        held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.held)]
+        held = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in (*one.outputs, *one.extra_forms)]
         spare.launch_into(held[: len(one.outputs)], leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
@@ -275,7 +275,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
 def _run_combine(one: Any, sizes: Sizes) -> int:
     """Bytes alive while the partial results of splits are combined, and top-k lists sorted."""
-    splits, scale = one.parts, Scale(sizes, tiles=(one.parts,))
+    splits, scale = one.splits, Scale(sizes, tiles=(one.splits,))
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
     with track_small_run(scale) as memory:
         count = scale.down(splits)
@@ -284,7 +284,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
             made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=triton.split_combine.allocate_results)
-        for at in one.lists:
+        for at in one.topk_places:
             made[at : at + 2] = triton.topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak
 
@@ -293,7 +293,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
     given, whole, *_ = triton.merge_batches(call.fold, call.leaves, sizes)
-    if triton.pick.takes(r, sizes):
+    if triton.pick.has_kernel(r, sizes):
         return triton.pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))

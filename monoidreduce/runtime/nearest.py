@@ -49,7 +49,7 @@ def measure_share(tree: PointTree) -> float:
 def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None) -> tuple[Tensor, Tensor] | None:
     """Squared distances and places [M, k] of the points nearest to the queries [M, D]; None where the engine of the
     device does not search so many."""
-    if queries.device.type != "cpu" and not triton.point_search.takes(tree, k):
+    if queries.device.type != "cpu" and not triton.point_search.has_kernel(tree, k):
         return None
     if torch.compiler.is_compiling():
         given = (queries, tree.sorted, tree.order, tree.boxes, tree.finite, k, excluded)

@@ -210,7 +210,7 @@ class PassReplay:
         """Run by the engine; what it did is cached, as launches where it is nothing else."""
         found = self._run_engine(leaves)
         ready = PREPARE[self.engine](self.fold, list(leaves), self.sizes)
-        known.keep(key, self._find_run(leaves) if ready is None else triton.PartlyShownFold(ready, self.returned))
+        known.keep(key, self._find_run(leaves) if ready is None else triton.FoldSavingResults(ready, self.returned))
         return found
 
     def _find_run(self, leaves: Sequence[Any]) -> Launches:
@@ -389,7 +389,7 @@ class ForwardReplays:
         kept = [name for name in recorded.results if self.steps.may_need_gradients and name not in made.returned]
         tensors = [made.names[k] for k in self.tensors]
         launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
-        if saved_row_gradients.has_many_pairs(sizes) and not launches.lean:
+        if saved_row_gradients.has_many_pairs(sizes) and not launches.holds_little:
             return None
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
@@ -407,7 +407,7 @@ class ForwardReplays:
             made.names[k]: functools.partial(apply_views, views.inputs[k]) for k in self.tensors if views.inputs[k]
         }
         given = {made.names[k]: values[k] for k in self.tensors}
-        seen, copied = _split_looks(chains, given, recorded.looked)
+        seen, copied = _split_looks(chains, given, recorded.read_by_host)
         returned_as = {
             name: functools.partial(apply_views, chain)
             for name, chain in zip(made.returned, views.outputs, strict=True)
@@ -603,9 +603,9 @@ class BackwardReplays:
                 summed[str(grads[place])] = tuple(leaf.shape)
         used = dict(zip(made.sources, steps.script.names, strict=True))
         inputs, tensors, parts = self._names(used, saved)
-        if recorded.looked & parts.keys():
+        if recorded.read_by_host & parts.keys():
             return None
-        seen, copied = self._looks(used, saved, recorded.looked)
+        seen, copied = self._looks(used, saved, recorded.read_by_host)
         returned_as: dict[str, Look] = {}
         for name, chain in zip(grads, self.views.inputs if self.views else (), strict=False):
             if chain and name is not None:
@@ -613,7 +613,7 @@ class BackwardReplays:
         launches = triton.ProgramReplay(
             recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed, seen, copied, returned_as
         )
-        return launches if launches.lean else None
+        return launches if launches.holds_little else None
 
     def _looks(
         self, used: Mapping[int, str], saved: Saved, looked: set[str]

@@ -10,11 +10,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton.schedules import kernel_plan
+from monoidreduce.engines.triton.launch import hardware
 from tests.support import internals
 from tests.support.single_warpgroup_cases import DROPPED, OPTIONS, SIZES, check, pulled
 
-HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
@@ -26,7 +26,7 @@ def _apart(monkeypatch):
 
 def alone(launched):
     """Whether each of the launched column gradients was alone."""
-    return [kernel.alone for kernel, _ in launched if kernel.name == "fold_over_rows"]
+    return [kernel.single_warpgroup for kernel, _ in launched if kernel.name == "fold_over_rows"]
 
 
 @pytest.mark.parametrize("options", OPTIONS[PART::PARTS], ids=repr)

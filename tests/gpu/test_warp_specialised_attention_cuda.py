@@ -12,7 +12,7 @@ import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.schedules import kernel_plan
+from monoidreduce.engines.triton.launch import hardware
 from tests.support import internals
 from tests.support.warp_specialised_attention_cases import (
     BY_TURNS,
@@ -26,7 +26,7 @@ from tests.support.warp_specialised_attention_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
@@ -44,28 +44,28 @@ def kernels(monkeypatch):
 def test_against_float64(case, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check(case, "cuda")
-    assert [k.staged for k in kernels if k.name != "side"] == [True]
+    assert [k.hand_scheduled for k in kernels if k.name != "side"] == [True]
 
 
 @pytest.mark.parametrize("case", CAPPED[PART::PARTS], ids=repr)
 def test_soft_caps_against_float64(case, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check(case, "cuda")
-    assert [k.staged for k in kernels if k.name != "side"] == [True]
+    assert [k.hand_scheduled for k in kernels if k.name != "side"] == [True]
 
 
 @pytest.mark.parametrize("name", list(SLANTED)[PART::PARTS])
 def test_lines_against_float64(name, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check_slanted(name, "cuda")
-    assert [k.staged for k in kernels] == [True]
+    assert [k.hand_scheduled for k in kernels] == [True]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}][PART % 2 :: min(PARTS, 2)], ids=repr)
 def test_nan_and_infinity_stay_in_their_rows(options, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check_nan("cuda", **options)
-    assert [k.staged for k in kernels if k.name != "side"] == [True]
+    assert [k.hand_scheduled for k in kernels if k.name != "side"] == [True]
 
 
 def test_another_cap_is_the_same_kernel(kernels):
@@ -76,7 +76,7 @@ def test_another_cap_is_the_same_kernel(kernels):
         with mr.use(engine="reference"):
             exact = ops.attention(q.double(), k.double(), v.double(), softcap=cap)
         assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
-    assert [k.staged for k in kernels] == [True]
+    assert [k.hand_scheduled for k in kernels] == [True]
 
 
 def test_repeats_bit_for_bit():
@@ -105,7 +105,7 @@ def test_chosen_where_pairs_are_many_and_nothing_of_their_size_is_kept(kernels):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ops.attention(q, k, v)
-    assert [k.staged for k in kernels if k.name != "side"] == [True]
+    assert [k.hand_scheduled for k in kernels if k.name != "side"] == [True]
     assert torch.cuda.max_memory_allocated() - before <= 2 * q.nbytes
 
 

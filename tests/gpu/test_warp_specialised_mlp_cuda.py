@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.schedules import kernel_plan
+from monoidreduce.engines.triton.launch import hardware
 from tests.support.warp_specialised_mlp_cases import (
     CASES,
     FUNCTIONS,
@@ -23,14 +23,14 @@ from tests.support.warp_specialised_mlp_cases import (
     torchs,
 )
 
-HOPPER = torch.cuda.is_available() and kernel_plan.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
 def shown(launched):
     """The names of kernels, whether they take turns, and how many indices they keep."""
-    return [(kernel.name, kernel.staged, plan.block_kept) for kernel, plan in launched]
+    return [(kernel.name, kernel.hand_scheduled, plan.block_kept) for kernel, plan in launched]
 
 
 GROUPED = [("fold_over_cols", True, 128), ("fold_over_cols", True, 128), ("fold_over_rows", True, 64)]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines.triton.kernels import listed_launch, pick, row_kernels, split_combine, topk
-from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, row_factor
 from monoidreduce.engines.triton.schedules import vector_conversions
 from tests.support import internals
@@ -68,7 +68,7 @@ def by_address(monkeypatch):
     internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (row_factor, contraction, vector_conversions, row_kernels, pick, topk, split_combine, listed_launch)
     for kernels in (module._kernels for module in small_ones):
-        monkeypatch.setattr(kernels, "kept", jit_module.LaunchCache())
+        monkeypatch.setattr(kernels, "launch_cache", jit_module.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
@@ -82,8 +82,8 @@ def by_address(monkeypatch):
 @_unseen
 def _at(address, like):
     """The tensor at an address, of a form, or a descriptor of it."""
-    if hasattr(address, "block_shape") and isinstance(address.base, encoded_descriptors.Address):
-        return encoded_descriptors.replace_base(address, _at(address.base.at, like.base))
+    if hasattr(address, "block_shape") and isinstance(address.base, descriptors.Address):
+        return descriptors.replace_base(address, _at(address.base.at, like.base))
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))

@@ -155,7 +155,7 @@ def test_the_tiles_that_ship_fit_as_they_are_counted(capability):
     for case in (c for c in tried if capability >= 90 or not c.name.endswith(WIDE)):
         for call in (c for c in calls(case, capability) if c.kernel.name != "side"):
             taken = count_shared(case, call, family)
-            most = family.shared if call.kernel.staged else int(family.shared * family.spare)
+            most = family.shared if call.kernel.hand_scheduled else int(family.shared * family.spare)
             assert taken <= most, f"{case.name}, {call.kernel.name}: {taken} of {most} bytes of shared memory"
             assert call.plan.num_stages > family.ahead, (case.name, call.plan)
             assert call.plan.block_kept * call.plan.block_folded >= 64 * 64, (case.name, call.plan)

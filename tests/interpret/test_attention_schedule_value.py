@@ -34,7 +34,7 @@ def schedule(request, monkeypatch):
 def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     seen = gluon_simulator.simulate(monkeypatch)
-    plan = KernelPlan(*schedule.tile, parts=1, rendering=Rendering.HAND_SCHEDULED)
+    plan = KernelPlan(*schedule.tile, splits=1, rendering=Rendering.HAND_SCHEDULED)
     with mr.use(engine="triton"), use_plan({"cols": plan}):
         check(case, "cpu")
     assert seen and all(call.kernel.consumers == schedule.groups for call in seen)

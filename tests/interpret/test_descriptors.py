@@ -7,7 +7,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, jit_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BEFORE = (7, 1, 1, "stream", "function")
@@ -41,22 +41,22 @@ ARGUMENTS = [None, Descriptor(None, [5, 512], [512, 1]), Descriptor(None, [5, 51
 def test_what_a_compiled_function_is_given():
     encoded = []
     launch = wrapped(COMPILED, {1, 2}, encoded)
-    start, found = encoded_descriptors.bypass_encoding(launch, BEFORE, ARGUMENTS)
+    start, found = descriptors.bypass_encoding(launch, BEFORE, ARGUMENTS)
     assert start is COMPILED and sorted(found) == [1, 2]
-    at = lambda k, address: encoded_descriptors.make_descriptor_at(ARGUMENTS[k], address)
+    at = lambda k, address: descriptors.make_descriptor_at(ARGUMENTS[k], address)
     for first, second in ((64, 128), (128, 64), (64, 64)):
         wanted = launch(*BEFORE, "out", at(1, first), at(2, second), 3)
         assert start(*BEFORE, "out", *found[1][first], *found[2][second], 3) == wanted
     assert found[1][64] == ("map of 64", 5, 512, 512, 1) and all(
-        type(v) is not encoded_descriptors._Marked for v in found[1][64]
+        type(v) is not descriptors._Marked for v in found[1][64]
     )
     encoded.clear()
     assert found[1][64] and found[2][128] and not encoded, "encoded once for each address"
 
 
 def test_so_many_addresses_are_kept(monkeypatch):
-    monkeypatch.setattr(encoded_descriptors, "_MOST", 3)
-    found = encoded_descriptors.EncodedByAddress(lambda address: (address,))
+    monkeypatch.setattr(descriptors, "_MOST_ADDRESSES", 3)
+    found = descriptors.EncodedByAddress(lambda address: (address,))
     assert [found[k] for k in (1, 2, 3, 4, 1)] == [(1,), (2,), (3,), (4,), (1,)] and len(found) <= 3
 
 
@@ -64,9 +64,9 @@ def test_launchers_of_another_make_are_given_descriptors():
     plain = lambda *given: None
     broken = wrapped(COMPILED, {1, 2}, None)
     for launch, arguments in ((plain, ARGUMENTS), (COMPILED, ARGUMENTS), (broken, ARGUMENTS), (broken, [None, None])):
-        assert encoded_descriptors.bypass_encoding(launch, BEFORE, arguments) is None
-    again = SimpleNamespace(start=plain, before=(1, 1, 1), after=())
-    assert jit_module.Relauncher.open_descriptors(again, ARGUMENTS) == (plain, {})
+        assert descriptors.bypass_encoding(launch, BEFORE, arguments) is None
+    relauncher = SimpleNamespace(start=plain, grid=(1, 1, 1), inserted=())
+    assert jit_module.Relauncher.open_descriptors(relauncher, ARGUMENTS) == (plain, {})
 
 
 @mr.op
@@ -97,9 +97,9 @@ def test_wide_folds_are_launches_of_descriptors(by_address, batch, parts, monkey
     """By addresses: nothing of an earlier call's tensors is read."""
     made = []
     monkeypatch.setattr(
-        encoded_descriptors,
+        descriptors,
         "replace_base",
-        lambda template, v, real=encoded_descriptors.replace_base: made.append(v) or real(template, v),
+        lambda template, v, real=descriptors.replace_base: made.append(v) or real(template, v),
     )
     with (
         mr.use(engine="triton"),
@@ -115,7 +115,7 @@ def test_wide_folds_are_launches_of_descriptors(by_address, batch, parts, monkey
             label = torch.arange(9).expand(*batch, 9).contiguous()
             wanted = torch.nn.functional.cross_entropy(s.flatten(0, -2), label.flatten(), reduction="none")
             torch.testing.assert_close(loss(x, w, label).flatten(), wanted, rtol=1e-3, atol=2e-3)
-    assert by_address.count("fold_over_cols") == 6 and any(isinstance(v, encoded_descriptors.Address) for v in made)
+    assert by_address.count("fold_over_cols") == 6 and any(isinstance(v, descriptors.Address) for v in made)
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

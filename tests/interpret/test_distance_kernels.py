@@ -20,11 +20,15 @@ def nearest(x: Row["f"], y: Col["f"]):
     return mr.min(mr.sqdist(x, y))
 
 
-@pytest.mark.parametrize(("op", "width"), [(mixed, 24), (mixed, 80), (nearest, 80)], ids=["24", "80", "min of 80"])
+@pytest.mark.parametrize(
+    ("op", "width", "many"),
+    [(mixed, 24, True), (mixed, 24, False), (mixed, 80, True), (nearest, 80, True)],
+    ids=["24", "24, few pairs", "80", "min of 80"],
+)
 @pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
-def test_values_and_gradients_equal_float64(op, width, seed, monkeypatch):
+def test_values_and_gradients_equal_float64(op, width, many, seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0 if many else 2**24)
     internals.forget_launches(monkeypatch)
     texts = []
     internals.replace_launch(monkeypatch, lambda launch, call: texts.append(call.kernel.text) or launch(call))
@@ -42,8 +46,8 @@ def test_values_and_gradients_equal_float64(op, width, seed, monkeypatch):
         error = float((ours.double() - theirs).norm() / theirs.norm())
         assert error < 2e-3, error
     folds = [text for text in texts if "def fold" in text]
-    assert folds and all("_norm_ptr" in text for text in folds)
-    assert all("tl.sum(x" not in text for text in folds)  # no norm is computed in a tile
+    assert folds and all(("_norm_ptr" in text) == many for text in folds)
+    assert all(("tl.sum(x" in text) != many for text in folds)  # of few pairs, norms are computed in tiles
 
 
 def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):

@@ -118,7 +118,7 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     monkeypatch.setattr(
         RowCorrections,
         "add_label_terms",
-        lambda *given: added.append(jit_module._waiting.get() is not None) or add(*given),
+        lambda *given: added.append(jit_module._collected.get() is not None) or add(*given),
     )
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)

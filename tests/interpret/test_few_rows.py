@@ -9,7 +9,8 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton.codegen import tile_ranges
-from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
+from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.schedules import kernel_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -19,7 +20,7 @@ def small_tiles(tmp_path, monkeypatch):
     """Tiles of 64 columns, and a device that they are split over; the launches that were prepared."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel_plan, "FEW", {256: (64, 4, 2)})
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 8)
+    monkeypatch.setattr(hardware, "count_processors", lambda device: 8)
     monkeypatch.setattr(engine, "_PREPARED", {})
 
 
@@ -66,7 +67,7 @@ def test_values_and_logsumexps(name):
             torch.testing.assert_close(found.lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
             again = ops.attention(*given, enable_gqa=True, return_lse=True, **options)
             assert torch.equal(found.values, again.values)
-    assert all(one.spec.few for one in prepared())
+    assert all(one.spec.few_rows for one in prepared())
 
 
 def test_columns_are_read_once_for_all_heads_that_share_them():
@@ -74,8 +75,8 @@ def test_columns_are_read_once_for_all_heads_that_share_them():
     with mr.use(engine="triton"), torch.no_grad():
         ops.attention(*inputs(batch, heads, shared, rows, cols), enable_gqa=True)
     (one,) = prepared()
-    assert one.spec.grouped and one.few.period == rows and one.lengths == (heads // shared * rows, cols)
-    assert one.parts == 2 and one.grid == batch * shared * one.parts  # eight multiprocessors
+    assert one.spec.grouped and one.few_rows.period == rows and one.lengths == (heads // shared * rows, cols)
+    assert one.splits == 2 and one.grid == batch * shared * one.splits  # eight multiprocessors
 
 
 def test_new_lengths_compute_no_table_of_tiles():

@@ -75,7 +75,7 @@ def test_strides_of_eight_are_said(width, said, monkeypatch):
     for ours, theirs, want in zip(got, plain, exact, strict=True):
         assert (ours - want).norm() <= 2 * (theirs.double() - want).norm()
     specs = [one.spec for ready in engine.prepared_folds().values() for one in ready.launches]
-    assert specs and all(any(spec.eighths) == said for spec in specs)
+    assert specs and all(any(spec.strides_of_eight) == said for spec in specs)
 
 
 WIDTHS = [(72, 72), (96, 96), (80, 112), (192, 128), (256, 256)]
@@ -90,7 +90,7 @@ def test_hand_scheduled(width, values, causal, monkeypatch, tmp_path):
     internals.set_pair_thresholds(monkeypatch, many=0, very_many=0, saved_row_gradients=0, float32_split=0)
 
     def launched():  # values; row gradient; both column gradients
-        assert [call.kernel.staged for call in seen] == [True] * 3, "the compiler's schedule ran instead"
+        assert [call.kernel.hand_scheduled for call in seen] == [True] * 3, "the compiler's schedule ran instead"
 
     _check(width, values, torch.bfloat16, causal, rising=causal and width == values, launched=launched)
     sizes = {tuple(box.block_shape[-2:]) for call in seen for box in call.arguments if hasattr(box, "block_shape")}
@@ -100,7 +100,7 @@ def test_hand_scheduled(width, values, causal, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("width", "values", "boxes"), [(72, 24, 0), (96, 160, 1)])
 def test_by_the_compilers_schedule(width, values, boxes):
-    plan = KernelPlan(64, 32, 4, 2, parts=1, rendering=Rendering(boxes))
+    plan = KernelPlan(64, 32, 4, 2, splits=1, rendering=Rendering(boxes))
     with use_plan({"cols": plan, "rows": plan}):
         _check(width, values, torch.float16, causal=True, strided=not boxes)
 

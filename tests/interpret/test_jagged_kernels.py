@@ -117,7 +117,7 @@ def test_warp_specialised_kernels(monkeypatch, long, name, op):
     y = dense(op, *given, domain)
     for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
         assert (one.double() - other).norm() < 6e-3 * other.norm()
-    assert [call.kernel.staged for call in seen] == [True, True, True]
+    assert [call.kernel.hand_scheduled for call in seen] == [True, True, True]
 
 
 def test_the_cpu_knows_no_stretches():

@@ -149,7 +149,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
         (one,) = op.program(*args).passes
         types = tuple("bfloat16" for _ in one.fold.leaves)
         given = (one.fold, "cols", types, (0,) * len(types), (("d", 300),), "float32", "bfloat16", 0)
-        return Spec(*given, False, False, False, deep=True)
+        return Spec(*given, False, False, False, k_loop=True)
 
     x = torch.zeros(3, 300, dtype=torch.bfloat16)
 
@@ -184,12 +184,12 @@ def test_a_few_rows_take_all_processors():
 def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
     one = fold_kernel.FoldLaunch.__new__(fold_kernel.FoldLaunch)
-    one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
-    assert one._split_lengths() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
+    one.plan, one.lengths, one.splits = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
+    assert one._measure_splits() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
 
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
-    one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
+    one, other = (Spec(*_given(width), k_loop=True) for width in (512, 1024))
     many = 2**20
     assert (
         k_loop.count_concurrent_tiles(one, 128, many)
@@ -198,7 +198,7 @@ def test_kept_tiles_that_run_together_leave_room_in_the_cache():
         > 0
     )
     assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), deep=True), 128, many) == 1
+    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
 
 
 def _given(width):
@@ -219,7 +219,7 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     monkeypatch.setattr(k_loop, "_NEAR", few * 16 * 300 * 2)
     monkeypatch.setattr(k_loop, "_FITS", 0)
     label = torch.arange(rows)
-    with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, parts=3)}):
+    with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, splits=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())
     logits = x.float() @ w.float().T
     torch.testing.assert_close(loss.float(), F.cross_entropy(logits, label, reduction="none"), rtol=2e-3, atol=2e-3)

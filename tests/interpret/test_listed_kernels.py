@@ -108,7 +108,7 @@ def edges(rows, cols, most, long=0):
 
 
 TILES = {"cols": KernelPlan(16, 32), "rows": KernelPlan(16, 16)}
-SPLIT = {"cols": KernelPlan(16, 16, parts=3), "rows": KernelPlan(16, 32, parts=2)}
+SPLIT = {"cols": KernelPlan(16, 16, splits=3), "rows": KernelPlan(16, 32, splits=2)}
 CASES = {
     "tiles divide blocks, the last is cut": (lambda: blocks((), 40, 80, (32, 32), 3), (), (), 40, 80, TILES),
     "whole blocks, named twice, of each batch element": (
@@ -132,7 +132,7 @@ CASES = {
         (),
         5,
         7,
-        {"cols": KernelPlan(1, 4, parts=2), "rows": KernelPlan(1, 4)},
+        {"cols": KernelPlan(1, 4, splits=2), "rows": KernelPlan(1, 4)},
     ),
 }
 
@@ -194,7 +194,7 @@ def test_guessed_maximum_and_delayed_products(run, monkeypatch, copied):
         for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
             error = (one.double() - other).norm() / other.norm()
             assert error < 4e-3, error
-    assert all(not one.spec.listed.gathered and bool(one.spec.boxes) == copied for one in launches())
+    assert all(not one.spec.listed.gathered and bool(one.spec.descriptors) == copied for one in launches())
     assert any(one.spec.guess for one in launches())
     compiler.compile_fold.cache_clear()
 
@@ -216,8 +216,8 @@ def paged(page, most, lengths, heads=2, widths=(16, 24)):
 @pytest.mark.parametrize("rows, page, plan", [
     (1, 16, None),
     (3, 64, None),
-    (5, 16, KernelPlan(16, 16, parts=3)),
-    (4, 32, KernelPlan(16, 32, parts=2)),
+    (5, 16, KernelPlan(16, 16, splits=3)),
+    (4, 32, KernelPlan(16, 32, splits=2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("groups", [1, 4])
 def test_pages(run, rows, page, plan, groups):
@@ -234,7 +234,7 @@ def test_pages(run, rows, page, plan, groups):
         expected = softmax(q @ keys.mT * 0.3, seen[:, None].long())[1] @ values
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert all(one.spec.grouped == (groups > 1) for one in launches())
-    assert plan is None or all(one.parts == plan.parts for one in launches())
+    assert plan is None or all(one.splits == plan.splits for one in launches())
 
 
 @mr.op
@@ -245,7 +245,7 @@ def scaled_by_length(q: Row["f"], k: Col["f"], v: Col["d"], scale: mr.Batch, see
 
 PAGED = {
     "one row": (attention, 1, 16, 1, {}),
-    "one row, shared keys, small tiles": (attention, 1, 16, 3, {"rows": KernelPlan(16, 16, parts=2)}),
+    "one row, shared keys, small tiles": (attention, 1, 16, 3, {"rows": KernelPlan(16, 16, splits=2)}),
     "rows of a chunk": (local, 5, 16, 1, {}),
     "tiles divide a sequence's rows": (local, 32, 32, 2, {"rows": KernelPlan(16, 32)}),
     "page wider than a tile": (local, 3, 64, 2, {"rows": KernelPlan(16, 16)}),
@@ -515,7 +515,7 @@ def test_warp_specialised_kernels(run, monkeypatch, op):
     y = softmax(given[0] @ given[1].mT * 0.1, times)[1] @ given[2]
     for one, other in zip(found, [y, *torch.autograd.grad(y, given, torch.ones_like(y))], strict=True):
         assert (one.double() - other).norm() < 6e-3 * other.norm()
-    assert len(seen) == 3 and all(call.kernel.staged for call in seen)
+    assert len(seen) == 3 and all(call.kernel.hand_scheduled for call in seen)
 
 
 def test_lists_are_not_kept_alive(run):
@@ -578,7 +578,7 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     shown = {causal: col <= at, near: (col <= at) & (col > at - 70), plain: inside}[op] & inside
     expected = softmax(q.double() @ keys.mT * 0.1, shown[:, None].long())[1] @ values
     assert (found.double() - expected).norm() < 6e-3 * expected.norm()
-    assert [call.kernel.staged for call in seen] == [True]
+    assert [call.kernel.hand_scheduled for call in seen] == [True]
 
 
 @pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")

@@ -105,16 +105,16 @@ def test_hand_scheduled_kernels(causal, monkeypatch):
     """Forward, row gradients, and column gradients of one warp group, on the simulator."""
     model = Model(1, 2, 1, 330, 128)
     plans = {
-        "cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
-        "rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+        "cols": KernelPlan(128, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
+        "rows": KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
     }
     with use_plan(plans):
         launches = gluon_simulator.simulate(monkeypatch)
         layer, found = gather(model, "triton", torch.bfloat16, causal=causal)
     check(model, found, torch.bfloat16, causal=causal)
     assert layer.stride()[1:] == (128, 256, 1)
-    assert [c.kernel.name for c in launches if c.kernel.staged] == ["fold_over_cols"] * 2 + ["fold_over_rows"]
-    assert [folds_heads(c) for c in launches if c.kernel.staged] == [False, False, True]
+    assert [c.kernel.name for c in launches if c.kernel.hand_scheduled] == ["fold_over_cols"] * 2 + ["fold_over_rows"]
+    assert [folds_heads(c) for c in launches if c.kernel.hand_scheduled] == [False, False, True]
 
 
 def test_nothing_is_copied_on_a_gpu():

@@ -349,7 +349,7 @@ def test_a_compiled_kernel_is_launched_on_another_grid(monkeypatch):
     after = (12345, (4, 1, 2048), None, None, None)
     first, second = ((*grid, 7, *after, 1.5, 16) for grid in ((5, 1, 1), (3, 2, 1)))
     assert seen == [first, ("watched", (5, 1, 1), 1.5, 16), second, ("watched", (3, 2, 1), 1.5, 16)]
-    assert jit_module.Relauncher(jit_module._IDLE, (3,), (), device).on_grid((5,)) is None
+    assert jit_module.Relauncher(jit_module._SKIPPED, (3,), (), device).on_grid((5,)) is None
 
 
 def test_launchers_are_kept_by_their_keys():
@@ -363,7 +363,7 @@ def test_launchers_are_kept_by_their_keys():
         keeper((key,), lambda key=key: first(key), (1,))
     assert made == ["a", "b", ("a", 1), "c", "a"]
     keeper(("d",), lambda: None, ())
-    assert ("d",) not in keeper.made
+    assert ("d",) not in keeper.relaunchers
     assert (
         jit_module.specialize_integer(1)
         != jit_module.specialize_integer(2)

@@ -160,7 +160,7 @@ def test_mistakes_are_left_to_the_launch(waits):
 
     said.clear()
     jit_module.compile_ahead(CPU, stops)
-    assert not said and jit_module._waiting.get() is None
+    assert not said and jit_module._collected.get() is None
 
 
 def test_nothing_is_looked_at_in_the_interpreter_at_rest_or_where_torch_is_watched():

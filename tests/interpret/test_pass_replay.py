@@ -317,7 +317,7 @@ def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
     with mr.use(engine="triton"):
         wanted = attention(*args, 0.3)
         attention(*args, 0.3)
-        real, tried = triton.PartlyShownFold.__call__, []
+        real, tried = triton.FoldSavingResults.__call__, []
 
         def once(self, leaves):
             tried.append(self)
@@ -325,7 +325,7 @@ def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
             return real(self, leaves)
 
-        monkeypatch.setattr(triton.PartlyShownFold, "__call__", once)
+        monkeypatch.setattr(triton.FoldSavingResults, "__call__", once)
         assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 1
         assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 2
 
@@ -376,14 +376,14 @@ def test_results_that_share_an_allocation():
 def test_the_share_of_a_row(count, by_address):
     labels = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
     labels[1::3] = -100
-    share, others = row_kernels.sharer(labels, -100), labels.flip(0).clamp(max=3)
+    share, others = row_kernels.prepare_share(labels, -100), labels.flip(0).clamp(max=3)
     for given in (labels, others, labels):
         assert torch.equal(share(given, -100), fused_expressions.label_share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
-    assert row_kernels.sharer(nothing, -100)(nothing, -100) == torch.inf
+    assert row_kernels.prepare_share(nothing, -100)(nothing, -100) == torch.inf
     assert (
-        row_kernels.sharer(labels[:0], -100) is None
-        and row_kernels.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+        row_kernels.prepare_share(labels[:0], -100) is None
+        and row_kernels.prepare_share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
     )
 
 

@@ -144,9 +144,9 @@ def vectors(dtype, sizes, D=264):
     ids=["softmaxes", "argmax", "sample", "few rows", "a tile of rows", "less"],
 )
 def test_which_products_are_made_by_turns(op, make, which):
-    found = [call.kernel.name for call in calls(Case("any", op, make), 90) if call.kernel.staged]
+    found = [call.kernel.name for call in calls(Case("any", op, make), 90) if call.kernel.hand_scheduled]
     assert found == which
-    assert not any(call.kernel.staged for call in calls(Case("any", op, make), 80))
+    assert not any(call.kernel.hand_scheduled for call in calls(Case("any", op, make), 80))
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,4 @@ def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
     for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_weights")):
         found = calls(Case("any", op, lambda t: (*vectors(t, (256, 512), D), label)), 90)
         (call,) = [call for call in found if call.kernel.name == name]
-        assert (call.plan.block_folded if call.kernel.staged else None) == columns
+        assert (call.plan.block_folded if call.kernel.hand_scheduled else None) == columns

@@ -104,7 +104,7 @@ def test_weights_with_scales_of_their_own_are_not_rounded_to_8_bits(monkeypatch)
     v = store(torch.randn(2, 140, 128), torch.float8_e4m3fn, "vector")
     with mr.use(engine="triton"), use_plan(BY_TURNS):
         cases.attention(q, k, v)
-    assert not any(c.kernel.staged for c in seen)
+    assert not any(c.kernel.hand_scheduled for c in seen)
 
 
 @pytest.mark.parametrize("name", cases.PACKED)
@@ -167,7 +167,7 @@ def test_wide_columns_of_many_rows_are_widened_once(kind, monkeypatch):
     w = store(torch.randn(37, 320), kind)
     exact = ops.linear_cross_entropy(x.double(), w.dequantize(torch.float64), target, reduction="none")
     widened = internals.watch_prepared(
-        monkeypatch, lambda launch: [c[1] for c in launch.before.casts if c[0].is_stored]
+        monkeypatch, lambda launch: [c[1] for c in launch.conversions.casts if c[0].is_stored]
     )
     for budget, expected in ((None, [torch.bfloat16]), ("64MB", [])):
         with mr.use(engine="triton"), torch.no_grad(), mr.budget(budget) if budget else contextlib.nullcontext():

@@ -32,8 +32,8 @@ def private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
 
 
-def planned(parts=1):
-    return use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts)))
+def planned(splits=1):
+    return use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, splits=splits)))
 
 
 @mr.op
@@ -85,8 +85,8 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     own = [one.plan for one in columns()]
     assert len(set(own)) == len(own) == 2
     shown = engine.list_tiles(fold, leaves, sizes)["rows"]
-    cut = columns(replace(KernelPlan(*shown), parts=2))
-    assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
+    cut = columns(replace(KernelPlan(*shown), splits=2))
+    assert [one.plan for one in cut] == [replace(p, splits=2) for p in own]
     assert {one.plan for one in columns(SMALL)} == {SMALL}
 
 
@@ -110,12 +110,12 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("splits", [2, 5])
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_split_walk_gives_the_whole(name, parts):
+def test_a_split_walk_gives_the_whole(name, splits):
     layer = BY_NAME[name]
     args = layer.make(19, 85, torch.Generator().manual_seed(3), torch.float64)
-    with planned(parts), mr.use(engine="triton"):
+    with planned(splits), mr.use(engine="triton"):
         got = run(layer.op, args)
     with mr.use(engine="eager"):
         assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
@@ -158,7 +158,7 @@ def _close(op, args, extra, bound):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1.0, 60.0], ids=["near", "far"])
 @pytest.mark.parametrize(
-    ("op", "parts", "boxes"),
+    ("op", "splits", "boxes"),
     [
         *((attention, 1, False), (attention, 3, True), (causal, 3, False), (causal, 1, True), (capped, 1, True)),
         *((sloped, 1, True), (sloped, 3, False)),
@@ -168,7 +168,7 @@ def _close(op, args, extra, bound):
         *("sloped, boxes", "sloped, split, loads"),
     ],
 )
-def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
+def test_a_guessed_maximum(op, size, splits, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two,
     where float16 ends: the interpreter cuts bfloat16 off, which these gradients cannot bear."""
     internals.guess_maximum_for(monkeypatch, torch.float16)
@@ -182,7 +182,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
     extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
-    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, rendering=Rendering(boxes)))
+    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, splits=splits, rendering=Rendering(boxes)))
     with use_plan(plans), mr.use(engine="triton"), monkeypatch.context() as patch:
         seen = internals.watch_generated_kernels(patch)
         # a cap's gradient nearly cancels: 1.9e-2 to 2.1e-2, as NumPy rounds powers on this CPU or that
@@ -236,13 +236,13 @@ def test_numbers_have_boxes(options, length, monkeypatch):
     assert boxed == (length % 4 == 0)  # documents, and the words of columns, have no batch and no box
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_picks_are_computed_where_they_point(parts):
+@pytest.mark.parametrize("splits", [1, 3])
+def test_picks_are_computed_where_they_point(splits):
     gen = torch.Generator().manual_seed(7)
     x, y = (torch.randn(2, 60, 24, generator=gen).half() for _ in range(2))
     target = torch.randint(-3, 64, (2, 60), generator=gen)  # some beyond both ends: they pick nothing
     for op, args in ((contrastive, (x, y)), (cross_entropy, (x, target, y))):
-        with planned(parts), mr.use(engine="triton"):
+        with planned(splits), mr.use(engine="triton"):
             got = op(*args)
         with mr.use(engine="eager"):
             exact = op(*(a.double() if a.is_floating_point() else a for a in args))
@@ -259,15 +259,15 @@ def nearest(x: Row["d"], y: Col["d"]):
     return mr.topk(mr.sqdist(x, y), 5, largest=False)
 
 
-@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float64, 1)])
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 3), (torch.float64, 1)])
 @pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
-def test_the_k_best_in_a_kernel(dtype, parts):
+def test_the_k_best_in_a_kernel(dtype, splits):
     gen = torch.Generator().manual_seed(9)
     x, y = (torch.randn(2, n, 3, generator=gen, dtype=dtype) for n in (33, 150))
     b = torch.randn(150, generator=gen, dtype=dtype)
     b[3], b[100:] = math.nan, -math.inf
     for op, args in ((best, (x, y, b)), (nearest, (x, y))):
-        with planned(parts), mr.use(engine="triton"):
+        with planned(splits), mr.use(engine="triton"):
             got = op(*args)
         with mr.use(engine="eager"):
             exact = op(*args)
@@ -391,7 +391,7 @@ def test_short_loops_have_a_running_maximum(shape, guesses, staged, monkeypatch)
     found = internals.collect_launches(monkeypatch)
     with mr.use(engine="triton"), torch.no_grad():
         attention(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)), 0.125)
-    assert [(call.kernel.traits.guesses, call.kernel.staged) for call in found] == [(guesses, staged)]
+    assert [(call.kernel.traits.guesses, call.kernel.hand_scheduled) for call in found] == [(guesses, staged)]
 
 
 def test_quotients_by_whole_numbers_are_products(monkeypatch):

@@ -39,8 +39,8 @@ def columns(op=ops.attention, dtype=torch.bfloat16, d=128, plans=None, capabilit
 def test_attentions_column_gradients_are_taken(options):
     found = columns(**options)
     assert (
-        found.kernel.alone
-        and found.kernel.staged
+        found.kernel.single_warpgroup
+        and found.kernel.hand_scheduled
         and (found.plan.block_kept, found.plan.rendering) == (64, Rendering.HAND_SCHEDULED)
     )
     assert "warp_specialize" not in found.kernel.text and "coin(" not in found.kernel.text
@@ -51,9 +51,9 @@ def test_attentions_column_gradients_are_taken(options):
     "options",
     [
         *(o for o in OTHERS if o != {"d": 256}),  # two groups divide those
-        {"plans": {"rows": KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS)}},
+        {"plans": {"rows": KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.DESCRIPTORS)}},
         {"plans": {"rows": replace(ALONE, block_kept=128)}},
-        {"plans": {"rows": replace(ALONE, parts=2)}},
+        {"plans": {"rows": replace(ALONE, splits=2)}},
         DROPPED | {"softcap": 5.0},  # weights of another form: their coins are compared one by one
         DROPPED | {"n": 301},  # the last column has no neighbour to share a product with
     ],
@@ -61,7 +61,7 @@ def test_attentions_column_gradients_are_taken(options):
 )
 def test_others_are_scheduled_by_the_compiler(options):
     found = columns(**options)
-    assert not found.kernel.alone and not found.kernel.staged
+    assert not found.kernel.single_warpgroup and not found.kernel.hand_scheduled
 
 
 def test_the_text_is_the_same_in_every_run():
@@ -108,7 +108,7 @@ def test_weights_that_coins_decide_on():
 @pytest.fixture
 def alone(monkeypatch):
     """Column gradients have kernels of one warp group, which run on the simulator; the launches that did."""
-    plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED), "rows": ALONE}
+    plans = {"cols": KernelPlan(128, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED), "rows": ALONE}
     with use_plan(plans):
         yield gluon_simulator.simulate(monkeypatch)
 
@@ -119,7 +119,7 @@ def alone(monkeypatch):
 def test_against_float64(options, rows, cols, alone):
     found = pulled("triton", torch.bfloat16, options, rows, cols)
     check(found, options, rows, cols)
-    assert [c.kernel.name for c in alone if c.kernel.alone] == ["fold_over_rows"]
+    assert [c.kernel.name for c in alone if c.kernel.single_warpgroup] == ["fold_over_rows"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_against_float64(options, rows, cols, alone):
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, alone, monkeypatch):
     """Else it would prove nothing."""
-    gluon_simulator.change_kernels(monkeypatch, text, instead, where=lambda call: call.kernel.alone, patience=0.5)
+    gluon_simulator.change_kernels(
+        monkeypatch, text, instead, where=lambda call: call.kernel.single_warpgroup, patience=0.5
+    )
     with pytest.raises((AssertionError, TypeError), match=message):
         pulled("triton", torch.bfloat16, {}, 200, 300)
 
@@ -160,7 +162,7 @@ def dropped(x: Row["d"], y: Row["d"], p: Col["d"], q: Col["d"]):
 def test_coins_of_folded_columns_are_not_for_it(op, taken):
     make = lambda dtype: tuple(torch.zeros(300, 128, dtype=dtype) for _ in range(4))
     found = calls(Case("two sums", lambda *args: op(*(a.detach() for a in args)), make), 90)
-    assert [c.kernel.alone for c in found if c.kernel.name == "fold_over_cols"] == [taken]
+    assert [c.kernel.single_warpgroup for c in found if c.kernel.name == "fold_over_cols"] == [taken]
 
 
 def test_sums_over_columns(alone):
@@ -171,4 +173,4 @@ def test_sums_over_columns(alone):
     x, y, p, q = (a.double() for a in (x, y, p, q))
     for got, exact in zip(found, ((x @ p.mT) @ p, (x @ p.mT * (y @ q.mT)) @ q), strict=True):
         assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
-    assert [c.kernel.alone for c in alone] == [True]
+    assert [c.kernel.single_warpgroup for c in alone] == [True]

@@ -243,6 +243,21 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
     assert checked
 
 
+@mr.op
+def converted(q: Row["f"], k: Col["f"], v: Col["d"]):
+    half = mr.col_index.float() * 0.5  # indices as numbers, and back
+    seen = (half <= mr.row_index.float()) & (half.int() + 3 < mr.num_cols // 2)
+    return mr.softmax_mean(torch.where(seen, q @ k, -torch.inf), v)
+
+
+def test_conditions_on_converted_indices(seed):
+    q, k, v = (torch.randn(n, 16, dtype=torch.float64) for n in (40, 90, 90))
+    with kernels(KernelPlan(16, 16, 4, 1)):
+        found = run(converted, (q, k, v))
+    with mr.use(engine="reference"):
+        assert_equal(found, run(converted, (q, k, v)))
+
+
 @pytest.mark.parametrize("name", ["causal_attention", "document_attention"])
 def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch):
     """And is the same."""

@@ -55,8 +55,8 @@ def test_a_forward_in_one_kernel_reads_padded_copies(monkeypatch):
     x, w, target = (t.detach() for t in head(torch.float16))
     with mr.use(engine="triton"):
         found = ops.linear_cross_entropy(x, w, target)
-    launches = [one for ready in engine.prepared_folds().values() for one in ready.launches if one.spec.deep]
-    assert launches and all(one.spec.box_of for one in launches)
+    launches = [one for ready in engine.prepared_folds().values() for one in ready.launches if one.spec.k_loop]
+    assert launches and all(one.spec.descriptor_dims for one in launches)
     wanted = F.cross_entropy(x.double() @ w.double().mT, target)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
 

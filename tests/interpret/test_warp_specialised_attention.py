@@ -16,7 +16,7 @@ import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.launch import hardware
 from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.engines.triton.schedules.resident.attention_schedules import AttentionSchedule
 from tests.support import gluon_simulator, internals
@@ -37,7 +37,7 @@ from tests.support.warp_specialised_attention_cases import CASES as TRIED
 DOCUMENTS = torch.arange(300) // 60
 # What tests of the text itself run, whatever ships: changes of it below name its groups, its ring and its lines.
 KNOWN = AttentionSchedule(widest=128, groups=2, folded=128, ring=2, registers=(232, 40))
-BY_KNOWN = {"cols": KernelPlan(*KNOWN.tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+BY_KNOWN = {"cols": KernelPlan(*KNOWN.tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}
 known_tile = pytest.mark.parametrize("by_turns", [KNOWN], ids=[""], indirect=True)
 
 
@@ -73,13 +73,13 @@ def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=Non
         {"return_lse": True, "scale": 0.3},
         {"d": 72},
         {"d": 96, "causal": True},
-        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}},
+        {"d": 256, "plans": {"cols": KernelPlan(*shipped(256).tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}},
     ],
     ids=lambda o: ", ".join(f"{k}={v}" if k == "d" else k for k, v in o.items()) or "plain",
 )
 def test_one_softmax_weighted_sum_has_one(options):
     call = first(**options)
-    assert call.kernel.staged
+    assert call.kernel.hand_scheduled
     assert "warp_specialize" in call.kernel.text and "tl.dot(" not in call.kernel.text
     compile(call.kernel.text, "kernel", "exec")
 
@@ -93,14 +93,14 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"inputs": tuple(torch.zeros(3, 128, 300, dtype=torch.bfloat16).mT for _ in range(3))},  # not to be copied
         {"capability": 80},
         {
-            "plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+            "plans": {"cols": KernelPlan(64, 128, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED)}
         },  # tiles of another kernel
-        {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, rendering=Rendering.HAND_SCHEDULED)}},  # in parts
+        {"plans": {"cols": KernelPlan(128, 128, 4, 2, splits=2, rendering=Rendering.HAND_SCHEDULED)}},  # in parts
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
 def test_others_are_scheduled_by_the_compiler(options):
-    assert not first(**options).kernel.staged
+    assert not first(**options).kernel.hand_scheduled
 
 
 def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
@@ -110,7 +110,7 @@ def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
         lambda t: (torch.zeros(3, 300, 128, dtype=t),) * 3,
     )
     rows, cols, fold = calls(case, 90, BY_TURNS)[:3]
-    assert (rows.kernel.name, cols.kernel.name, fold.kernel.staged) == ("side", "side", True)
+    assert (rows.kernel.name, cols.kernel.name, fold.kernel.hand_scheduled) == ("side", "side", True)
     consumer = fold.kernel.text.split("def consumer(")[1].split("# a weight was out of range")[0]
     assert "load_numbers(" in consumer and "drop_pairs(" in consumer
     assert consumer.count("tl.load(") == 2  # the rows' vectors and words
@@ -138,8 +138,8 @@ def test_coins_are_tossed_two_at_once_where_columns_are_folded_and_even():
 
 def test_a_row_of_queries_with_other_strides_has_one():
     q, k, v = (torch.zeros(2, 300, 384, dtype=torch.bfloat16).split(128, -1)[n] for n in range(3))
-    assert first(inputs=(q, k, v)).kernel.staged
-    assert first(inputs=(q.mT.contiguous().mT, k, v)).kernel.staged  # only what is met in tiles is copied
+    assert first(inputs=(q, k, v)).kernel.hand_scheduled
+    assert first(inputs=(q.mT.contiguous().mT, k, v)).kernel.hand_scheduled  # only what is met in tiles is copied
 
 
 def test_the_text_of_a_staged_kernel():
@@ -222,7 +222,7 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 )
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     internals.pretend_device(monkeypatch, warp_specialised=True)
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 132)
+    monkeypatch.setattr(hardware, "count_processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
         assert attention.choose_tile(spec, torch.device("cpu"), length, count) == tile
 

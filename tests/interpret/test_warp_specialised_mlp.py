@@ -39,7 +39,7 @@ def launched(op=ops.gated_mlp, dtype=torch.bfloat16, d=128, plans=None, capabili
 
 
 def grouped(found):
-    return [(c.kernel.name, c.plan.block_kept) for c in found if c.kernel.staged]
+    return [(c.kernel.name, c.plan.block_kept) for c in found if c.kernel.hand_scheduled]
 
 
 @mr.op
@@ -93,15 +93,15 @@ def causal(x: Row["d"], p: Col["d"], q: Col["n"]):
 def test_one_score_has_one_number_of_folded_indices_and_no_condition():
     assert not grouped(launched(causal, count=3)) and not grouped(launched(entropy, count=2))
     forward = launched(torch.no_grad()(ops.mlp), count=3, dropout_p=0.1, seed=3)[-1]
-    assert forward.kernel.staged and "_here = " in forward.kernel.text  # the words of coins
+    assert forward.kernel.hand_scheduled and "_here = " in forward.kernel.text  # the words of coins
 
 
 @pytest.mark.parametrize(
     "options",
     [
         *OTHERS,
-        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.DESCRIPTORS))},
-        {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},
+        {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.DESCRIPTORS))},
+        {"plans": {"cols": replace(ABREAST, splits=2), "rows": replace(RELAY, splits=2)}},
         {"plans": {"cols": RELAY, "rows": replace(RELAY, block_kept=256)}},
     ],
     ids=lambda o: ", ".join(f"{k}={str(v)[:20]}" for k, v in o.items()),
@@ -127,7 +127,7 @@ def test_divided_sums_have_no_numbers_of_folded_indices():
 
 def test_a_score_that_is_no_factor_leaves_the_sums_in_two_kernels():
     forward = launched(lambda *args: three_sums(*(a.detach() for a in args)), count=6)
-    kernels = [(c.kernel.name, c.kernel.staged) for c in forward]
+    kernels = [(c.kernel.name, c.kernel.hand_scheduled) for c in forward]
     assert kernels == [("fold_over_cols", False), ("fold_over_cols", True)]  # the last is of one sum
 
 

@@ -428,7 +428,7 @@ def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = 
 def count_shared(case: Case, call: fold_kernel.KernelCall, family: default_tiles.Family) -> int:
     """Bytes of shared memory of a launch before it is compiled: what a hand-scheduled kernel's text allocates, or what
     the plan counts of any other."""
-    if not call.kernel.staged:
+    if not call.kernel.hand_scheduled:
         item = 1 if case.name.startswith("FP8") else 2 if call.kernel.traits.pieces else case.dtype.itemsize
         return plan.shared_bytes(call.plan, call.kernel, item, family)
     (arguments,) = re.findall(rf"def {call.kernel.name}\(([^)]*)\)", call.kernel.text)
@@ -460,7 +460,7 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif hasattr(value, "block_shape"):
-            laid = f",{value.layout!r}" if call.kernel.staged else ""
+            laid = f",{value.layout!r}" if call.kernel.hand_scheduled else ""
             signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}{laid}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
@@ -473,7 +473,7 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
     options |= fold_kernel.compiler_options(call.kernel, call.plan)
-    ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
+    ast = (GluonASTSource if call.kernel.hand_scheduled else ASTSource)(function, signature, constants, attributes)
     said = io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):
         result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
@@ -482,7 +482,7 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     counted, shared = count_shared(case, call, FAMILIES[capability]), result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
-    found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    found = (registers, spills, shared, counted, cores, call.kernel.hand_scheduled, crumbs, case.lean)
     return Compiled(case.name, call.kernel.name, tiles, *found)
 
 

@@ -385,7 +385,7 @@ def simulate(patch):
     seen = []
 
     def run(launch, call):
-        if not call.kernel.staged:
+        if not call.kernel.hand_scheduled:
             return launch(call)
         seen.append(call)
         return execute(call)

@@ -94,12 +94,12 @@ def pretend_device(
     kernels for split float32 and a tanh instruction; so many streaming multiprocessors; and the default plans of a
     family of GPUs. None leaves a property as it is."""
     targets = {
-        "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
-        "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
-        "monoidreduce.engines.triton.schedules.kernel_plan.runs_warp_specialized": warp_specialised,
-        "monoidreduce.engines.triton.schedules.vector_conversions.can_split": float32_split,
-        "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
-        "monoidreduce.engines.triton.schedules.spec_from_tensors.processors": processors,
+        "monoidreduce.engines.triton.launch.hardware.has_descriptors": descriptors,
+        "monoidreduce.engines.triton.launch.hardware.has_fast_epilogues": epilogue,
+        "monoidreduce.engines.triton.launch.hardware.runs_warp_specialized": warp_specialised,
+        "monoidreduce.engines.triton.launch.hardware.splits_float32": float32_split,
+        "monoidreduce.engines.triton.launch.hardware.has_tanh": tanh,
+        "monoidreduce.engines.triton.launch.hardware.count_processors": processors,
     }
     for target, value in targets.items():
         if value is not None:
@@ -115,7 +115,7 @@ def keep_directions_apart(patch: Patch) -> None:
 
 
 def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.triton_version", lambda: version)
+    patch.setattr("monoidreduce.engines.triton.launch.hardware.triton_version", lambda: version)
 
 
 def pretend_free_memory(patch: Patch, size: float) -> None:
@@ -260,7 +260,7 @@ def replace_fixed_kernel_launch(patch: Patch, around: Around) -> None:
 
 def relaunch_on_any_device(patch: Patch) -> None:
     """Launches are prepared once and made again by address on every device, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.can_relaunch", lambda device: True)
+    patch.setattr("monoidreduce.engines.triton.launch.hardware.can_relaunch", lambda device: True)
 
 
 def watch_tile_ranges(patch: Patch, around: Around) -> None:

@@ -131,13 +131,22 @@ def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -
     engine._OTHER_LENGTHS.update(others)
     step(call, n)
     every = triton.prepared_folds().values()
-    made = [(one, ready.order) for ready in every for one in ready.launches if one.again is not None]
+    made = [(one, ready.order) for ready in every for one in ready.launches if one.relaunch is not None]
     return [
         (
-            *(one.over, hash(one.kernel.text), one.plan, one.grid, one.how, one.outputs, one.strides, one.cuts),
-            [v for v in one.template if v],
-            [(leaf, box.shape, box.strides, box.block_shape) for leaf, box in one.boxes],
-            [v.tolist() if isinstance(v, Tensor) else v for v in one.edges or ()],
+            *(
+                one.over,
+                hash(one.kernel.text),
+                one.plan,
+                one.grid,
+                one.call_options,
+                one.outputs,
+                one.strides,
+                one.split_lengths,
+            ),
+            [v for v in one.template.values if v],
+            [(leaf, box.shape, box.strides, box.block_shape) for leaf, box in one.descriptors],
+            [v.tolist() if isinstance(v, Tensor) else v for v in one.tile_range_arguments or ()],
             order,
         )
         for one, order in made

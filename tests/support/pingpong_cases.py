@@ -12,8 +12,8 @@ from monoidreduce.engines.triton import KernelPlan, Rendering
 SIZES = [(256, 128, 264), (300, 390, 296), (257, 129, 512)]
 
 
-def by_turns(parts=1, wide=False):
-    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, parts, rendering=Rendering.HAND_SCHEDULED)}
+def by_turns(splits=1, wide=False):
+    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, splits, rendering=Rendering.HAND_SCHEDULED)}
 
 
 @mr.op

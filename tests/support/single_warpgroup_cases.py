@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, Rendering
 
-ALONE = KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED)
+ALONE = KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED)
 DROPPED = {"dropout_p": 0.2, "seed": 3}
 OPTIONS = [
     {},

@@ -18,7 +18,7 @@ def shipped(width: int) -> attention.AttentionSchedule:
     return next(s for s in attention.SCHEDULES if width <= s.widest)
 
 
-BY_TURNS = {"cols": KernelPlan(*shipped(128).tile, parts=1, rendering=Rendering.HAND_SCHEDULED)}
+BY_TURNS = {"cols": KernelPlan(*shipped(128).tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}
 
 
 def made(M, N, batch=(2,), size=1.0, seed=0):

@@ -13,8 +13,8 @@ from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, Rendering
 
 ABREAST, RELAY = (
-    KernelPlan(128, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
-    KernelPlan(64, 64, 4, 2, parts=1, rendering=Rendering.HAND_SCHEDULED),
+    KernelPlan(128, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
+    KernelPlan(64, 64, 4, 2, splits=1, rendering=Rendering.HAND_SCHEDULED),
 )
 BY_GROUPS = {"cols": ABREAST, "rows": RELAY}
 OTHERS = [  # features, types and GPUs that have no kernels by groups

@@ -194,8 +194,8 @@ def save_values(ctx: Any, values: Sequence[Any], *tensors: Tensor) -> None:
 
 
 def load_values(ctx: Any, count: int = 0) -> tuple[list[Any], list[Tensor], bool]:
-    """What :func:`save_values` saved: the inputs and the tensors behind them; and whether the first ``count`` of the
-    latter, which are the outputs, still hold the function's results."""
+    """What :func:`save_values` saved: the inputs, the tensors behind them, and whether the first ``count`` of these,
+    the outputs of the function, still hold its results."""
     first = ctx.constants.count(None)
     tensors, unchanged = load_saved(ctx, range(first, first + count))
     rest = iter(tensors)

@@ -37,14 +37,13 @@ from .kernels import (
     user_kernels,
 )
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches, record
-from .launch import jit_module
+from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
+from .launch import hardware, jit_module
 from .launch.jit_module import compile_only, skip_launches, watch_resources
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel import epilogue
 from .panel.arena import MemoryPlan
-from .panel.kernel_step import KernelStep
-from .panel.meta_step import MetaStep
+from .panel.kernel_step import KernelStep, MetaStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, Rendering, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
@@ -53,13 +52,13 @@ __all__ = [
     "TINY",
     "WIDEST",
     "Buffer",
+    "FoldSavingResults",
     "KernelPlan",
     "KernelStep",
     "ListedFold",
     "MemoryPlan",
     "MetaStep",
     "NumberArithmetic",
-    "PartlyShownFold",
     "PreparedFold",
     "ProgramReplay",
     "RecordedLaunches",
@@ -70,6 +69,7 @@ __all__ = [
     "describe_numbers",
     "epilogue",
     "gather_labels",
+    "hardware",
     "is_k_loop_fold",
     "k_loop",
     "large_topk",
@@ -147,13 +147,13 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = large_topk.list_panel_folds(fold) if large_topk.selects_from_panels(fold) else [fold]
+    folds = large_topk.list_panel_folds(fold) if _selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
     found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
     if None in every:
         return {}
     return {
-        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.rendering))
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.splits, int(p.rendering))
         for o, p in found.items()
     }
 
@@ -177,9 +177,13 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if large_topk.selects_from_panels(fold):
+    if _selects_from_panels(fold):
         return large_topk.run(fold, leaves, sizes, _run)
     return _prepare(fold, leaves, sizes)(leaves)
+
+
+def _selects_from_panels(fold: Fold) -> bool:
+    return any(r.attrs[0] == "topk" for r in fold.reductions) and large_topk.selects_from_panels(fold)
 
 
 def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
@@ -231,11 +235,11 @@ def prepare_side(
 
 
 def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
-    """Whether the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the call,
-    1 where it is summed."""
+    """True when the kernel of a gradient is expected to sum it over the batch too; ``batch``: the dimensions of the
+    call, 1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * spec_from_tensors.processors(sizes.device)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)
 
 
 def describe_numbers(numbers: Sequence[Any]) -> tuple:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monoidreduce import errors
-from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, fold, monoids, product
+from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, fold, laws, monoids, product
 
 
 class LogMean(Monoid):
@@ -148,6 +148,17 @@ def test_combine_must_return_an_element():
 
     with pytest.raises(errors.DeclarationError, match=r"combine returned tuple.*return Tuple\(v=\.\.\.\)"):
         fold(Tuple, torch.ones(3))
+
+
+def test_combine_decides_by_no_python_if():
+    class Larger(Monoid):
+        v: Scalar = -math.inf
+
+        def combine(a, b):
+            return Larger(v=a.v if a.v > b.v else b.v)
+
+    with pytest.raises(errors.DeclarationError, match=r"Larger.combine decides by a Python if.*torch\.where"):
+        laws.check(Larger)
 
 
 # --- elements ---

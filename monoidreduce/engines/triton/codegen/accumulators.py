@@ -17,7 +17,7 @@ from ....program.expression import Expr, letters
 from ....program.several import MIX, OUTER, is_product
 from ....reductions import outputs_of
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Slices, Unsupported, padded, widen
+from .kernel_spec import TINY, Slices, Unsupported, pad_width, widen
 from .several import block_of
 
 
@@ -30,7 +30,7 @@ class Accumulator:
         self.width = 0 if feature is None else v.spec.width(feature)
         self.tiny = feature is not None and self.width <= TINY
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
-        self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
+        self.delayed_vector: Expr | None = None  # the vectors of products that wait for the next tile
         self.slices: Slices = ((0, 0),)  # of a vector's features, each of which has a block
         self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
         if feature is not None and not self.tiny:
@@ -38,30 +38,30 @@ class Accumulator:
             self.slices = v.spec.slices(feature)
             v.state_width += sum(size for _, size in self.slices)
 
-    def waits(self, parts: list[Contraction]) -> bool:
-        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors in
-        several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them only
-        (H200: wrong sums)."""
+    def delays_product(self, parts: list[Contraction]) -> bool:
+        """True when the product of a tile is left to the next, where it runs beside that tile's arithmetic. Of vectors
+        in several slices it is not: with two such products of one register operand Triton 3.6 waits for one of them
+        only (H200: wrong sums)."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
-        if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
+        if not v.delays_products or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
             return False
         if len(self.slices) > 1:
             return False
-        alone = one.vector in v.spec.box_of and one.vector not in v.factors and not v.spec.is_stored_softmax
-        self.waiting = one.vector if alone else self.waiting
+        alone = one.vector in v.spec.descriptor_dims and one.vector not in v.factors and not v.spec.is_stored_softmax
+        self.delayed_vector = one.vector if alone else self.delayed_vector
         return alone
 
-    def catch_up(self) -> list[str]:
-        """Add the product of the tile met before, whose first index is ``gone``."""
-        assert self.waiting is not None
+    def add_delayed_product(self) -> list[str]:
+        """The lines that add the product that the tile before left over; ``gone`` is that tile's first index."""
+        assert self.delayed_vector is not None
         # added to 0, so that the compiler keeps the weights in registers
         lines = []
         for name, (first, _) in zip(self.names, self.slices, strict=True):
-            block = self.v.load_by_descriptor(self.waiting, "gone", str(first))
+            block = self.v.load_by_descriptor(self.delayed_vector, "gone", str(first))
             lines.append(f"{name} = tl.dot({self.name}_late + 0.0, {block}, acc={name}{self.v.options()})")
         return lines
 
-    def wait(self, weight: str) -> str:
+    def delay_product(self, weight: str) -> str:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
@@ -76,7 +76,7 @@ class Accumulator:
             shapes = [f"[KEPT, {size}]" for _, size in self.slices]
         lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n, shape in zip(self.names, shapes, strict=True)]
         late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
-        lines += [late] if self.waiting is not None else []
+        lines += [late] if self.delayed_vector is not None else []
         return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
 
     def scale(self, factor: str) -> list[str]:
@@ -85,7 +85,7 @@ class Accumulator:
         return [*(f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names), *mass]
 
     def add(self, c: Contraction, weight: str | None) -> None:
-        """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
+        """Add one tile's Σ weight × vector; ``weight``: a whole block."""
         v = self.v
         if c.walk and weight is None and is_product(c.weight) and c.weight.attrs[0] == MIX:
             add_mixed(self, c.weight)
@@ -169,7 +169,8 @@ class Accumulator:
 def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
     """A slice of a kept leaf's vectors in float32, loaded again: until here nothing holds registers for them."""
     first, size = at
-    width = padded(v.spec.width(e.feature)) if v.spec.pieces else v.spec.room_of[e] or v.spec.width(e.feature)
+    width = v.spec.width(e.feature)
+    width = pad_width(width) if v.spec.pieces else v.spec.padded_width_of[e] or width
     lane, exists = v.slice_lane(size, width - first)
     mask = f"mask=kept_in[:, None]{f' & {exists}[None, :]' if exists else ''}, other={v.spec.zero(e)}"
     place = f"{v.pointer(e)} + {v.axis_offset(e, 'kept')}"
@@ -190,6 +191,17 @@ def move_factors_to_weight(c: Contraction) -> Contraction:
     return c
 
 
+def list_factors(e: Expr) -> list[Expr]:
+    """The factors of a product."""
+    return [factor for a in e.args for factor in list_factors(a)] if e.op == "mul" else [e]
+
+
+def find_plain_sum(r: Expr) -> Contraction | None:
+    """A sum of weight × vector as its one contraction; None where it is none, or several."""
+    found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
+    return found[0] if len(found) == 1 and not found[0].walk and found[0].minus is None else None
+
+
 def _times(weight: Expr, number: Expr) -> Expr:
     """weight × number, the number multiplied to the innermost factor, which other weights may share."""
     others: list[Expr] = []
@@ -204,7 +216,7 @@ def _times(weight: Expr, number: Expr) -> Expr:
 
 @functools.lru_cache(maxsize=1024)
 def is_stored(r: Expr) -> bool:
-    """Whether a reduction is a sum of vectors that is kept in memory."""
+    """True when a reduction is a sum of vectors that is kept in memory."""
     kind, over, _ = r.attrs
     return kind == "sum" and any(_is_outer(c) for c in contractions(r.args[0], over))
 
@@ -216,7 +228,7 @@ def _is_outer(c: Contraction) -> bool:
 class StoredSum:
     """A running sum in the result's memory, with the methods of ``Accumulator`` that a sum calls."""
 
-    tiny, waiting = False, None
+    tiny, delayed_vector = False, None
 
     def __init__(self, name: str, reduction: Expr, v: ExpressionWriter):
         self.name, self.v, self.feature = name, v, reduction.args[0].feature
@@ -227,13 +239,13 @@ class StoredSum:
         self.out = sum(len(outputs_of(r)) for r in before)
         self.count, self.width = (spec.width(letter) for letter in letters(self.feature))
 
-    def waits(self, parts: list[Contraction]) -> bool:
+    def delays_product(self, parts: list[Contraction]) -> bool:
         return False
 
     def _block(self) -> tuple[str, str]:
         """The place of a block of the first of the vectors, and its mask."""
         v, name = self.v, f"{self.name}_at"
-        lane, exists = v.slice_lane(padded(self.width), self.width)
+        lane, exists = v.slice_lane(pad_width(self.width), self.width)
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
         if self.out in v.spec.strided:
             batch = "".join(f" + b{k} * out{self.out}_b{k}" for k in v.spec.kept_batch)
@@ -250,7 +262,7 @@ class StoredSum:
 
     def start(self) -> list[str]:
         at, mask = self._block()
-        zeros = f"tl.zeros([KEPT, {padded(self.width)}], {self.v.float})"
+        zeros = f"tl.zeros([KEPT, {pad_width(self.width)}], {self.v.float})"
         return self._each([f"tl.store({at} + each * {self.width}, {zeros}, mask={mask})"])
 
     def add(self, c: Contraction, weight: str | None) -> None:

@@ -20,7 +20,7 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
-from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, box_name, padded, widen
+from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
@@ -65,11 +65,9 @@ class ExpressionWriter:
         self.pair_features = 0  # features of all vectors that are held per pair
         self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[
-            tuple[Expr, Expr]
-        ] = []  # of exponents, computed before the launch (``kernels/row_kernels.py``)
+        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``row_kernels.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
-        self.late = False  # whether in this loop a tile's last product may be issued with the next tile's arithmetic
+        self.delays_products = False  # a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
     def loop(self, masked: bool) -> None:
@@ -160,7 +158,7 @@ class ExpressionWriter:
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
-        if e in self.spec.near_of:
+        if e in self.spec.vectors_of_distance:
             return several.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
@@ -189,7 +187,7 @@ class ExpressionWriter:
     def stride(self, e: Expr, which: str) -> str:
         """A stride of a leaf: of a batch dimension (``"b0"``), along its axis (``"s"``), of grouped rows (``"g"``)."""
         name = f"{e.attrs[0]}_{which}"
-        if e not in self.spec.in_eighths:
+        if e not in self.spec.leaves_with_strides_of_eight:
             return name
         return self.bind((e, "stride", which), f"{name} // 8 * 8", False, f"{name}_eighths")
 
@@ -201,7 +199,7 @@ class ExpressionWriter:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
-            group = self.spec.group
+            group = self.spec.folded_batch_dim
             member = "" if group is None else f" + b{group} * {self.stride(e, f'b{group}')}"
             text = f"{base}{member} + tl.cast(start, tl.int64) * {self.stride(e, 's')}"
             return self.bind((e, "at"), text, True, f"{name}_at")
@@ -232,7 +230,7 @@ class ExpressionWriter:
             mask = "kept_in[:, None]" + (" & folded_in[None, :]" if self.masked else "")
             place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
             text = f"tl.load({place}, mask={mask}, other=0)"
-        elif e in self.spec.box_of:
+        elif e in self.spec.descriptor_dims:
             text = f"{self.load_by_descriptor(e, 'start')}[None, :]"
         elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
@@ -241,13 +239,13 @@ class ExpressionWriter:
             text = f"tl.load({self.pointer(e)} + {self.kept_offset(e)}, mask=kept_in, other=0)[:, None]"
         else:
             text = f"tl.load({self.pointer(e)})"
-        return self._to_arithmetic_type(text, e, kind)
+        return self.to_arithmetic_type(text, e, kind)
 
     def leaf_component(self, e: Expr, f: str) -> str:
         """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
         if e.packing is not None:
             return packed_vectors.write_component(self, e, f)
-        return self._to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
+        return self.to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
 
     def load_component(self, e: Expr, f: str) -> str:
         """Number ``f`` of each of a leaf's vectors, as it is stored."""
@@ -278,7 +276,7 @@ class ExpressionWriter:
         rows = self.axis_offset(e, "folded" if folded else "kept")
         return f"tl.load({self.pointer(e)}{first} + {rows} + {lane}[None, :] * {e.attrs[0]}_f{mask})"
 
-    def _to_arithmetic_type(self, text: str, e: Expr, kind: str) -> str:
+    def to_arithmetic_type(self, text: str, e: Expr, kind: str) -> str:
         """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else widen(text, kind, self.spec.compute)
@@ -336,7 +334,9 @@ class ExpressionWriter:
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
         if e.op in _TYPED:
             args = [self._type_constant(t, a, e) for t, a in zip(args, e.args, strict=True)]
-        if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
+        # sums of int32 data could wrap around where torch's do not; indices are small enough
+        sums = e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
+        if e.dtype == "int" and (e.op in _INTEGER_GROWS or sums):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
         if e.op in ("where", *_COMPARE) and any(map(_is_beyond_int32, e.args)):  # indices and int32 data beside it
             whole = [a.op != "const" and a.dtype != "float" and (e.op != "where" or k) for k, a in enumerate(e.args)]
@@ -357,10 +357,6 @@ class ExpressionWriter:
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
-
-    def _sums_of_int32(self, e: Expr) -> bool:
-        """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
-        return e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
 
     def _is_int32_data(self, e: Expr) -> bool:
         return any(map(self._is_int32_data, e.args)) if e.op in _KEEPS_SIZE else self.spec.type_of.get(e) == "int32"
@@ -394,7 +390,7 @@ class ExpressionWriter:
                 return f"{self.exp(x)} * decay({self.number(total)})"
             core, factor = self.linear(x.args[0])
             pair = self.argument(core, "float")  # first: one-sided numbers are loaded while it is computed
-            if self.spec.join and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
+            if self.spec.precomputed_shifts and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
                 return f"tl.exp2({pair} * {factor} - {self._shift(x.args[1], total)})"
             shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
             shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
@@ -414,12 +410,12 @@ class ExpressionWriter:
         if (number, total) not in self.shifts:
             self.shifts.append((number, total))
         name = f"shift{self.shifts.index((number, total))}"
-        if self.spec.line:
+        if self.spec.shift_descriptors:
             batch = self.spec.batch_number()
             text = f"tl.reshape({name}_box.load([tl.cast({batch}, tl.int32), start]), [FOLDED])[None, :]"
             return self.bind(name, text, True, name)
         base = f"{name}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
-        base = self.bind((name, "base"), base, self.spec.group is not None, f"{name}_base")
+        base = self.bind((name, "base"), base, self.spec.folded_batch_dim is not None, f"{name}_base")
         mask = ", mask=folded_in, other=0" if self.masked else ""
         return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
@@ -586,7 +582,7 @@ class ExpressionWriter:
     def product(self, x: Expr, y: Expr) -> str:
         """⟨x_i, y_j⟩ as one matrix product, the kept axis on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
-        if self.spec.deep and self.spec.width(x.feature) > WIDEST:
+        if self.spec.k_loop and self.spec.width(x.feature) > WIDEST:
             return k_loop.write_product(self, kept, folded)
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
@@ -606,17 +602,18 @@ class ExpressionWriter:
                 self.number(n)
 
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
-        """A block's feature indices, and the mask of those that may be read (None: all); ``room``: how many may."""
+        """A block's feature indices, and the mask of those that may be read (None: all); ``room``: how many may, if
+        more."""
         width = self.spec.width(feature)
         if width > WIDEST:
             raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        return self.slice_lane(padded(width), room or width)
+        return self.slice_lane(pad_width(width), room or width)
 
     def slice_lane(self, size: int, width: int) -> tuple[str, str | None]:
         """The same of a block of ``size`` features, of which ``width`` may be read."""
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        key = ("in", width) if size == padded(width) else ("in", width, size)  # slices may be wider than is padded
-        name = f"in{width}" if size == padded(width) else f"in{width}_of_{size}"
+        key = ("in", width) if size == pad_width(width) else ("in", width, size)  # slices may be wider than is padded
+        name = f"in{width}" if size == pad_width(width) else f"in{width}_of_{size}"
         return lane, self.bind(key, f"{lane} < {width}", False, name) if width < size else None
 
     def block(self, e: Expr, piece: int | None = None, at: tuple[int, int] | None = None, stored: bool = False) -> str:
@@ -628,16 +625,16 @@ class ExpressionWriter:
         name = f"{name}_stored" if stored else name
         self.blocks[e] = None
         width = self.spec.width(e.feature)
-        whole, first = padded(width), (piece or 0) * padded(width)
+        whole, first = pad_width(width), (piece or 0) * pad_width(width)
         if at is None or at[1] == whole:
-            lane, exists = self.lane(e.feature, self.spec.room_of[e])
+            lane, exists = self.lane(e.feature, self.spec.padded_width_of[e])
         else:
             first, size = at
-            lane, exists = self.slice_lane(size, (self.spec.room_of[e] or width) - first)
+            lane, exists = self.slice_lane(size, (self.spec.padded_width_of[e] or width) - first)
             name = f"{name}_{first}" if first else name
         key = (e, "stored block" if stored else "block", piece, first)
         wanted = self.operand_type() if piece is None and not stored else kind
-        if folded and e in self.spec.box_of:
+        if folded and e in self.spec.descriptor_dims:
             text = self.load_by_descriptor(e, "start", str(first))
             text = (
                 packed_vectors.widen_block(self.spec, text, kind, wanted)
@@ -645,10 +642,9 @@ class ExpressionWriter:
                 else text
             )
             return self.bind(key, text, True, name)
-        side = "folded" if folded else "kept"
         if e.packing is not None:
             size = whole if at is None else at[1]
-            text = packed_vectors.write_block(self, e, str(first), size, side, self.masked, wanted)
+            text = packed_vectors.write_block(self, e, str(first), size, wanted)
             return self.bind(key, text, folded, name)
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))
@@ -661,15 +657,15 @@ class ExpressionWriter:
 
     def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
         """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
-        dims = self.spec.box_of[e]
-        group = "gone_group" if start == "gone" else f"b{self.spec.group}"
-        at = "".join(f"tl.cast({group if k == self.spec.group else f'b{k}'}, tl.int32), " for k in dims)
+        dims = self.spec.descriptor_dims[e]
+        group = "gone_group" if start == "gone" else f"b{self.spec.folded_batch_dim}"
+        at = "".join(f"tl.cast({group if k == self.spec.folded_batch_dim else f'b{k}'}, tl.int32), " for k in dims)
         if e.feature is None:
             text = f"{e.attrs[0]}_box.load([{at}{start}])"
             return f"tl.reshape({text}, [FOLDED])" if dims else text
-        width, slices = self.spec.width(e.feature), self.spec.box_slices(e)
+        width, slices = self.spec.width(e.feature), self.spec.descriptor_slices(e)
         place = next((k for k, (first, _) in enumerate(slices) if str(first) == feature), 0)
-        text = f"{box_name(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
+        text = f"{name_descriptor(str(e.attrs[0]), place)}.load([{at}{start}, {feature}])"
         size = k_loop.DEPTH if width > WIDEST else slices[place][1]
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {size}]"
         return f"tl.reshape({text}, {shape})" if dims else text

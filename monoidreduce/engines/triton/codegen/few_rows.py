@@ -1,7 +1,7 @@
 """Folds of few kept indices against many folded ones, as in decoding: which they are, and their kernels.
 
-What bounds them is reading the folded axis. One loop visits every tile with masks, whose cost nobody sees beside the
-reads, so that all reads are pipelined; the softmax keeps a running maximum. Which tiles are visited is found in the
+They are bound by reading the folded axis. One loop visits every tile with masks, whose cost is hidden by the reads, so
+that all reads are pipelined; the softmax keeps a running maximum. Which tiles are visited is found in the
 kernel, from limits such as ``col_index < lengths``: lengths change in every step of a decoder, and a table of ranges
 would be computed anew. All splits share what is visited, however little of the axis that is.
 
@@ -109,20 +109,10 @@ def join_loop(tile: list[str]) -> list[str]:
 
 def vary_by_row(fold: Fold, over: str, leaves: list[Expr]) -> Fold:
     """The same fold with these numbers of batch elements given per kept index."""
-    changed = {e: _per_kept(e, over) for e in leaves}
-    reductions = substitute(fold.reductions, changed)
-    return Fold(
-        tuple(changed.get(e, e) for e in fold.leaves),
-        reductions,
-        substitute(fold.scales, changed),
-        fold.raised,
-        fold.exact,
-    )
-
-
-def _per_kept(e: Expr, over: str) -> Expr:
-    rows, cols = over == "cols", over == "rows"
-    return node(e.op, e.args, e.attrs, rows=rows, cols=cols, feature=e.feature, dtype=e.dtype)
+    axes = dict(rows=over == "cols", cols=over == "rows")
+    changed = {e: node(e.op, e.args, e.attrs, **axes, feature=e.feature, dtype=e.dtype) for e in leaves}
+    reductions, scales = substitute(fold.reductions, changed), substitute(fold.scales, changed)
+    return Fold(tuple(changed.get(e, e) for e in fold.leaves), reductions, scales, fold.raised, fold.exact)
 
 
 # Which folds they are, and a batch dimension as rows
@@ -140,7 +130,7 @@ class FewRows:
     batch: tuple[int, ...]
     period: int  # rows of a group, where a batch dimension is part of the kept axis; 0 elsewhere
     kept: int  # kept indices, those of all groups
-    alone: bool = False  # whether the groups were the only batch dimension
+    added_batch: bool = False  # the groups were the only batch dimension: one of size 1 was added
 
     def regroup(self, values: Mapping[Expr, Any]) -> dict[Expr, Any]:
         """The leaves with the batch dimensions of this fold: kept ones ``[*batch, groups, rows(, features)]``."""
@@ -151,7 +141,7 @@ class FewRows:
     def _regroup(self, e: Expr, v: Any) -> Any:
         if not isinstance(v, Tensor):
             return v
-        v = v.unsqueeze(0) if self.alone else v
+        v = v.unsqueeze(0) if self.added_batch else v
         at = len(self.batch)
         if not self.spec.keeps(e):
             return v.select(at, 0)
@@ -163,33 +153,34 @@ def find(spec: Spec, values: Mapping[Expr, Any], batch: tuple[int, ...], lengths
 
     ``values``: tensors ``[*batch, length(, features)]``; ``lengths``: of the kept and the folded axis."""
     kept, folded = lengths
-    if not 0 < kept <= FEW_ROWS or folded < LEAST or not batch[-1] or not _has_kernel(spec):
+    if folded < LEAST or not batch[-1] or not _has_kernel(spec):
         return None
     groups = batch[-1]
-    shared = groups > 1 and all(_is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
+    shared = groups > 1 and all(is_shared(v, len(batch) - 1) for e, v in values.items() if spec.folds(e))
     if kept > _MOST_ROWS and (not shared or kept * groups > FEW_ROWS):
         return None
-    spec = replace(spec, few=True, guess=False, bounds=False, join=False)
+    spec = replace(spec, few_rows=True, guess=False, bounds=False, precomputed_shifts=False)
     if not shared:
         return FewRows(spec, batch, 0, kept)
     own = [
         e
         for e, v in values.items()
-        if isinstance(v, Tensor) and not e.rows and not e.cols and not _is_shared(v, len(batch) - 1)
+        if isinstance(v, Tensor) and not e.rows and not e.cols and not is_shared(v, len(batch) - 1)
     ]
     fold = vary_by_row(spec.fold, spec.over, own)
     rest = batch[:-1] or (1,)
     spec = replace(spec, fold=fold, grouped=True, rank=len(rest))
-    return FewRows(spec, rest, kept, groups * kept, alone=len(batch) == 1)
+    return FewRows(spec, rest, kept, groups * kept, added_batch=len(batch) == 1)
 
 
-def _is_shared(v: Any, at: int) -> bool:
+def is_shared(v: Any, at: int) -> bool:
+    """True for a number, or a tensor that does not vary along a dimension."""
     return not isinstance(v, Tensor) or v.stride(at) == 0
 
 
 def _has_kernel(spec: Spec) -> bool:
-    """Whether a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
-    if spec.narrow is None or spec.deep or spec.pieces or any(spec.rooms) or spec.fold.tables:
+    """True when a fold is sums and softmaxes of 16-bit vectors, hidden by nothing but limits of the folded index."""
+    if spec.narrow is None or spec.k_loop or spec.pieces or any(spec.padded_widths) or spec.fold.tables:
         return False
     under = topological([*spec.fold.reductions, *spec.fold.scales])
     widths = [spec.width(e.feature) for e in under if e.op == "leaf" and e.feature is not None]

@@ -99,7 +99,7 @@ def _walk_diagonals(v: ExpressionWriter) -> list[str]:
     """``out0`` is ``[batch, bands, KEPT + 2, FOLDED]``: room for the sum of all tiles, then the sums along its
     diagonals, those at and below the main one first."""
     value = v.spec.fold.reductions[0].args[0]
-    own = ("tile =", "kept_at =", "kept_in =")  # of the tile, which is another in every turn here
+    own = ("tile =", "kept_at =", "kept_in =")  # of the tile, which changes in the loop here
     fixed = [line for line in write_prologue(v.spec) if not line.startswith(own)]
     return [
         "band = tl.program_id(0) % tiles",

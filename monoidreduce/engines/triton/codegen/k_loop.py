@@ -25,7 +25,7 @@ STRIPS = 4  # column strips of a tile whose pairs draw random numbers: all at on
 FEW = 8  # top-k lists beyond this are slower in registers than by panels
 _FITS = 35 * 2**20  # bytes of kept vectors that stay in the L2 cache of an H200 whatever is loaded besides
 _NEAR = 10 * 2**20  # bytes of kept vectors of tiles that run at the same time, where all are more
-PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``, take all parts before the next few
+PROLOGUE = [  # with splits: a few kept tiles (``count_concurrent_tiles``) take all splits before the next few
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
 ]
@@ -42,13 +42,13 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
 
 
 def rounds_products(spec: Spec) -> bool:
-    """Whether products are rounded as a panel would hold them.
+    """True when products are rounded as a panel would hold them.
 
     So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
     pairs see products as exact as they are.
     """
     sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)
-    return not spec.raw and spec.narrow == "bfloat16" and sums
+    return not spec.unrounded and spec.narrow == "bfloat16" and sums
 
 
 def list_operands(spec: Spec) -> list[Expr]:
@@ -56,29 +56,26 @@ def list_operands(spec: Spec) -> list[Expr]:
     products = [
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]
-    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
+    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.k_loop else []
 
 
 def write_tile_loop(spec: Spec) -> str:
-    """The loop over whole tiles, from one number to another. Where tensor descriptors copy, it is one with that over
-    features: the next tile's first blocks are then on their way while this one is folded. (H200, 1024 × 128256 of 4096
-    features: an argmax 1.49 ms, else 1.54. Two folds at once have no registers for it.)"""
+    """The loop over whole tiles of a K loop's fold, from one number to another.
+
+    Where tensor descriptors copy, it is flattened with the loop over features: the next tile's first blocks are then on
+    their way while this one is folded. (H200, 1024 × 128256 of 4096 features: an argmax 1.49 ms, else 1.54. Two folds
+    at once have no registers for it.)"""
     walked = set(list_operands(spec))
-    flat = walked and walked <= spec.box_of.keys() and len(spec.fold.reductions) == 1
+    flat = walked and walked <= spec.descriptor_dims.keys() and len(spec.fold.reductions) == 1
     return "tl.range({}, {}, flatten=True)" if flat else "range({}, {})"
 
 
 def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
-    """How many kept tiles run at the same time: all, or as many as leave a cache room for what they are multiplied
+    """How many kept tiles run at the same time: all, or as many as leave the cache space for what they are multiplied
     with. (H200, 65536 × 65536 of 768 features: 9.8 ms, all at once 12.3; 8192 × 256000 of 2304: 14.7 and 15.2; but
     32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
     each = sum(spec.width(e.feature) * 2 for e in list_operands(spec) if not spec.folds(e))
     return max(1, _NEAR // (kept * each) if length * each > _FITS else -(-length // kept))
-
-
-def draws_random_numbers(spec: Spec) -> bool:
-    """Whether pairs draw numbers that take registers of their own."""
-    return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
 def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
@@ -87,7 +84,7 @@ def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[
     for e in topological(v.spec.fold.reductions):
         if e.op == "dot" and v.spec.width(e.args[0].feature) > WIDEST:
             kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
-            found[(kept, folded, "deep")] = write_product(v, kept, folded)
+            found[product_key(kept, folded)] = write_product(v, kept, folded)
     lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
     cuts = {}
     for key, name in found.items():
@@ -107,14 +104,19 @@ def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[
     return lines
 
 
+def product_key(kept: Expr, folded: Expr) -> tuple:
+    """The key under which a product is bound in a loop's body."""
+    return kept, folded, "K loop"
+
+
 def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
-    """The lines that walk a product's features; the name that holds it."""
-    found = v.inner.get((kept, folded, "deep"))
+    """Write the loop over a product's features; returns the name that holds the product."""
+    found = v.inner.get(product_key(kept, folded))
     if found:
         return found
     kind = v.spec.multiplies_eight_bits(kept, folded)
-    total = v.bind((kept, folded, "deep"), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
-    if kept in v.spec.box_of and folded in v.spec.box_of:
+    total = v.bind(product_key(kept, folded), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
+    if kept in v.spec.descriptor_dims and folded in v.spec.descriptor_dims:
         blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks, kind)
     else:
@@ -131,11 +133,13 @@ def write_rounding(total: str) -> str:
 
 
 def _loop(total: str, width: int, blocks: list[str], eight: str = "") -> list[str]:
-    return [f"for d in range(0, {width}, {DEPTH}):", f"    {_dot(total, blocks, eight)}"]
+    return [f"for d in range(0, {width}, {DEPTH}):", f"    {write_dot(total, blocks, eight)}"]
 
 
-def _dot(total: str, blocks: list[str], eight: str = "") -> str:
-    """``eight``: the type of sums of 8-bit products. Hopper adds FP8 products up in 22 bits; after each block they are
+def write_dot(total: str, blocks: list[str], eight: str = "") -> str:
+    """A line that adds the product of two blocks to a total.
+
+    ``eight``: the type of sums of 8-bit products. Hopper adds FP8 products up in 22 bits; after each block they are
     added in float32."""
     options = {"int32": ", out_dtype=tl.int32", "float32": f", max_num_imprecise_acc={DEPTH}"}.get(eight, "")
     return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total}{options})"
@@ -150,7 +154,7 @@ def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str, eigh
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
         ends = [block(str(whole), mask + v.spec.zero(e)) for block, (e, _) in zip(blocks, sides, strict=True)]
-        v.inside.append(_dot(total, ends, eight))
+        v.inside.append(write_dot(total, ends, eight))
 
 
 def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
@@ -165,7 +169,7 @@ def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> 
     """What writes a block of a tile's vectors, from a feature on and with a mask; ``stored``: as they are stored."""
     wanted = v.operand_type()
     if e.packing is not None:
-        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, side, v.masked, wanted)
+        return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, wanted)
     vectors, stride, kind = _vectors(v, e, side, lane)
 
     def write(at: str, mask: str) -> str:

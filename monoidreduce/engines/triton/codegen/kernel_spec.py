@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
@@ -19,7 +19,7 @@ WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
 Slices = tuple[tuple[int, int], ...]  # of a vector's features: the first one, and how many
-Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances from split vectors, and the whole vectors
+ClosePairs = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances of split vectors; the whole vectors
 
 
 class Unsupported(Exception):
@@ -30,16 +30,16 @@ class Unsupported(Exception):
 class Listing:
     """How a kernel walks lists of blocks of the folded axis (``codegen/listed.py``): part of its text."""
 
-    kept_block: int  # kept indices that share a list
+    kept_block: int  # kept indices that share a list; 0: all of them
     folded_block: int  # folded indices of a listed block
     gathered: bool  # a tile holds folded indices of several blocks, or a part of one; else tiles divide a block
     single: bool = False  # one kept index per program instance: products are sums of products, number by number
-    logical: bool = False  # the folded index counts along the list, not along the axis
-    ends: bool = False  # how many folded indices each list has is given: its last block is cut
-    entries: bool = False  # which entry of the first list each one is, is given (for numbers per entry)
-    each: bool = False  # single, but several of them in a program instance, each with a list of its own
-    numbered: bool = False  # how many entries a batch element's lists have is given: to write a number for each
+    each: bool = False  # single, but several in a program instance, each with a list of its own
     tiles: int = 0  # that a group's kept indices are divided into; 0: tiles do not divide them
+    logical: bool = False  # the folded index counts along the list, not along the axis
+    ends: bool = False  # the kernel is given how many folded indices each list has: its last block is cut
+    entries: bool = False  # and which entry of the first list each entry is (for numbers per entry)
+    numbered: bool = False  # and how many entries a batch element's lists have: to write a number for each
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
     numbers: int = 1  # that a window has to combine: of a top-k, its k best
@@ -47,13 +47,13 @@ class Listing:
 
 @dataclass(frozen=True)
 class Joint:
-    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums: it has
-    the weights of one of them (``schedules/resident/joint_gradients.py``)."""
+    """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums
+    (``schedules/resident/joint_gradients.py``)."""
 
-    weight: Expr
+    weight: Expr  # also that of one of the kernel's own sums
     vector: Expr
     scale: Expr
-    ragged: bool  # whether some tile reaches beyond the kept axis
+    ragged: bool  # some tile reaches beyond the kept axis
 
 
 @dataclass(frozen=True)
@@ -63,54 +63,62 @@ class Spec:
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
     types: tuple[str, ...]  # per leaf: its tensor's type; "number" or "positive" for a Python number
-    rooms: tuple[int, ...]  # per leaf: padded features that may be read (zeros after its own); 0: only its own
-    letters: tuple[tuple[str, int], ...]
+    padded_widths: tuple[int, ...]  # per leaf: features that may be read, its own and zeros; 0: only its own
+    letters: tuple[tuple[str, int], ...]  # the features of vectors, by the letter of their axis
     compute: str  # float32 or float64
     narrow: str | None  # the 16-bit type of matrix products, if leaves have one
     rank: int  # batch dimensions after merging
-    bounds: bool  # the kernel is told which tiles to visit
-    lanes: bool  # plain sums are kept per lane and added up at the end
-    guess: bool  # whole tiles use a guessed maximum in a softmax
+    bounds: bool = False  # the kernel is told which tiles to visit
+    lanes: bool = False  # plain sums are kept per lane and added up at the end
+    guess: bool = False  # whole tiles use a guessed maximum in a softmax
+
+    # Arithmetic
     exact: bool = True  # float32 products are as exact as float32 allows
-    split: bool = False  # the folded axis is split (split-K): one program instance per split
-    deep: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
-    join: bool = False  # shifts of exponents along the folded axis are computed before the launch
-    raw: bool = False  # products of a K loop are not rounded to 16 bits
+    unrounded: bool = False  # products of a K loop are not rounded to 16 bits
     native: bool = False  # the device has NVIDIA's approximate tanh, rcp and lg2: kernels call native forms
-    boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
-    line: bool = False  # shifts of exponents are copied by tensor descriptors
+    eight_bit_mma: bool = False  # the device multiplies 8-bit vectors by each other
     pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``vector_conversions.py``); 0: none
-    near: Near = ()
-    few: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
-    chained: bool = False  # the kernel that combines its splits is on its way before this one ends
-    grouped: bool = False  # and the kept axis is a batch dimension and the rows of each
-    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
-    group: int | None = None  # the batch dimension that is folded too: results are summed over it
-    group_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
-    eighths: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, and the compiler does not know
-    eight: bool = False  # the device multiplies 8-bit vectors by each other
-    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
-    joint: Joint | None = None
+    close_pairs: ClosePairs = ()  # squared distances that are computed again for close pairs
+
+    # The folded axis
+    split: bool = False  # it is split (split-K): one program instance per split
+    k_loop: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
+    few_rows: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
+    grouped: bool = False  # few rows, and a batch dimension (query heads) is part of the kept axis
+    launches_dependents: bool = False  # the kernel that combines the splits is launched before this one ends
+    folded_batch_dim: int | None = None  # the batch dimension that is folded too: results are summed over it
+    folded_batch_size: int = 0  # of that dimension, where it is part of the text; 0: it is given at the call
     listed: Listing | None = None  # kept indices fold the blocks that a list names, not the whole axis
+
+    # Memory
+    descriptors: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
+    strides_of_eight: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, which Triton does not look for
+    strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    precomputed_shifts: bool = False  # shifts of exponents along the folded axis are computed before the launch
+    shift_descriptors: bool = False  # and copied by tensor descriptors
+
+    # More results (hand-scheduled kernels)
+    diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
+    joint: Joint | None = None  # a sum over the kept axis too
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
         return dict(zip(self.fold.leaves, self.types, strict=True))
 
     @cached_property
-    def room_of(self) -> Mapping[Expr, int]:
-        return dict(zip(self.fold.leaves, self.rooms, strict=True))
+    def padded_width_of(self) -> Mapping[Expr, int]:
+        return dict(zip(self.fold.leaves, self.padded_widths, strict=True))
 
     @cached_property
-    def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
+    def descriptor_dims(self) -> Mapping[Expr, tuple[int, ...]]:
         """The leaves whose blocks are copied by tensor descriptors."""
-        return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
+        return {e: b for e, b in zip(self.fold.leaves, self.descriptors, strict=False) if b is not None}
 
     @cached_property
-    def in_eighths(self) -> frozenset[Expr]:
+    def leaves_with_strides_of_eight(self) -> frozenset[Expr]:
         """The leaves whose strides are multiples of 8, which the kernel's text says: Triton looks for multiples of 16
         alone, and would load vectors of 40 features number by number."""
-        return frozenset(e for e, own in zip(self.fold.leaves, self.eighths, strict=False) if own)
+        return frozenset(e for e, own in zip(self.fold.leaves, self.strides_of_eight, strict=False) if own)
 
     @cached_property
     def compares_pairs(self) -> bool:
@@ -121,9 +129,9 @@ class Spec:
         return equal or any(r.attrs[0] == "user" for r in self.fold.reductions)
 
     @cached_property
-    def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:
+    def vectors_of_distance(self) -> Mapping[Expr, tuple[Expr, Expr]]:
         """The squared distances that are recomputed for close pairs, and the vectors that they are recomputed from."""
-        return dict(self.near)
+        return dict(self.close_pairs)
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
@@ -142,15 +150,16 @@ class Spec:
         """The blocks that hold vectors over a feature. 16-bit vectors that enter matrix products alone are held in
         several blocks where one of a power of two would be mostly padding (``slice_width``)."""
         width = self.width(feature)
-        sliced = self.narrow and not self.pieces and NARROW < width <= WIDEST and str(feature) not in self._unsliced
-        return slice_width(width) if sliced else ((0, padded(width)),)
+        plain = NARROW < width <= WIDEST and str(feature) not in self._unsliced_features
+        sliced = self.narrow and not self.pieces and plain
+        return slice_width(width) if sliced else ((0, pad_width(width)),)
 
-    def box_slices(self, e: Expr) -> Slices:
+    def descriptor_slices(self, e: Expr) -> Slices:
         """The features that each tensor descriptor of a leaf copies; K loops walk over them (``k_loop.py``)."""
         return self.slices(e.feature) if e.feature is not None else ((0, 0),)
 
     @cached_property
-    def _unsliced(self) -> frozenset[str]:
+    def _unsliced_features(self) -> frozenset[str]:
         """The features of vectors that something besides matrix products reads, or of every vector where some reduction
         is neither a sum nor a softmax."""
         found = {str(e.feature) for r in self.fold.reductions for e in _read_otherwise(r)}
@@ -159,7 +168,7 @@ class Spec:
         return frozenset(str(e.feature) for e in topological(self.fold.reductions) if e.feature is not None)
 
     def is_number(self, e: Expr) -> bool:
-        """Whether a leaf is a Python number."""
+        """True when a leaf is a Python number."""
         return self.type_of[e] in ("number", "positive")
 
     def zero(self, e: Expr) -> str:
@@ -172,34 +181,42 @@ class Spec:
         """How a product of two leaves is taken by the matrix units for 8 bits, as they are stored: ``"int32"`` or
         ``"float32"``, the type of its sums; empty where it is not."""
         kinds = {self.type_of[e] if e.packing is None else "" for e in (x, y)}
-        deep = self.deep and self.width(x.feature) > WIDEST
-        if not self.eight or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
+        deep = self.k_loop and self.width(x.feature) > WIDEST
+        if not self.eight_bit_mma or not (deep or all(size >= 32 for _, size in self.slices(x.feature))):
             return ""
         return "int32" if kinds == {"int8"} else "float32" if kinds <= {*EIGHT_BITS} else ""
 
     @cached_property
     def multiplies_only_eight_bits(self) -> bool:
-        """Whether all products are taken by the matrix units for 8 bits."""
+        """True when all products are taken by the matrix units for 8 bits."""
         products = [e for e in topological(self.fold.reductions) if e.op in ("dot", "sqdist")]
         plain = all(e.op == "dot" and all(a.op == "leaf" for a in e.args) for e in products)
         return bool(products) and plain and all(self.multiplies_eight_bits(*e.args) for e in products)
 
     @cached_property
     def is_stored_softmax(self) -> bool:
-        """Whether this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
+        """True when this is one softmax of vectors that are all 8-bit floats, on a device that multiplies them."""
         (r, *others), vectors = self.fold.reductions, [e for e in self.fold.leaves if e.feature is not None]
         return (
-            self.eight and not others and r.attrs[0] == "soft" and all(self.type_of[e] in EIGHT_BITS for e in vectors)
+            self.eight_bit_mma
+            and not others
+            and r.attrs[0] == "soft"
+            and all(self.type_of[e] in EIGHT_BITS for e in vectors)
         )
 
+    @cached_property
+    def draws_numbers(self) -> bool:
+        """True when pairs draw random numbers, which take registers of their own."""
+        return any(e.op in ("gumbel", "uniform") for e in topological(self.fold.reductions))
+
     def folds(self, e: Expr) -> bool:
-        """Whether an expression varies along the folded axis."""
+        """True when an expression varies along the folded axis."""
         return e.cols if self.over == "cols" else e.rows
 
     @property
     def kept_batch(self) -> list[int]:
         """The batch dimensions of the results."""
-        return [k for k in range(self.rank) if k != self.group]
+        return [k for k in range(self.rank) if k != self.folded_batch_dim]
 
     @property
     def kept_start(self) -> str:
@@ -213,13 +230,13 @@ class Spec:
         return ("tiles", "tile") if windows else ("kept_size", self.kept_start)
 
     @property
-    def group_text(self) -> str:
+    def folded_batch_text(self) -> str:
         """How many elements the folded batch dimension has."""
-        return str(self.group_size) if self.group_size else "group"
+        return str(self.folded_batch_size) if self.folded_batch_size else "group"
 
     def batch_number(self) -> str:
         """The number of a batch element among all, in a loop over folded ones too."""
-        if self.group is None:
+        if self.folded_batch_dim is None:
             return "batch"
         text = "b0"
         for k in range(1, self.rank):
@@ -227,8 +244,17 @@ class Spec:
         return text
 
     def keeps(self, e: Expr) -> bool:
-        """Whether an expression varies along the kept axis."""
+        """True when an expression varies along the kept axis."""
         return e.rows if self.over == "cols" else e.cols
+
+
+class LoopBodies(NamedTuple):
+    """The lines of a kernel's two loops over tiles, and those between them."""
+
+    whole_tile: list[str]  # of the first loop: what one tile adds, without masks
+    delayed: list[str]  # after it: the product that its last tile left to the next
+    check_guess: list[str]  # whether guessed maxima were near enough; if not, all tiles are left to the second loop
+    cut_tile: list[str]  # of the second loop, with masks
 
 
 @lru_cache(maxsize=4096)
@@ -270,7 +296,7 @@ def slice_width(width: int) -> Slices:
     >>> slice_width(96), slice_width(72), slice_width(112)
     (((0, 64), (64, 32)), ((0, 64), (64, 16)), ((0, 128),))
     """
-    multiple, whole = -(-width // 16) * 16, padded(width)
+    multiple, whole = -(-width // 16) * 16, pad_width(width)
     if 8 * multiple >= 7 * whole:
         return ((0, whole),)
     found, first = [], 0
@@ -281,10 +307,10 @@ def slice_width(width: int) -> Slices:
     return tuple(found)
 
 
-def box_name(x: str, k: int = 0) -> str:
+def name_descriptor(x: str, k: int = 0) -> str:
     """The name of a leaf's tensor descriptor for the ``k``-th slice of its features.
 
-    >>> box_name("x1"), box_name("x1", 1)
+    >>> name_descriptor("x1"), name_descriptor("x1", 1)
     ('x1_box', 'x1_box1')
     """
     return f"{x}_box{k or ''}"
@@ -310,6 +336,6 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def padded(width: int) -> int:
+def pad_width(width: int) -> int:
     """The size of a block for so many features: a power of two, at least 16, as matrix products need."""
     return max(16, power_of_two(width))

@@ -30,7 +30,7 @@ from . import (
     tile_ranges,
 )
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec, box_name
+from .kernel_spec import TINY, Spec, name_descriptor
 from .reductions import substitute_truths
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
@@ -77,7 +77,7 @@ class Traits:
     draws: bool = False  # pairs draw random numbers
     sums_other_block: bool = False  # a block is summed that is in no other product
     pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
-    near: bool = False  # squared distances of close points are recomputed
+    close_pairs: bool = False  # squared distances of close points are recomputed
     several: bool = False  # a loop over several vectors is inside that over tiles
     pair_features: int = 0  # features of the vectors that are held for every pair of a tile
     held_pairs: int = 0  # floats per pair that are held at the same time, at most
@@ -92,12 +92,12 @@ class Kernel:
     leaves: tuple[Expr, ...]  # in the order of the arguments
     folded: tuple[Expr, ...] = ()  # leaves whose blocks are loaded in each tile
     shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, computed from two leaves before the launch
-    staged: bool = False  # hand-scheduled, written in Gluon
-    alone: bool = False  # hand-scheduled for one warp group: all warps do the same
+    hand_scheduled: bool = False  # hand-scheduled, written in Gluon
+    single_warpgroup: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    turned: Expr | None = None  # the leaf that is copied with its features first (``vector_conversions.py``)
+    transposed: Expr | None = None  # the leaf that is copied with its features first (``vector_conversions.py``)
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
-    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
+    coefficients: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)
     traits: Traits = field(default_factory=Traits)
 
@@ -138,13 +138,13 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
             numbers.append(f"{x}_n")
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["period"] if spec.grouped else []
-    sizes += ["group"] if spec.group is not None and not spec.group_size else []
-    sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
+    sizes += ["group"] if spec.folded_batch_dim is not None and not spec.folded_batch_size else []
+    sizes += ["parts", "batches", *(["beside"] if spec.k_loop else [])] if spec.split else []
     lists, numbered = listed.list_arguments(spec) if spec.listed else ([], [])
     names += [*sizes, *lists, *(["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])]
-    names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
-    copied = [e for e in used if e in spec.box_of]
-    names += [box_name(str(e.attrs[0]), k) for e in copied for k in range(len(spec.box_slices(e)))]
+    names += [f"shift{k}_{'box' if spec.shift_descriptors else 'ptr'}" for k in range(shifts)]
+    copied = [e for e in used if e in spec.descriptor_dims]
+    names += [name_descriptor(str(e.attrs[0]), k) for e in copied for k in range(len(spec.descriptor_slices(e)))]
     joint = ["joint_start", "joint_batches", "joint_beside"] if spec.joint else []
     names += ["joint_ptr", "joint_first", *joint, "joint_box"] if joint else []
     return names, [*numbers, *sizes, *numbered, *(["turns", "flip"] if spec.bounds else []), *joint]
@@ -171,7 +171,8 @@ def write_function(
         "):",
         *(f"    {line}" if line else "" for line in body),
     ]
-    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
+    own = re.sub(r"(?m)^def ", "@triton.jit\ndef ", "\n".join(helpers))
+    functions = (f"{own}\n\n" if own else "\n") + "\n".join(lines)
     return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
 
 
@@ -192,7 +193,7 @@ def write_prologue(spec: Spec) -> list[str]:
     if spec.bounds:
         lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
-        lines = [*k_loop.PROLOGUE] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
+        lines = [*k_loop.PROLOGUE] if spec.k_loop else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in reversed(spec.kept_batch[1:]):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
@@ -252,7 +253,7 @@ def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[E
             r.step(fields)
 
     v.loop(masked)
-    if v.spec.deep and k_loop.draws_random_numbers(v.spec):
+    if v.spec.k_loop and v.spec.draws_numbers:
         return k_loop.write_tile_in_strips(v, step)
     step()
     return v.inside
@@ -268,7 +269,7 @@ def describe_reduction(r: Expr) -> str:
 def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
-    lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.chained else []
+    lines = ["tl.extra.cuda.gdc_launch_dependents()"] if v.spec.split and v.spec.launches_dependents else []
     count, first = v.spec.result_place
     lines.append(f"out_at = ({place}) * {count} + {first}")
     at = 0
@@ -339,8 +340,3 @@ def copy_device_functions(text: str) -> list[str]:
         wanted |= new
         stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
-
-
-def decorate_functions(text: str) -> str:
-    """Functions of reductions (a monoid's combine), each under ``@triton.jit``."""
-    return re.sub(r"(?m)^def ", "@triton.jit\ndef ", text) + "\n\n" if text else "\n"

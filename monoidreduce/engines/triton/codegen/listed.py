@@ -18,9 +18,9 @@ import re
 from ....program.expression import Expr
 from . import few_rows
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, Spec
+from .kernel_spec import TINY, LoopBodies, Spec
 
-ONCE = "listed_once"  # the leaf that says which entries of all lists are the first of equal ones in theirs
+ONCE = "listed_once"  # the leaf that says which entries are the first of equal ones in their list
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
@@ -166,7 +166,7 @@ def find_upper_limits(spec: Spec) -> tuple[few_rows.Limit, ...] | None:
 
 
 def _rises(spec: Spec, e: Expr) -> bool:
-    """Whether an integer is the kept index and numbers of the batch element, added or subtracted."""
+    """True when an integer is the kept index and numbers of the batch element, added or subtracted."""
     if e.op == "add":
         return all(_rises(spec, a) for a in e.args)
     if e.op == "sub":
@@ -220,9 +220,9 @@ def write_tile_range(v: ExpressionWriter) -> list[str]:
 
 
 def walks_twice(spec: Spec) -> bool:
-    """Whether whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
+    """True when whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
     assert spec.listed is not None
-    return not spec.listed.gathered and bool(spec.guess or spec.boxes)
+    return not spec.listed.gathered and bool(spec.guess or spec.descriptors)
 
 
 def write_first(spec: Spec, t: str) -> list[str]:
@@ -297,19 +297,19 @@ def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
 
-def join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
-    """Both loops: whole tiles, then the others; the arguments are those of the compiler's own."""
+def join_loops(spec: Spec, bodies: LoopBodies) -> list[str]:
+    """Both loops: whole tiles, then the others."""
     head = write_place(spec)
     return [
-        *(["gone = folded_size"] if waiting else []),
+        *(["gone = folded_size"] if bodies.delayed else []),
         *write_first(spec, "whole_first"),
         "for t in range(whole_first, whole_last):",
-        *(f"    {line}" for line in [*head, *plain, *(["gone = start"] if waiting else [])]),
-        *(["if whole_last > whole_first:", *(f"    {line}" for line in waiting)] if waiting else []),
-        *judged,
+        *(f"    {line}" for line in [*head, *bodies.whole_tile, *(["gone = start"] if bodies.delayed else [])]),
+        *(["if whole_last > whole_first:", *(f"    {line}" for line in bodies.delayed)] if bodies.delayed else []),
+        *bodies.check_guess,
         *write_first(spec, "whole_last"),
         "for t in range(whole_last, end):",
-        *(f"    {line}" for line in [*head, *general]),
+        *(f"    {line}" for line in [*head, *bodies.cut_tile]),
     ]
 
 
@@ -337,7 +337,7 @@ class ListedWriter(ExpressionWriter):
         text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")
         if not self.listed.gathered:  # a tile lies in one entry
             text = f"tl.load({self.base(e)} + {entry} * {stride})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def entry(self, of_all: bool = False) -> str:
         """Which entry of the lists each folded index of a tile belongs to: one number where all belong to one.

@@ -53,13 +53,13 @@ def write_lookup(v: Any, table: Expr, index: Expr) -> str:
         return _look_up_band(v, table)
     if is_summed(table):
         row, col = map(v.number, index.args)  # both of 32 bits, as their sum is
-        return v._to_arithmetic_type(f"tl.load({v.base(table)} + ({row} + {col}))", table, v.spec.type_of[table])
+        return v.to_arithmetic_type(f"tl.load({v.base(table)} + ({row} + {col}))", table, v.spec.type_of[table])
     if type(v).__name__ not in ("ExpressionWriter", "ListedWriter"):
         raise Unsupported("a table is looked up")
     name, at = table.attrs[0], v.number(index)
     outside = literal(float("nan") if table.dtype == "float" else 0)
     text = f"tl.load({v.base(table)} + {at} * {name}_f, mask=({at} >= 0) & ({at} < {name}_n), other={outside})"
-    return v._to_arithmetic_type(text, table, v.spec.type_of[table])
+    return v.to_arithmetic_type(text, table, v.spec.type_of[table])
 
 
 def _look_up_band(v: Any, table: Expr) -> str:
@@ -68,7 +68,7 @@ def _look_up_band(v: Any, table: Expr) -> str:
     cols, apart = ("kept_size", "start - kept_at") if rises else ("folded_size", "kept_at - start")
     first, half = f"{apart} + ({cols} + {BAND_ROOM - 1})", f"{table.attrs[0]}_n // 2"
     text = f"look_up_band({v.base(table)}, {first}, {half}, {1 if rises else -1}, {v.pair_layout})"
-    return v._to_arithmetic_type(text, table, v.spec.type_of[table])
+    return v.to_arithmetic_type(text, table, v.spec.type_of[table])
 
 
 def write_look_up_band(spec: Any, folded: int) -> str:

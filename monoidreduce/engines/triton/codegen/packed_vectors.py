@@ -18,73 +18,56 @@ if TYPE_CHECKING:
 def widen_block(spec: Spec, text: str, kind: str, wanted: str) -> str:
     """A loaded block in the operand type. From 8 bits to bfloat16 four numbers are converted at once, by a function
     that the compiler does not move behind the change of layout: single bytes would be read from shared memory."""
-    fast = spec.native and spec.eight and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
+    fast = spec.native and spec.eight_bit_mma and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
     return f"bfloat16_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
 
-def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, side: str, masked: bool, wanted: str) -> str:
-    """``size`` features, from ``first`` on, of a tile's vectors, times their scales, in the type ``wanted``.
-
-    ``side``: ``"kept"`` or ``"folded"``; ``masked``: whether the tile may reach beyond that axis."""
+def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, wanted: str) -> str:
+    """``size`` features, from ``first`` on, of a tile's vectors, times their scales, in the type ``wanted``."""
     bits, block = e.packing or (8, 0)
-    length = "KEPT" if side == "kept" else "FOLDED"
     kind, width = v.spec.type_of[e], v.spec.width(e.feature)
     if bits == 4 and kind == "int32":  # beside float64 products, which fail to compile with a shorter type: one by one
         lane = v.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        text = _load(v, e, first, size, width, side, masked, 1, 2)
+        text = _load(v, e, first, size, width, share=1, repeat=2)
         text = f"((({text} >> ({lane} % 2 * 4)[None, :]) & 15) - 8)"
     else:
-        text = _load(v, e, first, size * bits // 8, width * bits // 8, side, masked, 8 // bits)
+        text = _load(v, e, first, size * bits // 8, width * bits // 8, share=8 // bits)
         text, kind = (f"both_halves({text})", "int8") if bits == 4 else (text, kind)
     float_type = "float64" if v.spec.compute == "float64" else "float32"
     text = widen(text, kind, float_type)
-    if block:
-        text = f"{text} * {_scales(v, e, first, size, block, side, masked, length)}"
+    text = f"{text} * {_scales(v, e, first, size, block, float_type)}" if block else text
     return f"({text})" if wanted == float_type else f"({text}).to(tl.{wanted})"
 
 
-def _scales(
-    v: ExpressionWriter, e: Expr, first: str, size: int, block: int, side: str, masked: bool, length: str
-) -> str:
+def _scales(v: ExpressionWriter, e: Expr, first: str, size: int, block: int, float_type: str) -> str:
     """The scales of a block of features, one for each."""
     (scale,) = e.args
-    blocks = v.spec.width(scale.feature)
+    blocks, length = v.spec.width(scale.feature), "FOLDED" if v.spec.folds(e) else "KEPT"
     whole = block & (block - 1) == 0 and (not first.isdigit() or int(first) % min(block, size) == 0)
     if not whole:  # feature by feature
-        text = _load(v, scale, first, size, v.spec.width(e.feature), side, masked, 1, block)
+        text = _load(v, scale, first, size, v.spec.width(e.feature), share=1, repeat=block)
     elif block >= size:
-        text = _load(v, scale, first, 1, blocks, side, masked, block)
+        text = _load(v, scale, first, 1, blocks, share=block)
     else:
         count = size // block
-        text = _load(v, scale, first, count, blocks, side, masked, block)
+        text = _load(v, scale, first, count, blocks, share=block)
         text = f"tl.broadcast_to({text}[:, :, None], [{length}, {count}, {block}])"
         text = f"tl.reshape({text}, [{length}, {size}])"
-    kind = v.spec.type_of[scale]
-    float_type = "float64" if v.spec.compute == "float64" else "float32"
-    return text if kind == float_type else f"{text}.to(tl.{float_type})"
+    return text if v.spec.type_of[scale] == float_type else f"{text}.to(tl.{float_type})"
 
 
-def _load(
-    v: ExpressionWriter,
-    e: Expr,
-    first: str,
-    count: int,
-    room: int,
-    side: str,
-    masked: bool,
-    share: int,
-    repeat: int = 1,
-) -> str:
-    """``count`` numbers of each of a tile's vectors, from number ``first // share`` on. ``room``: how many there are;
-    ``repeat``: how often each is loaded, where ``count`` and ``room`` count all of them."""
-    name, rows = str(e.attrs[0]), v.axis_offset(e, side)
+def _load(v: ExpressionWriter, e: Expr, first: str, count: int, known: int, share: int, repeat: int = 1) -> str:
+    """``count`` numbers of each of a tile's vectors, from number ``first // share`` on. ``known``: how many there are;
+    ``repeat``: how often each is loaded, where ``count`` and ``known`` count all of them."""
+    name, side = str(e.attrs[0]), "folded" if v.spec.folds(e) else "kept"
+    rows = v.axis_offset(e, side)
     start = str(int(first) // share) if first.isdigit() else f"({first}) // {share}" if share > 1 else first
     lane = v.bind(("lane", count), f"tl.arange(0, {count}).to(INT)", False, f"lane{count}")
     at = lane if start == "0" else f"({start} + {lane})"
     place = f"{at} // {repeat}" if repeat > 1 else at
-    masks = [f"{side}_in[:, None]"] if side == "kept" or masked else []
-    whole = first.isdigit() and int(start) + count <= room
-    masks += [] if whole else [f"({at} < {room})[None, :]"]
+    masks = [f"{side}_in[:, None]"] if side == "kept" or v.masked else []
+    whole = first.isdigit() and int(start) + count <= known
+    masks += [] if whole else [f"({at} < {known})[None, :]"]
     mask = f", mask={' & '.join(masks)}, other={v.spec.zero(e)}" if masks else ""
     return f"tl.load({v.pointer(e)} + {rows} + ({place})[None, :] * {name}_f{mask})"
 

@@ -11,7 +11,7 @@ from ....reductions.kernel_lines import Lines, Tools
 from .accumulators import Accumulator, StoredSum, is_stored, move_factors_to_weight
 from .exponents import literal
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, pad_width
 
 # Vectors per pair in registers: blocks ``[KEPT, FOLDED, features]``, and functions of numbers and vectors.
 #
@@ -34,8 +34,8 @@ class BlockFunctionWriter(ExpressionWriter):
         if e.op == "fsum":
             width = self.spec.width(e.args[0].feature)
             x = self.number(e.args[0])
-            if padded(width) > width:
-                x = f"tl.where(tl.arange(0, {padded(width)}) < {width}, {x}, 0.0)"
+            if pad_width(width) > width:
+                x = f"tl.where(tl.arange(0, {pad_width(width)}) < {width}, {x}, 0.0)"
             return f"sum_features({x})"
         if e.op == "spread":
             return self._beside_vector(e.args[0])
@@ -49,37 +49,35 @@ class BlockFunctionWriter(ExpressionWriter):
 
     def _beside_vector(self, e: Expr, want: str = "") -> str:
         text = self.argument(e, want or e.dtype)
-        return text if not _varies(e) else f"tl.expand_dims({text}, -1)"
-
-
-def _varies(e: Expr) -> bool:
-    """Whether a number is a block: it is made of arguments."""
-    return any(n.op == "leaf" for n in topological([e]))
+        is_block = any(n.op == "leaf" for n in topological([e]))  # it is made of arguments
+        return f"tl.expand_dims({text}, -1)" if is_block else text
 
 
 def pair_vector(v: ExpressionWriter, e: Expr) -> str:
     """The name of a tile's vectors ``[KEPT, FOLDED, features]`` (axes of size 1 where they do not vary)."""
-    if v.spec.listed or v.spec.deep:
+    if v.spec.listed or v.spec.k_loop:
         raise Unsupported("a monoid with vector fields, over lists or many features")
     for n in topological([e], stop=lambda n: n.feature is None):
-        if (n, "vectors") not in v.inner and (n, "vectors") not in v.outer:
+        if _find_vectors(v, n) is None:
             v.bind((n, "vectors"), _vector_text(v, n), True)
-    found = v.inner.get((e, "vectors")) or v.outer[e, "vectors"]
-    return found
+    return str(_find_vectors(v, e))
+
+
+def _find_vectors(v: ExpressionWriter, e: Expr) -> str | None:
+    return v.inner.get((e, "vectors")) or v.outer.get((e, "vectors"))
 
 
 def _vector_text(v: ExpressionWriter, e: Expr) -> str:
-    known = lambda a: v.inner.get((a, "vectors")) or v.outer[a, "vectors"]
     if e.feature is None:
         text = v.number(e)
         return f"tl.expand_dims({text}, 2)" if e.rows or e.cols else text
     if e.op == "spread":
-        return known(e.args[0])
+        return str(_find_vectors(v, e.args[0]))
     if e.op == "leaf":
         if e.is_pair or not (e.rows or e.cols):
             raise Unsupported("a monoid's vectors that are given per pair, or once for all")
         return f"tl.expand_dims({_load_vectors(v, e)}, {0 if v.spec.folds(e) else 1})"
-    return v.primitive(e, [known(a) for a in e.args])
+    return v.primitive(e, [str(_find_vectors(v, a)) for a in e.args])
 
 
 def _load_vectors(v: ExpressionWriter, e: Expr) -> str:
@@ -128,18 +126,17 @@ class LabelColumnWriter(ExpressionWriter):
             return self.target
         if e.op == "dot":
             kept, there = e.args if self.spec.folds(e.args[1]) else e.args[::-1]
-            return (
-                f"tl.sum({self.host.block(kept)}.to({self.float}) * {self._there(there)}.to({self.float}), 1)[:, None]"
-            )
+            vectors = f"{self.host.block(kept)}.to({self.float}) * {self._gather_vectors(there)}.to({self.float})"
+            return f"tl.sum({vectors}, 1)[:, None]"
         return super()._text(e)
 
     def block_of(self, col: Expr) -> str:
         return f"({self.number(col)} >> 7)"
 
-    def _there(self, e: Expr) -> str:
+    def _gather_vectors(self, e: Expr) -> str:
         """The folded leaf's vectors at these indices."""
         name = str(e.attrs[0])
-        lane, exists = self.host.lane(e.feature, self.spec.room_of[e])
+        lane, exists = self.host.lane(e.feature, self.spec.padded_width_of[e])
         base = self.host.base(e)
         mask = self.inside_text + (f" & {exists}[None, :]" if exists else "")
         place = f"{base} + {self.place} * {name}_s + {lane}[None, :] * {name}_f"
@@ -154,25 +151,25 @@ class LabelColumnWriter(ExpressionWriter):
             kept, folded = self.host.pair_strides(e)
             at = f"{self.host.base(e)} + kept_at.to(tl.int64)[:, None] * {kept} + {self.place} * {folded}"
         text = f"tl.load({at}, mask={self.inside_text}, other=0)"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
 
 TOOLS = Tools(
     writer=ExpressionWriter,
     running_sum=Accumulator,
     stored_sum=lambda name, r, v: StoredSum(name, r, v) if is_stored(r) else None,
-    factored=move_factors_to_weight,
+    move_factors=move_factors_to_weight,
     reads_one_pair=can_read_one_column,
     one_pair=LabelColumnWriter,
     block_function=BlockFunctionWriter,
     pair_vector=pair_vector,
     literal=literal,
-    padded=padded,
+    pad_width=pad_width,
     tiny=TINY,
 )
 
 
-def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
+def make_lines(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
     if not (kind.per_pair and v.spec.listed):  # a number for each entry of lists is stored where it is computed
@@ -186,7 +183,7 @@ def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines
     return lines
 
 
-def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
+def make_row_lines(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
     """The same in a kernel whose program instances own one row each.
 
     A row of a panel is long and its tiles are wide. Reducing every tile would make all warps wait for each other
@@ -199,7 +196,7 @@ def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
 
 
 def _has_pair_vectors(reduction: Expr) -> bool:
-    """Whether a kernel holds a vector per pair."""
+    """True when a kernel holds a vector per pair."""
     return kind_of(reduction).vector_lines is not None and any(a.feature is not None for a in reduction.args)
 
 

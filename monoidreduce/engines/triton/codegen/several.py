@@ -13,7 +13,7 @@ from ....program.expression import Expr, are_several, letters
 from ....program.primitives import PRIMITIVES
 from ....program.several import DOTS
 from .exponents import literal
-from .kernel_spec import TINY, WIDEST, Unsupported, padded
+from .kernel_spec import TINY, WIDEST, Unsupported, pad_width
 
 if TYPE_CHECKING:
     from .expressions import ExpressionWriter
@@ -37,7 +37,7 @@ def block_of(v: ExpressionWriter, e: Expr, f: str) -> str:
     if width > WIDEST:
         raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
     v.blocks[e] = None
-    lane, exists = v.slice_lane(padded(width), width)
+    lane, exists = v.slice_lane(pad_width(width), width)
     text = v.load_rows(e, f" + {f} * {width} * {name}_f", lane, exists, "0")
     text = text if v.spec.type_of[e] == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"
     return v.bind((e, "one of", f), text, True)
@@ -86,7 +86,7 @@ def recompute(v: ExpressionWriter, e: Expr, square: str, norms: list[str]) -> No
 def write_distance(v: ExpressionWriter, e: Expr) -> str:
     """A squared distance from norms and a split product (``vector_conversions.py``); close pairs are recomputed from
     whole vectors."""
-    pair, norms = v.spec.near_of[e], v.number(e.args[0].args[0])
+    pair, norms = v.spec.vectors_of_distance[e], v.number(e.args[0].args[0])
     text = v.primitive(e, [v.argument(a, "float") for a in e.args])
     name = v.bind((e, "square"), text, True)
     lines, names, v.inside = v.inside, dict(v.inner), []

@@ -24,7 +24,7 @@ from ....program.lower import Fold, conditions, is_idle
 from ....program.normal_form import split_index_match
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
-# which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
+# which of all tiles a split visits, as a kernel finds it: the first splits may have one tile more than the last
 SPLIT_RANGE = [
     "# this part of them",
     "turns = tl.cdiv(folded_size, FOLDED)",
@@ -154,7 +154,7 @@ _truncate = _choose(numpy.trunc, torch.trunc)
 _right_shift = _choose(numpy.right_shift, torch.bitwise_right_shift)
 
 
-# Stretches: of numbers that rise along both axes, those that a tile meets lie side by side
+# Stretches: of numbers that rise along both axes, equal ones lie side by side
 
 
 @functools.lru_cache(maxsize=1024)
@@ -321,7 +321,7 @@ def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low:
 
 def _as_truth(x: Range) -> Range:
     surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
-    return _between(surely, never)
+    return _truth_range(surely, never)
 
 
 def _as_float(x: Range) -> Range:
@@ -343,7 +343,7 @@ def _as_integer(x: Range) -> Range:
     return Range(_where(far, _INT64.min, low), _where(far, _INT64.max, high), 2**63)
 
 
-def _between(surely: Any, never: Any) -> Range:
+def _truth_range(surely: Any, never: Any) -> Range:
     return Range(_double(surely), _double(~never))
 
 
@@ -353,31 +353,17 @@ def _span(ends: Iterable[Any]) -> Range:
     return Range(functools.reduce(_minimum, every), functools.reduce(_maximum, every))
 
 
-def _mul(x: Range, y: Range) -> Range:
-    return _span(a * b for a in x[:2] for b in y[:2])
-
-
-def _shift_right(x: Range, count: Range) -> Range:
-    """Monotone in each: the ends are among those of the four corners."""
-    return _span(_right_shift(a, b) for a in x[:2] for b in count[:2])
-
-
-def _abs(x: Range) -> Range:
-    low = _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high)))
-    return Range(low, _maximum(abs(x.low), abs(x.high)))
-
-
 def _less(x: Range, y: Range) -> Range:
-    return _between(x.high < y.low, x.low >= y.high)
+    return _truth_range(x.high < y.low, x.low >= y.high)
 
 
 def _less_equal(x: Range, y: Range) -> Range:
-    return _between(x.high <= y.low, x.low > y.high)
+    return _truth_range(x.high <= y.low, x.low > y.high)
 
 
 def _equal(x: Range, y: Range) -> Range:
     same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
-    return _between(same, (x.high < y.low) | (x.low > y.high))
+    return _truth_range(same, (x.high < y.low) | (x.low > y.high))
 
 
 def _not(x: Range) -> Range:
@@ -385,22 +371,14 @@ def _not(x: Range) -> Range:
     return Range(1 - high, 1 - low)
 
 
-def _and(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(_minimum(a, c), _minimum(b, d))
-
-
-def _or(x: Range, y: Range) -> Range:
-    (a, b, _), (c, d, _) = _as_truth(x), _as_truth(y)
-    return Range(_maximum(a, c), _maximum(b, d))
-
-
 _RULES: dict[str, Callable[..., Range]] = {
     "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
     "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
     "neg": lambda x: Range(-x.high, -x.low),
-    "mul": _mul,
-    "abs": _abs,
+    "mul": lambda x, y: _span(a * b for a in x[:2] for b in y[:2]),
+    "abs": lambda x: Range(
+        _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high))), _maximum(abs(x.low), abs(x.high))
+    ),
     "minimum": lambda x, y: Range(_minimum(x.low, y.low), _minimum(x.high, y.high)),
     "maximum": lambda x, y: Range(_maximum(x.low, y.low), _maximum(x.high, y.high)),
     "lt": _less,
@@ -409,10 +387,11 @@ _RULES: dict[str, Callable[..., Range]] = {
     "ge": lambda x, y: _less_equal(y, x),
     "eq": _equal,
     "ne": lambda x, y: _not(_equal(x, y)),
-    "logical_and": _and,
-    "logical_or": _or,
+    "logical_and": lambda x, y: Range(*map(_minimum, _as_truth(x)[:2], _as_truth(y)[:2])),
+    "logical_or": lambda x, y: Range(*map(_maximum, _as_truth(x)[:2], _as_truth(y)[:2])),
     "logical_not": _not,
     "detach": lambda x: x,
     "stretches": lambda x: x,
-    "bitwise_right_shift": _shift_right,
+    # monotone in each argument: the ends are among those of the four corners
+    "bitwise_right_shift": lambda x, y: _span(_right_shift(a, b) for a in x[:2] for b in y[:2]),
 }

@@ -20,11 +20,12 @@ from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Elementwise
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, padded
-from ..launch.launch_recipes import Leaf, Recipe
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width
+from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
+from .fold_kernel import ArgumentTemplate
 
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block
@@ -61,7 +62,7 @@ class _Lines(ExpressionWriter):
     def _whole(self, e: Expr, kind: str) -> str:
         """A vector as a block with all features, though they may be one number, and none beyond them."""
         _, exists = self.lanes(e)
-        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {padded(self.spec.width(e.feature))}])"
+        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {pad_width(self.spec.width(e.feature))}])"
         return f"tl.where({exists}[None, :], {text}, 0)" if exists else text
 
     def _vector(self, e: Expr) -> str:
@@ -71,11 +72,11 @@ class _Lines(ExpressionWriter):
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
         text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)
-        size = padded(width)
+        size = pad_width(width)
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
         return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
 
@@ -150,10 +151,10 @@ class ElementwiseLaunch:
             tuple(shape), tensors, [found[:rank] for found in laid.values()]
         )
         spec = describe_as_given(Fold(side.leaves, ()), over, leaves, sizes, len(batch), strided=tuple(laid))
-        widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
+        widths = [pad_width(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")
-        kept = padded(length) if total else max(1, _BLOCK // max([16, *widths]))
+        kept = pad_width(length) if total else max(1, _BLOCK // max([16, *widths]))
         tiles = -(-length // kept)
         self.grid = tiles * torch.Size(batch).numel()
         numbers = all(e.feature is None and e.dtype == "float" for e in side.outputs)
@@ -161,22 +162,17 @@ class ElementwiseLaunch:
         if total and not (numbers and alone):
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total, cast), KernelPlan(kept, 1, 4, 1)
-        self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
-        self.rooms = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
+        self.call_options: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
+        self.allocators = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
-        self.template: list[Any] = [
-            n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])
-        ]
-        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+        self.template = ArgumentTemplate(
+            [n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])]
+        )
         given = iter(views)
         for k, v in enumerate(leaves):
-            self.fill.append((len(self.template), k, isinstance(v, Tensor)))
-            self.template.append(None)
-            if isinstance(v, Tensor):
-                view = next(given)
-                self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
-        self.template += [length, other, tiles, *batch[1:]]
-        self.again: Callable[..., None] | None = None
+            self.template.add_leaf(k, next(given) if isinstance(v, Tensor) else v)
+        self.template.values += [length, other, tiles, *batch[1:]]
+        self.relaunch: Callable[..., None] | None = None
 
     @staticmethod
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
@@ -191,33 +187,24 @@ class ElementwiseLaunch:
         return None if e.feature is None or not (given and shape) else evaluate.find_strides(shape, given[0])
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        outputs = [room() for room in self.rooms]
-        arguments = self.template.copy()
+        outputs = [allocate() for allocate in self.allocators]
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
-        again = self.again if small else None
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = leaves[leaf].data_ptr() if is_tensor and again is not None else leaves[leaf]
-        if again is not None:
-            again(*[t.data_ptr() for t in outputs], *arguments)
+        relaunch = self.relaunch if small else None
+        arguments = self.template.fill(leaves, by_address=relaunch is not None)
+        if relaunch is not None:
+            relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
-            again = fold_kernel.execute(call)
-            self.again = again if small else None
+            call = fold_kernel.KernelCall(
+                self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.call_options
+            )
+            relaunch = fold_kernel.execute(call)
+            self.relaunch = relaunch if small else None
         return outputs
-
-    def fill_arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments after the outputs."""
-        arguments = self.template.copy()
-        for at, leaf, _ in self.fill:
-            arguments[at] = leaves[leaf]
-        return arguments
 
     def recipe(self) -> Recipe | None:
         """How it is launched again, with integers that fit in 32 bits."""
-        if self.again is None:
+        if self.relaunch is None:
             return None
-        arguments = self.template.copy()
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = Leaf(leaf, is_tensor)
-        strides = tuple(room.strides for room in self.rooms)
-        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments), strides)
+        arguments = self.template.list_recipe_arguments()
+        strides = tuple(allocate.strides for allocate in self.allocators)
+        return Recipe(self.relaunch, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)

@@ -30,16 +30,18 @@ from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
 from ..codegen.accumulators import is_stored
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
 from ..codegen.lookups import are_prepared
-from ..launch import descriptors, jit_module
+from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
-from ..schedules.kernel_plan import KernelPlan, choose_few_plan, choose_plan, count_splits, shrink
+from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import row_kernels, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
+Merged = Callable[[], Leaves]  # the leaves with merged batch dimensions, made where they are needed
+Then = Callable[[list[Tensor]], None] | None  # what else writes to the results of a launch
 
 
 class ResultLayout(NamedTuple):
@@ -96,7 +98,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     at most 128 registers; by default the compiler takes a few more (causal attention of 64 features on an H200: 20 %
     slower). What is given per pair needs more of them.
     """
-    if kernel.staged:
+    if kernel.hand_scheduled:
         return kernel_plan.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     small = small and not any(e.is_pair for e in kernel.leaves)
@@ -119,17 +121,53 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
         return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
 
+class ArgumentTemplate:
+    """The arguments of a kernel after its outputs: numbers, and gaps that leaves fill at every launch."""
+
+    def __init__(self, values: Sequence[Any] = ()):
+        self.values: list[Any] = [*values]
+        self.gaps: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+
+    def add_gap(self, leaf: int, is_tensor: bool) -> None:
+        """Leave a gap for a leaf."""
+        self.gaps.append((len(self.values), leaf, is_tensor))
+        self.values.append(None)
+
+    def add_leaf(self, leaf: int, v: Any) -> list[int]:
+        """The same, with the strides of a tensor like ``v`` behind it (0 where broadcast); returns these."""
+        self.add_gap(leaf, isinstance(v, Tensor))
+        if not isinstance(v, Tensor):
+            return []
+        strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
+        self.values += strides
+        return strides
+
+    def fill(self, leaves: Sequence[Any], by_address: bool) -> list[Any]:
+        """The arguments for these leaves; ``by_address``: addresses in place of tensors."""
+        found = self.values.copy()
+        for at, leaf, is_tensor in self.gaps:
+            found[at] = leaves[leaf].data_ptr() if is_tensor and by_address else leaves[leaf]
+        return found
+
+    def list_recipe_arguments(self) -> list[Any]:
+        """The same for a :class:`Recipe`."""
+        found = self.values.copy()
+        for at, leaf, is_tensor in self.gaps:
+            found[at] = Leaf(leaf, is_tensor)
+        return found
+
+
 class FoldLaunch:
     """One kernel of a fold on tensors of given types, shapes, strides and alignment, with its arguments.
 
     Prepared once; a call allocates the outputs, fills in the pointers and launches. At small sizes Python overhead
-    dominates.
+    dominates. Other launches that end in results of a fold are subclasses: over lists (``listed_launch.py``), of
+    histograms (``histogram.py``), of sums over both axes (``joint_launch.py``).
     """
 
     combines = False  # True: what the kernel writes are parts of results, which torch combines
     ordered = True  # splits follow each other along the folded axis
     least_masked = _LEAST_MASKED
-    copied: tuple | None = None  # per leaf of the fold, the batch dimensions of its descriptor; None: not yet asked
 
     def __init__(
         self,
@@ -140,30 +178,32 @@ class FoldLaunch:
         sizes: Sizes,
         layouts: Layouts | None = None,
     ):
+        """``values``: the leaves, with ``batch`` as their merged batch dimensions; ``layouts``: of its results."""
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         self.layouts = {o: found for o in fold.outputs if (found := (layouts or {}).get(o)) is not None}
         # the leaves that masks depend on, and their places
-        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
-        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
+        self.mask_leaves = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
+        self.topk_places = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.keeps_pairs = any(kind_of(r).keeps_pairs for r in fold.reductions)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+        self.copied: tuple | None = None  # see _find_copied; None: not asked yet
         self._describe(values)
-        self.described = self.spec
+        self.first_spec = self.spec
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
-        """This launch for other lengths, as a new one would be: what does not depend on them is not asked again, and
-        what was compiled is launched on another grid. None where it may be another kernel."""
-        if type(self) is not FoldLaunch or batch != self.batch or self.few is not None:
+        """This launch for other lengths, equal to a new one: what does not depend on lengths is not computed again, and
+        a compiled kernel is launched on another grid. None where it may be another kernel."""
+        if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
         one = copy.copy(self)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
         if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
             return None
-        one.spec, one.copied = self.described, None if any(self.before) else self.copied
+        one.spec, one.copied = self.first_spec, None if any(self.conversions) else self.copied
         one.prepare(values)
-        one.again = self._relaunch(one)
+        one.relaunch = self._relaunch_as(one)
         return one
 
     def _find_class(self, values: Leaves) -> tuple:
@@ -171,155 +211,173 @@ class FoldLaunch:
         kinds = tuple([spec_from_tensors.describe_leaf(e, values[e]) for e in self.fold.leaves])
         return spec_from_tensors.list_thresholds(self.over, self.batch, self.sizes), kinds
 
-    def _relaunch(self, other: FoldLaunch) -> Callable[..., None] | None:
+    def _relaunch_as(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
-        alike = other.kernel is self.kernel and (other.plan, other.how) == (self.plan, self.how)
-        if not alike or not other.grid or self.asked:  # tables of conditions on data have strides of their own
+        alike = other.kernel is self.kernel and (other.plan, other.call_options) == (self.plan, self.call_options)
+        if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
             return None
-        pairs = zip(self.template[: self.specialized], other.template[: other.specialized], strict=True)
+        pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
         if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
             return None
-        return getattr(self.again, "on_grid", lambda grid: None)((other.grid,))
+        return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
-        """The spec, and what is converted before a launch; of few kept indices the batch dimension that joins them."""
+        """The spec, and what is converted before a launch; of few kept indices, the batch dimension they share."""
         self.length_class = self._find_class(values)
-        self.spec, self.before = spec_from_tensors.describe_fold(self.fold, self.over, values, self.batch, self.sizes)
-        few = None if any(self.before) else few_rows.find(self.spec, values, self.batch, self.lengths)
-        self.few = few
-        if few is not None:
-            self.spec, self.batch, self.lengths = few.spec, few.batch, (few.kept, self.lengths[1])
-            self.layouts = {} if few.period else self.layouts  # groups have no stride of their own in results
+        given = self.fold, self.over, values, self.batch, self.sizes
+        self.spec, self.conversions = spec_from_tensors.describe_fold(*given)
+        few = 0 < self.lengths[0] <= FEW_ROWS and not any(self.conversions)
+        self.few_rows = few_rows.find(self.spec, values, self.batch, self.lengths) if few else None
+        if self.few_rows is not None:
+            self.spec, self.batch = self.few_rows.spec, self.few_rows.batch
+            self.lengths = self.few_rows.kept, self.lengths[1]
+            self.layouts = {} if self.few_rows.period else self.layouts  # groups have no stride of their own in results
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
-        self.before = self.before._replace(turned=())
+        self.conversions = self.conversions._replace(transposed=())
         places = {e: k for k, e in enumerate(self.fold.leaves)}
         self.norm_rows = [
             (places[one.vector], vector_conversions.NormRows.of(values[one.vector], len(self.batch)))
-            for one in self.before.norms
+            for one in self.conversions.norms
         ]
-        leaves = self.before.convert(values, self.batch, self.sizes)
-        leaves = leaves if self.few is None else self.few.regroup(leaves)
-        copied = self._choose_batch_and_plan(leaves, plan)
-        self._write_kernel(copied)
-        if self.kernel.turned is not None:
-            self.before = self.before._replace(turned=(self.kernel.turned,))
-            leaves = {**leaves, **vector_conversions.turn_leaves(self.before.turned, leaves, len(self.batch))}
+        leaves = self.conversions.convert(values, self.batch, self.sizes)
+        leaves = leaves if self.few_rows is None else self.few_rows.regroup(leaves)
+        self._choose_batch_and_plan(leaves, plan)
+        self._write_kernel(leaves)
+        if self.kernel.transposed is not None:
+            self.conversions = self.conversions._replace(transposed=(self.kernel.transposed,))
+            leaves |= vector_conversions.transpose_leaves(self.conversions.transposed, leaves, len(self.batch))
         self._lay_out_results()
         self._lay_out_arguments(leaves)
-        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
-        self.merged = any(self.before)  # whether calls need leaves with merged batch
-        self.edges: list[Any] | None = None  # which tiles are visited, where masks depend on indices alone
-        self.again: Callable[..., None] | None = None  # launches the compiled kernel
+        self.masks_read_data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.mask_leaves)
+        self.needs_merged = any(self.conversions)  # whether calls need leaves with merged batch
+        self.tile_range_arguments: list[Any] | None = None  # known where masks depend on indices alone
+        self.relaunch: Callable[..., None] | None = None  # launches the compiled kernel
 
-    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
+    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
         """Decide whether a batch dimension is folded too, and choose the plan; see :meth:`_choose_plan`.
 
         A sum over query heads that share keys then takes place in registers. Instances do as much more work and are as
         much fewer: where these are too few to keep all multiprocessors equally busy, results are summed afterwards."""
-        for group in dict.fromkeys((self._find_group(leaves), None)):
-            size = 0 if group is None else self.batch[group]
-            size = size if size in _GROUP_SIZES else 0
-            self.spec = specialize(self.spec, group=group, group_size=size)
-            self.count = math.prod(n for k, n in enumerate(self.batch) if k != group)  # batch elements of the results
-            copied = self._choose_plan(leaves, plan)
+        for dim in dict.fromkeys((self._find_summed_dim(leaves), None)):
+            size = 0 if dim is None or self.batch[dim] not in _GROUP_SIZES else self.batch[dim]
+            self.spec = specialize(self.spec, folded_batch_dim=dim, folded_batch_size=size)
+            self.count = math.prod(n for k, n in enumerate(self.batch) if k != dim)  # batch elements of the results
+            self._choose_plan(leaves, plan)
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
-            least *= spec_from_tensors.processors(self.sizes.device)
-            if group is not None and self.parts == 1 and self.grid >= least:
+            least *= hardware.count_processors(self.sizes.device)
+            if dim is not None and self.splits == 1 and self.grid >= least:
                 break
-        return copied
 
-    def _find_group(self, leaves: Leaves) -> int | None:
+    def _find_summed_dim(self, leaves: Leaves) -> int | None:
         """The batch dimension that all results of this kernel are to be summed over, if there is one, and if what the
-        kernel computes once, before it walks the folded axis, does not vary along it."""
+        kernel computes once, before its loop over the folded axis, does not vary along it."""
         found = [self.layouts.get(o) for o in self.fold.outputs]
-        if self.spec.deep or self.few is not None or not all(one is not None and one.summed for one in found):
+        if self.spec.k_loop or self.few_rows is not None or not all(one is not None and one.summed for one in found):
             return None
         steps = [one.steps for one in found if one is not None]
         summed = {tuple(k for k, n in enumerate(self.batch) if n > 1 and not s[k]) for s in steps}
         if len(summed) != 1:  # a result that is summed over other dimensions too would need another kernel
             return None
         (dims,) = summed
-        asked = {e for e, _ in self.asked}
+        asked = {e for e, _ in self.mask_leaves}
         once = [v for e, v in leaves.items() if isinstance(v, Tensor) and (e in asked or not self.spec.folds(e))]
         return dims[0] if len(dims) == 1 and not any(v.stride(dims[0]) for v in once) else None
 
-    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        """Choose the tile and its schedule, unless ``plan`` is given.
-
-        Returns, per leaf, the batch dimensions of the descriptor that may copy its blocks (None: it has none)."""
-        sizes, device = self.sizes, self.sizes.device
-        item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        plainly = compiler.compile_fold(specialize(self.spec, split=False, boxes=()))
-        item = 1 if self.spec.multiplies_only_eight_bits and not plainly.widths.state else item
-        vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
-        copied = self.copied
-        if copied is None:
-            found = descriptors.are_supported(device)
-            copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch)) if found else ()
-            self.copied = copied
+    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
+        """Choose the tile and its schedule, unless ``plan`` is given."""
+        spec, sizes, device = self.spec, self.sizes, self.sizes.device
+        plain = self._compile_plain()
+        family = hardware.find_family(device)
+        if self.few_rows is not None and plan is None:
+            widens = any(e.is_stored and spec.folds(e) for e in spec.fold.leaves)
+            given = self.lengths, self.count, hardware.count_processors(device), widens
+            plan = choose_few_plan(plain, self.over, family, *given)
+        item = 2 if spec.pieces else getattr(torch, spec.narrow or spec.compute).itemsize
+        item = 1 if spec.multiplies_only_eight_bits and not plain.widths.state else item
         pairs = math.prod(self.batch) * sizes.rows * sizes.cols
-        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        short = spec_from_tensors.has_short_loops(self.spec)
-        many = self.spec.bounds if short else self.spec.deep or pairs >= least
-        many &= any(dims is not None for dims in copied) and self.few is None
-        by_turns = many and not short and are_prepared(self.fold.tables)
-        turns = self._choose_hand_scheduled(specialize(self.spec, boxes=copied), self.count) if by_turns else None
-        family = spec_from_tensors.family(device)
-        if self.few is not None and plan is None:
-            processors = spec_from_tensors.processors(device)
-            widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
-            plan = choose_few_plan(plainly, self.over, family, self.lengths, self.count, processors, widens)
-        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
-        return copied
+        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plain.widths.folded > 2 * NARROW else 1)
+        short = spec_from_tensors.has_short_loops(spec)
+        copies = self.few_rows is None and bool(spec.bounds if short else spec.k_loop or pairs >= least)
+        copies = copies and any(dims is not None for dims in self._find_copied(leaves))
+        tile = None
+        if copies and not short and self._has_prepared_tables():
+            spec = specialize(spec, descriptors=self._find_copied(leaves))
+            tile = self._choose_hand_scheduled(spec, self.count)
+        self.plan = plan or choose_plan(plain, self.over, item, family, copies, self.lengths[0], tile)
+
+    def _compile_plain(self) -> kernel_text.Kernel:
+        """The kernel without splits and descriptors: what it holds is what tiles are chosen by."""
+        return compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
+
+    def _find_copied(self, leaves: Leaves) -> tuple:
+        """Per leaf, the batch dimensions of the descriptor that may copy its blocks; None where it has none."""
+        if self.copied is None:
+            self.copied = ()
+            if hardware.has_descriptors(self.sizes.device):
+                vectors = self._compile_plain().folded
+                vectors += tuple(k_loop.list_operands(self.spec)) if self.spec.k_loop else ()
+                self.copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
+        return self.copied
+
+    def _has_prepared_tables(self) -> bool:
+        """True where hand-scheduled kernels have all tables that pairs look up."""
+        return not self.fold.tables or are_prepared(self.fold.tables)
 
     def _split_folded_axis(self) -> None:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
-        processors = spec_from_tensors.processors(self.sizes.device)
-        self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
-        self.grid = self.tiles * self.count * self.parts
+        spec, kept = self.spec, self.blocks[0]
+        self.beside = k_loop.count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
+        processors = hardware.count_processors(self.sizes.device)
+        self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
+        self.grid = self.tiles * self.count * self.splits
 
-    def _write_kernel(self, copied: tuple) -> None:
+    def _write_kernel(self, leaves: Leaves) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
-        takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = are_prepared(self.fold.tables)
-        by_turns &= any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
-        line = bool(self.plan.rendering and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
-        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.rendering else ()
-        strided = tuple(
-            k
-            for k, o in enumerate(self.fold.outputs)
-            if self.parts == 1 and (layout := self._layout(o)) is not None and layout.strides is not None
-        )
-        self.spec = specialize(self.spec, split=self.parts > 1, boxes=boxes, line=line, strided=strided)
-        if self.few is not None and self.spec.split:
-            self.spec = specialize(self.spec, chained=split_combine.can_chain(self.sizes.device))
-        self.kernel = (self._write_hand_scheduled() if by_turns else None) or compiler.compile_fold(self.spec)
+        by_hand = self._asks_for_hand_scheduled()
+        copied = self._find_copied(leaves) if self.plan.rendering or by_hand else ()
+        copied = descriptors.keep_vectors(self.spec.fold, copied) if by_hand else copied
+        shifts = bool(self.plan.rendering and not by_hand and self.lengths[1] % 4 == 0 < self.lengths[1])
+        layouts = enumerate(map(self.find_layout, self.fold.outputs)) if self.splits == 1 else ()
+        strided = tuple(k for k, layout in layouts if layout is not None and layout.strides is not None)
+        fields = dict(split=self.splits > 1, descriptors=copied, shift_descriptors=shifts, strided=strided)
+        if self.few_rows is not None and self.splits > 1:
+            fields["launches_dependents"] = hardware.chains_launches(self.sizes.device)
+        self.spec = specialize(self.spec, **fields)
+        self.kernel = (self._write_hand_scheduled() if by_hand else None) or compiler.compile_fold(self.spec)
+
+    def _asks_for_hand_scheduled(self) -> bool:
+        """True when the plan names a hand-scheduled kernel whose tile there is."""
+        if self.plan.rendering != Rendering.HAND_SCHEDULED or not self._has_prepared_tables():
+            return False
+        if not hardware.runs_warp_specialized(self.sizes.device):
+            return False
+        kernels = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
+        return any(one.has_tile(self.plan) for one in kernels)
 
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        places = enumerate(map(self._layout, self.fold.outputs))
+        places = enumerate(map(self.find_layout, self.fold.outputs))
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
-        self.rooms = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
+        self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
         self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
-        self.cuts = self._split_lengths() if self.spec.split else []
+        self.split_lengths = self._measure_splits() if self.spec.split else []
 
-    def _layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
+    def find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
         """How a result lies in memory, where not plainly: without the sums that this kernel does not make."""
         found = self.layouts.get(output)
-        return None if found is None or (found.summed and self.spec.group is None) else found
+        return None if found is None or (found.summed and self.spec.folded_batch_dim is None) else found
 
     def _choose_hand_scheduled(self, spec: Spec, count: int) -> Tile | None:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
-        if spec.deep:
+        if spec.k_loop:
             return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
         return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
@@ -328,7 +386,7 @@ class FoldLaunch:
 
     def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
-        if self.spec.deep:
+        if self.spec.k_loop:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
@@ -336,99 +394,93 @@ class FoldLaunch:
         return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         """The results, in the order in which a call returns them."""
         return self.fold.outputs
 
     @property
     def plans(self) -> dict[str, KernelPlan]:
         """The plans among which there is a choice, by direction."""
-        return {} if self.spec.deep or self.combines else {self.over: self.plan}
+        return {} if self.spec.k_loop or self.combines else {self.over: self.plan}
 
     @property
-    def held(self) -> list[Form]:
-        """What is alive beside the outputs while it runs."""
+    def extra_forms(self) -> list[Form]:
+        """Memory that it allocates besides its outputs."""
         return []
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a replay can launch it: nothing is computed before the launch but norms and shifts."""
-        return not (self.kernel.made or self.lists or any(self.before._replace(norms=())))
+        """True when a replay can launch it: nothing is computed before the launch but norms and shifts."""
+        return not (self.kernel.coefficients or self.topk_places or any(self.conversions._replace(norms=())))
 
     @property
     def holds_splits(self) -> bool:
-        """Whether a replay combines the results of splits, and holds them until the call is done."""
+        """True when a replay combines the results of splits, and holds them until the call is done."""
         every = [(r, [self.outputs[k] for k in at]) for r, at in split(self.fold, list(range(len(self.outputs))))]
-        return self.parts > 1 and self.is_repeatable and all(split_combine.are_held(r, forms) for r, forms in every)
+        return (
+            self.splits > 1
+            and self.is_repeatable
+            and all(split_combine.can_hold_splits(r, forms) for r, forms in every)
+        )
 
     @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
     def _lay_out_arguments(self, values: Leaves) -> None:
-        """The arguments of every call after the outputs: a template in which leaves are filled in (``fill``)."""
-        self.template: list[Any] = []
-        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
-        wide, most = False, max(*self.blocks, WIDEST)
-        for k in self.spec.strided:
+        """The arguments of every call after the outputs."""
+        spec, wide, most = self.spec, False, max(*self.blocks, WIDEST)
+        self.template = ArgumentTemplate()
+        for k in spec.strided:
             *steps, step = self.layouts[self.fold.outputs[k]].steps
-            self.template += [*(steps[d] for d in self.spec.kept_batch), step]
+            self.template.values += [*(steps[d] for d in spec.kept_batch), step]
             wide |= step * most >= 2**31
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.template), self.spec.fold.leaves.index(e), isinstance(v, Tensor)))
-            self.template.append(None)
-            if isinstance(v, Tensor):
-                strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
-                wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
-                self.template += strides
-                self.template += [v.shape[-1]] if e in self.fold.tables else []
-            else:
-                wide |= isinstance(v, int) and abs(v) >= SMALL
-        self.specialized = len(self.template)  # Triton compiles for what these are a multiple of
-        self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [self.few.period] if self.few is not None and self.few.period else []
-        given = self.spec.group is not None and not self.spec.group_size
-        self.template += [self.batch[self.spec.group or 0]] if given else []
-        self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
-        ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
-        place = self.spec.fold.leaves.index
+            strides = self.template.add_leaf(spec.fold.leaves.index(e), v)
+            wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
+            wide |= isinstance(v, int) and abs(v) >= SMALL
+            self.template.values += [v.shape[-1]] if e in self.fold.tables else []
+        self.specialized = len(self.template.values)  # Triton compiles for what these are a multiple of
+        sizes = [*self.lengths, self.tiles, *self.batch[1:]]
+        sizes += [self.few_rows.period] if self.few_rows is not None and self.few_rows.period else []
+        if spec.folded_batch_dim is not None and not spec.folded_batch_size:
+            sizes.append(self.batch[spec.folded_batch_dim])
+        if spec.split:
+            sizes += [self.splits, self.count, *([self.beside] if spec.k_loop else [])]
+        self.template.values += sizes
+        ragged = bool(self.kernel.hand_scheduled and spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
+        place = spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
-        line = (self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device)
-        self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
-        self.boxes = [
-            (place(e), descriptors.make_descriptor(values[e], dims, block, self.kernel.staged))
-            for e, dims in self.spec.box_of.items()
-            if e in self.kernel.leaves
-            for block in self._blocks(e)
-        ]
-        if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
-            e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
-            self.boxes.append(
-                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
-            )
-        self.how: dict[str, Any] = dict(
+        self.shift_descriptor = None
+        if spec.shift_descriptors and self.shifts and self.count:
+            form = self.lengths[1], math.prod(self.batch), self.blocks[1], self.sizes.device
+            self.shift_descriptor = descriptors.make_shift_descriptor(*form)
+        copied = [(e, block) for e in spec.descriptor_dims if e in self.kernel.leaves for block in self._list_blocks(e)]
+        if self.kernel.hand_scheduled and spec.k_loop and self.blocks[1] > TILE:
+            copied.append((next(e for e in k_loop.list_operands(spec) if spec.folds(e)), (EXTRA, k_loop.DEPTH)))
+        make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
+        self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
+        self.call_options: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
-    def _blocks(self, e: Expr) -> list[tuple[int, ...]]:
+    def _list_blocks(self, e: Expr) -> list[tuple[int, ...]]:
         """How many numbers, or vectors and of how many features, each tensor descriptor of a leaf copies at a time."""
         if e.feature is None:
             return [(self.blocks[1],)]
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
-        if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
+        if self.kernel.hand_scheduled and self.spec.k_loop and not self.spec.folds(e):
             length //= 2  # each consumer warp group copies its own rows
-        length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
-        if e is self.kernel.turned:
-            return [(size, length) for _, size in self.spec.box_slices(e)]
-        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.box_slices(e)]
+        length = min(length, TILE) if self.kernel.hand_scheduled and self.spec.k_loop else length
+        if e is self.kernel.transposed:
+            return [(size, length) for _, size in self.spec.descriptor_slices(e)]
+        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
         ``then``: what else writes to the results, before top-k lists are sorted."""
-        outputs = [room() for room in self.rooms]
+        outputs = [allocate() for allocate in self.allocators]
         if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
@@ -436,55 +488,57 @@ class FoldLaunch:
             return self(leaves, merged, then)
         if then is not None:
             then(outputs)
-        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.lists else outputs
+        return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.topk_places else outputs
 
     def allocate(self) -> list[Tensor] | None:
         """Its results, where they are nothing but what it writes and it was compiled before; else None."""
-        plain = type(self) is FoldLaunch and self.again is not None and not (self.spec.split or self.lists)
-        return [room() for room in self.rooms] if plain and not self.keeps_pairs else None
+        plain = type(self) is FoldLaunch and self.relaunch is not None and not (self.spec.split or self.topk_places)
+        return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
 
-    def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
+    def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Merged) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
         device and a smaller one was prepared; call again."""
         arguments, _kept = self._arguments(leaves, merged)
-        if self.again is None:
+        if self.relaunch is None:
             return self._first([*outputs, *arguments], merged)
-        self.again(*outputs, *arguments)
+        self.relaunch(*outputs, *arguments)
         return True
 
-    def _arguments(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> tuple[list[Any], Sequence[Any]]:
+    def _arguments(self, leaves: Sequence[Any], merged: Merged) -> tuple[list[Any], Sequence[Any]]:
         """The arguments after the outputs: leaves, tile ranges, shifts and descriptors are filled in; and the tensors
         whose addresses are among them, to be kept until the launch."""
-        given = self._convert(merged()) if self.merged else leaves
-        arguments, again = self.template.copy(), self.again
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = given[leaf].data_ptr() if is_tensor and again is not None else given[leaf]
+        given = self._convert(merged()) if self.needs_merged else leaves
+        arguments = self.template.fill(given, by_address=self.relaunch is not None)
         if self.spec.bounds:
-            arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
+            arguments += self.tile_range_arguments or self._bounds([leaves[leaf] for _, leaf in self.mask_leaves])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [descriptors.replace_base(template, given[leaf]) for leaf, template in self.descriptors]
         arguments += [
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
-            for made in self.kernel.made
+            for made in self.kernel.coefficients
         ]
         return arguments, given
 
     def recipe(self) -> Recipe | None:
         """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
         of exponents, and which tiles are visited."""
-        if self.again is None or not self.is_repeatable:
+        if self.relaunch is None or not self.is_repeatable:
             return None
-        arguments = [*self.template]
-        for at, leaf, is_tensor in self.fill:
-            arguments[at] = Leaf(leaf, is_tensor)
+        arguments = self.template.list_recipe_arguments()
         if self.spec.bounds:
-            found = self.edges or (None if self.asked else self._bounds([]))
-            arguments += found or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._find_bounds, _EDGED)]
+            found = self.tile_range_arguments or (None if self.mask_leaves else self._bounds([]))
+            arguments += found or [
+                FoundAtLaunch(tuple(leaf for _, leaf in self.mask_leaves), self._find_bounds, _EDGED)
+            ]
         count = len(self.fold.leaves) + len(self.norm_rows)  # norms come after the leaves, then shifts
         for k in range(len(self.shifts)):
-            arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
-        arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
-        return Recipe(self.again, tuple(self.outputs), tuple(arguments), tuple(self.strides))
+            arguments.append(
+                Leaf(count + k, True)
+                if self.shift_descriptor is None
+                else DescriptorOf(count + k, self.shift_descriptor)
+            )
+        arguments += [DescriptorOf(leaf, template) for leaf, template in self.descriptors]
+        return Recipe(self.relaunch, tuple(self.outputs), tuple(arguments), tuple(self.strides))
 
     def list_shift_recipes(self, leaves: Sequence[Any]) -> list[Recipe] | None:
         """How a replay computes norms and the shifts of exponents, for leaves like these; None where torch does."""
@@ -495,17 +549,17 @@ class FoldLaunch:
                 return None
             out = torch.empty(rows.shape, dtype=torch.float32, device=self.sizes.device)
             flat = leaves[at].as_strided((rows.count, rows.width), rows.strides)
-            again = rows.launch(out, flat)
-            if again is None:
+            relaunch = rows.launch(out, flat)
+            if relaunch is None:
                 return None
             given = (Leaf(at, True), rows.count, *flat.stride())
-            found.append(Recipe(again, ((rows.shape, torch.float32),), given))
+            found.append(Recipe(relaunch, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
-            again = row_kernels.replay_shift(leaves[n], leaves[t], shape)
-            if again is None:
+            relaunch = row_kernels.replay_shift(leaves[n], leaves[t], shape)
+            if relaunch is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
-            found.append(Recipe(again, ((shape, torch.float32),), arguments))
+            found.append(Recipe(relaunch, ((shape, torch.float32),), arguments))
         return found
 
     def make_sum_recipe(self) -> Recipe | None:
@@ -513,14 +567,14 @@ class FoldLaunch:
         not."""
         return None
 
-    def list_combining_launches(self) -> list[split_combine.Joined] | None:
+    def list_combining_launches(self) -> list[split_combine.CombiningLaunch] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
-        found: list[split_combine.Joined] = []
+        found: list[split_combine.CombiningLaunch] = []
         if not self.spec.split:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):
             forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
-            most = 0 if self.few is None else split_combine.FEW_ROWS
+            most = 0 if self.few_rows is None else split_combine.FEW_ROWS
             made = split_combine.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
@@ -528,13 +582,15 @@ class FoldLaunch:
         return found
 
     def _convert(self, values: Leaves) -> list[Any]:
-        found = self.before.convert(values, self.batch, self.sizes)
+        found = self.conversions.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
-    def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:
+    def _first(self, arguments: list[Any], merged: Merged) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
-            self.again = execute(KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.how))
+            self.relaunch = execute(
+                KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.call_options)
+            )
         except Exception as error:
             smaller = shrink(self.plan) if type(error).__name__ == "OutOfResources" else None
             if smaller is None:
@@ -545,10 +601,10 @@ class FoldLaunch:
 
     def _output(self, r: Expr, k: int) -> Form:
         shape, dtype = result_form(r, k, self.sizes)
-        layout = self._layout((r, k))
+        layout = self.find_layout((r, k))
         shape = shape if layout is None else layout.shape
         stacked = self.spec.split and not self.keeps_pairs
-        return ((self.parts, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
+        return ((self.splits, *shape), dtype) if stacked else (shape, self._result_dtype(r, shape, dtype))
 
     def _result_dtype(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
@@ -560,36 +616,37 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.cuts, ordered=self.ordered, faster=split_combine.combine_splits
+                self.fold, outputs, self.split_lengths, ordered=self.ordered, faster=split_combine.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
-        for at in self.lists:
+        for at in self.topk_places:
             outputs[at : at + 2] = topk.sort_list(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
-    def _split_lengths(self) -> list[int]:
+    def _measure_splits(self) -> list[int]:
         """How much of the folded axis each split covers."""
         block = self.plan.block_folded
-        each, more = divmod(-(-self.lengths[1] // block), self.parts)
-        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.parts + 1)]
+        each, more = divmod(-(-self.lengths[1] // block), self.splits)
+        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.splits + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
         made = row_kernels.compute_shift(
-            number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
+            number, total, (*(self.batch if self.needs_merged else self.sizes.batch), self.lengths[1])
         )
-        return made if self.line is None else descriptors.replace_base(self.line, made)
+        return made if self.shift_descriptor is None else descriptors.replace_base(self.shift_descriptor, made)
 
     def _bounds(self, asked: Sequence[Any]) -> list[Any]:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
-        ``asked``: the leaves that masks depend on."""
-        table = self.fold if self.data else (tile_ranges.identify_table(self.fold), *(e for e, _ in self.asked))
+        ``asked``: the values of the leaves that masks depend on."""
+        leaves = [e for e, _ in self.mask_leaves]
+        table = self.fold if self.masks_read_data else (tile_ranges.identify_table(self.fold), *leaves)
         parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
-        self.edges = None if asked else found
+        self.tile_range_arguments = None if asked else found
         return found
 
     def _find_bounds(self, *asked: Any) -> tuple:
@@ -598,12 +655,12 @@ class FoldLaunch:
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
-        values = dict(zip([e for e, _ in self.asked], asked, strict=True))
+        values = dict(zip([e for e, _ in self.mask_leaves], asked, strict=True))
         bounds = functools.partial(tile_ranges.compute_tile_ranges, self.fold, self.over)
-        if self.data:
+        if self.masks_read_data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)
-            summed = self._layout(self.fold.outputs[0])
+            summed = self.find_layout(self.fold.outputs[0])
             kept = batch if summed is None or missing else summed.shape[: len(batch)]
             if all(math.prod(v.shape[: len(self.sizes.batch)]) == 1 for v in asked if isinstance(v, Tensor)):
                 kept = (1,) * len(batch)  # one table for all batch elements

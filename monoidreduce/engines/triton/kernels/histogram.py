@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from ....plan import budget
-from ....program.constructors import apply, contractions, is_along_diagonals, split_index
+from ....program.constructors import apply, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
-from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.histogram import compile_histogram
-from ..codegen.kernel_spec import Unsupported, padded
+from ..codegen.kernel_spec import Unsupported, pad_width
+from ..launch import hardware
 from ..launch.jit_module import Kernels
-from ..schedules import spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
 from ..schedules.resident.diagonal_sums import SUMS
-from .fold_kernel import FoldLaunch, Layouts, Leaves
+from .fold_kernel import FoldLaunch, Layouts, Leaves, Merged, Then
 from .table_lookups import DiagonalIndex, add_diagonals, evaluate_places
 
 _MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
@@ -90,7 +90,7 @@ class HistogramLaunch(FoldLaunch):
     def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts):
         _, self.index, self.table = fold.reductions[0].args
         self.table_size = sizes.of(str(self.table.feature))
-        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, padded(self.table_size))
+        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, pad_width(self.table_size))
         self.places = DiagonalIndex(self.index, fold.leaves, sizes, self.table_size)
         self.read = [e for e in topological([self.index]) if e.op == "leaf"]
         self.numbers = self._numbers([values[e] for e in fold.leaves], fold)
@@ -105,8 +105,8 @@ class HistogramLaunch(FoldLaunch):
         found = (leaves[fold.leaves.index(e)] for e in self.read)
         return tuple(None if isinstance(v, Tensor) else v for v in found)
 
-    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        self.spec = replace(self.spec, bounds=False, guess=False, join=False)
+    def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
+        self.spec = replace(self.spec, bounds=False, guess=False, precomputed_shifts=False)
         self.plan = plan or self._default_plan()
         if not self.entries or split_index(self.index) is not None:  # such tiles are square
             block = min(self.blocks)
@@ -116,16 +116,15 @@ class HistogramLaunch(FoldLaunch):
         if self.alike is not None:
             classes, self.beside = self.alike.first.numel(), 0
             rests = self.count // self.alike.sharing
-            enough = -(-_INSTANCES * spec_from_tensors.processors(self.sizes.device) // max(1, rests * classes))
-            self.parts = max(1, min(self.alike.sharing, enough))
-            self.tiles = classes * self.parts
+            enough = -(-_INSTANCES * hardware.count_processors(self.sizes.device) // max(1, rests * classes))
+            self.splits = max(1, min(self.alike.sharing, enough))
+            self.tiles = classes * self.splits
             self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)
-            return ()
+            return
         kept, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.tiles, self.parts, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
+        self.tiles, self.splits, self.beside = kept if self.entries else max(0, kept + folded - 1), 1, 0
         shares = -(-self.table_size // self.entries) if self.entries else 1
         self.grid = self.tiles * shares * self.count if min(self.lengths) else 0
-        return ()
 
     def _find_alike(self, leaves: Leaves) -> AlikeTiles | None:
         """Which tiles read the same entries at the same places; None where it is no two, or not known."""
@@ -155,14 +154,14 @@ class HistogramLaunch(FoldLaunch):
     def _default_plan(self) -> KernelPlan:
         asked = find_overriding_plan(self.over)
         if asked is not None:
-            return replace(asked, parts=0, rendering=Rendering.LOADS)
+            return replace(asked, splits=0, rendering=Rendering.LOADS)
         if self.spec.narrow is None:
             return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
         # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of
         # that and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
         return KernelPlan(64, 64, 8, 2)
 
-    def _write_kernel(self, copied: tuple) -> None:
+    def _write_kernel(self, leaves: Leaves) -> None:
         alike = self.alike and (self.alike.period, self.alike.width)
         self.kernel = compile_histogram(self.spec, self.entries, alike)
 
@@ -170,8 +169,8 @@ class HistogramLaunch(FoldLaunch):
         tail = (self.table_size,) if self.entries else (self.blocks[0] + 2, self.blocks[1])
         tail = tail if self.alike is None else (self.alike.width,)
         self.outputs = [((self.grid // max(1, self.tiles), self.tiles, *tail), self.sizes.compute)]
-        self.rooms = [Allocator(self.outputs[0], self.sizes.device)]
-        self.strides, self.types, self.cuts = [None], [self.sizes.compute], []
+        self.allocators = [Allocator(self.outputs[0], self.sizes.device)]
+        self.strides, self.types, self.split_lengths = [None], [self.sizes.compute], []
 
     @property
     def is_repeatable(self) -> bool:
@@ -180,16 +179,15 @@ class HistogramLaunch(FoldLaunch):
     def recipe(self) -> None:
         return None  # torch combines the parts
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
         if not self.grid:
             shape = (*self.sizes.batch, self.table_size)
             return [torch.zeros(shape, dtype=self.sizes.compute, device=self.sizes.device)]
         if self.entries and (numbers := self._numbers(leaves, self.fold)) != self.numbers:
             if numbers not in self.others:
-                self.others = {**self.others, numbers: self._make_other(merged())}
+                other = HistogramLaunch(self.fold, merged(), self.batch, self.sizes, self.layouts)
+                self.others = {**self.others, numbers: other}
             return self.others[numbers](leaves, merged)
         (parts,) = super().__call__(leaves, merged)
         if self.alike is not None:
@@ -197,12 +195,9 @@ class HistogramLaunch(FoldLaunch):
         found = parts.sum(1) if self.entries else self._add_bands(parts, leaves)
         return [found.view(*self.sizes.batch, self.table_size)]
 
-    def _make_other(self, values: Leaves) -> HistogramLaunch:
-        return HistogramLaunch(self.fold, values, self.batch, self.sizes, self.layouts)
-
     def _add_alike(self, alike: AlikeTiles, parts: Tensor) -> Tensor:
         """The entries of the table from those of every class of tiles, summed over batch elements that share it."""
-        sums = parts.view(parts.shape[0], -1, self.parts, alike.width).sum(2)
+        sums = parts.view(parts.shape[0], -1, self.splits, alike.width).sum(2)
         if self.entries_read is None:  # copied to the device once
             self.entries_read = (alike.first.view(1, -1, 1) + torch.arange(alike.width)).to(sums.device)
         total = sums.new_zeros(parts.shape[0], self.table_size)
@@ -270,15 +265,15 @@ class DiagonalLaunch(FoldLaunch):
         super().__init__(fold, "cols", values, batch, sizes, layouts)
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         return *self.fold.outputs, (self.histogram, 0)
 
     def _describe(self, values: Leaves) -> None:
         super()._describe(values)
         self.spec = replace(self.spec, diagonals=self.number)
 
-    def _write_kernel(self, copied: tuple) -> None:
-        super()._write_kernel(copied)
+    def _write_kernel(self, leaves: Leaves) -> None:
+        super()._write_kernel(leaves)
         if "sum_antidiagonals" not in self.kernel.text:
             raise Unsupported("there is no warp-specialised kernel")
 
@@ -287,16 +282,14 @@ class DiagonalLaunch(FoldLaunch):
         rows, cols = (-(-n // GROUP_ROWS) for n in (2 * GROUP_ROWS * self.tiles, self.lengths[1]))
         self.strips, self.folded_tiles = rows, cols
         self.outputs.append(((math.prod(self.batch), rows, cols, SUMS), torch.float32))
-        self.rooms.append(Allocator(self.outputs[-1], self.sizes.device))
+        self.allocators.append(Allocator(self.outputs[-1], self.sizes.device))
 
     def recipe(self) -> None:
         return None  # the sums of tiles are added afterwards
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
-        outputs = [room() for room in self.rooms]
+        outputs = [allocate() for allocate in self.allocators]
         if self.spec.bounds:  # tiles may be skipped
             outputs[-1].zero_()
         if not self.grid:
@@ -324,12 +317,11 @@ def find_shared_number(fold: Fold, value: Expr) -> Expr | None:
     """What a histogram adds up, as the weight of a sum over columns times a number of the row; None where it is not."""
     if len(fold.reductions) != 1 or fold.reductions[0].attrs[:2] != ("sum", "cols"):
         return None
-    found = [move_factors_to_weight(c) for c in contractions(fold.reductions[0].args[0], "cols")]
-    if len(found) != 1:
+    if (found := find_plain_sum(fold.reductions[0])) is None:
         return None
-    weight = found[0].weight
-    rest = Counter(_factors(value))
-    rest.subtract(Counter(_factors(weight)))
+    weight = found.weight
+    rest = Counter(list_factors(value))
+    rest.subtract(Counter(list_factors(weight)))
     if min(rest.values()) < 0:
         return None
     number = weight
@@ -338,7 +330,3 @@ def find_shared_number(fold: Fold, value: Expr) -> Expr | None:
             return None
         number = apply("mul", number, e)
     return number
-
-
-def _factors(e: Expr) -> list[Expr]:
-    return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +18,21 @@ from torch import Tensor
 
 from ....plan import budget
 from ....plan.tiles import Tile
-from ....program.constructors import ONE, contractions
+from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
-from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
-from ..launch import descriptors
+from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
-from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
-from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves
-from .split_combine import Joined
+from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
+from .split_combine import CombiningLaunch
 
 _RANK = 4  # batch dimensions of a result, after merging
 _NOBODY = 2**30  # the first column tile of rows that no tile visits
@@ -107,11 +106,11 @@ class JointLaunch(FoldLaunch):
             if v.numel() != math.prod(own.batch) * own.sizes.rows:
                 raise Unsupported("a scale of rows is broadcast")
         super().__init__(own.fold, "rows", values, own.batch, own.sizes, layouts)
-        if self.spec.group != own.spec.group:
+        if self.spec.folded_batch_dim != own.spec.folded_batch_dim:
             raise Unsupported("the kernel of columns alone sums over the batch too")
 
     @property
-    def made(self) -> tuple[tuple[Expr, int], ...]:
+    def returned_outputs(self) -> tuple[tuple[Expr, int], ...]:
         return *self.fold.outputs, *self.other.fold.outputs
 
     @property
@@ -119,8 +118,8 @@ class JointLaunch(FoldLaunch):
         return {"cols": self.other.plan, "rows": self.own.plan}  # of the two kernels that any other plan takes
 
     @property
-    def held(self) -> list[Form]:
-        return [self.room.form, *self.other.outputs]
+    def extra_forms(self) -> list[Form]:
+        return [self.allocate_buffer.form, *self.other.outputs]
 
     def _row_numbers(self) -> list[Expr]:
         """The leaves that rounding reads."""
@@ -129,7 +128,7 @@ class JointLaunch(FoldLaunch):
 
     def _describe(self, values: Leaves) -> None:
         super()._describe(values)
-        if self.few is not None or any(self.before):
+        if self.few_rows is not None or any(self.conversions):
             raise Unsupported("leaves are converted before the launch")
         joint = Joint(self.weight, self.vector, self.joint_scale, self.sizes.cols % KEPT != 0)
         self.spec = replace(self.spec, joint=joint)
@@ -141,11 +140,11 @@ class JointLaunch(FoldLaunch):
     def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
 
-    def _write_kernel(self, copied: tuple) -> None:
-        super()._write_kernel(copied)
+    def _write_kernel(self, leaves: Leaves) -> None:
+        super()._write_kernel(leaves)
         known = {e for e in topological([self.joint_scale]) if e.op == "leaf"}
         plainly = all(self.spec.is_number(e) for e in known) and known <= {*self.kernel.leaves}
-        if self.parts != 1 or not self.grid or not plainly or not self.kernel.staged:
+        if self.splits != 1 or not self.grid or not plainly or not self.kernel.hand_scheduled:
             raise Unsupported("there is no warp-specialised kernel")
 
     def _lay_out_arguments(self, values: Leaves) -> None:
@@ -154,12 +153,12 @@ class JointLaunch(FoldLaunch):
         self.counters = math.prod(self.batch) * self.blocks_of_rows
         start = -(-self.counters // PART)
         rows = start + self.counters * 2 * PART
-        self.room = Allocator(((rows * PART,), torch.int32), self.sizes.device)
-        self.joint_box = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
+        self.allocate_buffer = Allocator(((rows * PART,), torch.int32), self.sizes.device)
+        self.joint_descriptor = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
         self.first = self._find_first()
         beside = min(_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
-        layout = self.other._layout(self.other.fold.outputs[0])
+        layout = self.other.find_layout(self.other.fold.outputs[0])
         width = self.schedule.features
         steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
         *steps, step = layout.steps if layout is not None else (*steps, width)
@@ -171,9 +170,9 @@ class JointLaunch(FoldLaunch):
         """The first column tile that adds to each block of rows, by the order in which tiles are launched."""
         if not self.spec.bounds:
             return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
-        if self.asked:
+        if self.mask_leaves:
             raise Unsupported("which tiles are visited depends on more than indices")
-        self.data = False
+        self.masks_read_data = False
         edges, _, flip = self._edges([])
         ends = edges[0].cpu()
         ends = ends.flip(0) if flip else ends
@@ -198,51 +197,50 @@ class JointLaunch(FoldLaunch):
         given = (out, buffer, self.first, *numbers, *self.rounding)
         return _kernels("round_sums", (self.counters,), given, constants)
 
-    def __call__(
-        self, leaves: Sequence[Any], merged: Callable[[], Leaves], then: Callable[[list[Tensor]], None] | None = None
-    ) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         assert then is None, "sums have no lists that are completed"
-        outputs, buffer, out = [room() for room in self.rooms], self.room(), self.other.rooms[0]()
+        outputs, buffer, out = (
+            [allocate() for allocate in self.allocators],
+            self.allocate_buffer(),
+            self.other.allocators[0](),
+        )
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
-        arguments += self._joint(buffer)
-        if self.again is None:
+        sums = descriptors.replace_base(self.joint_descriptor, buffer.view(torch.float32))
+        arguments += [buffer, self.first, *self.joint_numbers, sums]
+        if self.relaunch is None:
             self._first([*outputs, *arguments], merged)
         else:
             arguments[-6] = buffer.data_ptr()
             arguments[-5] = self.first.data_ptr()
-            self.again(*outputs, *arguments)
+            self.relaunch(*outputs, *arguments)
         self._round(out, buffer, leaves)
         return [*outputs, out]
-
-    def _joint(self, buffer: Tensor) -> list[Any]:
-        box = descriptors.replace_base(self.joint_box, buffer.view(torch.float32))
-        return [buffer, self.first, *self.joint_numbers, box]
 
     def recipe(self) -> Recipe | None:
         found = super().recipe()
         if found is None:
             return None
         at = len(self.fold.leaves) + len(self.shifts)
-        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_box))
+        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_descriptor))
         return found._replace(arguments=(*found.arguments, *joint))
 
     def make_sum_recipe(self) -> Recipe | None:
-        buffer = self.room()
-        again = self._set_counters(buffer)
+        buffer = self.allocate_buffer()
+        relaunch = self._set_counters(buffer)
         arguments = (self.first, self.blocks_of_rows, self.counters)
-        return None if again is None else Recipe(again, ((tuple(buffer.shape), buffer.dtype),), arguments)
+        return None if relaunch is None else Recipe(relaunch, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
-    def list_combining_launches(self) -> list[Joined] | None:
-        out, device = self.other.rooms[0](), self.sizes.device
+    def list_combining_launches(self) -> list[CombiningLaunch] | None:
+        out, device = self.other.allocators[0](), self.sizes.device
         like = torch.zeros(math.prod(self.batch), self.sizes.rows, device=device)
-        again = self._round(out, self.room(), [like] * len(self.fold.leaves))
+        relaunch = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
         at = len(self.fold.outputs)
         numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
         numbers += [self.first] * (2 - len(numbers))
         arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
-        made = Recipe(again, tuple(self.other.outputs), arguments, tuple(self.other.strides))
-        return None if again is None else [Joined(made, (at,))]
+        made = Recipe(relaunch, tuple(self.other.outputs), arguments, tuple(self.other.strides))
+        return None if relaunch is None else [CombiningLaunch(made, (at,))]
 
 
 @functools.lru_cache(maxsize=256)
@@ -250,53 +248,44 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
     """The weight that the sum over columns of ``other`` shares with one of ``own``, its vector, by what decay that is
     more than its own weight, and its scale; None where there is none."""
     ((result, scale),) = other.scaled
-    sum_of_rows, *sums = (_find_sum(r) for r in (result, *own.reductions))
-    found = [(w, decay) for w, _ in sums if (decay := _find_decay(w, sum_of_rows[0])) is not None]
-    if len(found) != 1 or sum_of_rows[1] is None:
+    of_rows, sums = find_plain_sum(result), filter(None, map(find_plain_sum, own.reductions))
+    if of_rows is None or of_rows.vector is None:
+        return None
+    found = [(c.weight, decay) for c in sums if (decay := _find_decay(c.weight, of_rows.weight)) is not None]
+    if len(found) != 1:
         return None
     ((weight, decay),) = found
     by_row = scale.op == "leaf" and scale.rows
-    return (weight, sum_of_rows[1], decay, scale) if decay is ONE or by_row else None
+    return (weight, of_rows.vector, decay, scale) if decay is ONE or by_row else None
 
 
 def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
-    tiles, processors = -(-launch.lengths[0] // KEPT), spec_from_tensors.processors(launch.sizes.device)
+    tiles, processors = -(-launch.lengths[0] // KEPT), hardware.count_processors(launch.sizes.device)
     steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
-
-
-def _find_sum(r: Expr) -> tuple[Expr, Expr | None]:
-    """The weight and the vector of a sum of vectors; no vector where it is none."""
-    found = [move_factors_to_weight(c) for c in contractions(r.args[0], r.attrs[1])]
-    plain = len(found) == 1 and not found[0].walk and found[0].minus is None
-    return (found[0].weight, found[0].vector) if plain else (r, None)
 
 
 def _find_decay(weight: Expr, other: Expr) -> Expr | None:
     """By what a weight is more than another: 1, or the decay of a row; None where they differ by more."""
     if weight is other:
         return ONE
-    rest = Counter(_factors(weight))
-    rest.subtract(Counter(_factors(other)))
+    rest = Counter(list_factors(weight))
+    rest.subtract(Counter(list_factors(other)))
     more = [e for e, count in rest.items() for _ in range(abs(count))]
     single = len(more) == 1 and rest[more[0]] == 1 and more[0].op == "decay" and more[0].args[0].op == "leaf"
     return more[0] if single else None
 
 
-def _factors(e: Expr) -> list[Expr]:
-    return [f for a in e.args for f in _factors(a)] if e.op == "mul" else [e]
-
-
 def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     """How both launches run as one: of plain sums, on a device that has such kernels, where memory is not limited."""
-    layouts = [other._layout(o) for o in other.fold.outputs]
+    layouts = [other.find_layout(o) for o in other.fold.outputs]
     schedule = joint_gradients.schedule_of(
         {own.sizes.of(str(e.feature)) for e in own.fold.leaves if e.feature is not None}
     )
     joins = (
         schedule is not None
-        and kernel_plan.runs_warp_specialized(own.sizes.device)
+        and hardware.runs_warp_specialized(own.sizes.device)
         and budget.requested() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1

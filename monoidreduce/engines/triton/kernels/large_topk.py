@@ -103,7 +103,10 @@ def _select_once(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> li
 def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, int]:
     """How many kept and folded indices a panel has; raises BudgetError where no panel fits."""
     k, batch = r.attrs[2][0], max(1, math.prod(sizes.batch))
-    bytes_of = lambda length: batch * _row_bytes(r, sizes, length)
+
+    def bytes_of(length: int) -> int:
+        return batch * _row_bytes(r, sizes, length)
+
     least = bytes_of(min(folded, _LEAST * k))
     room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), least)
     if room < least:
@@ -372,15 +375,17 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
     (rows, cols), device = matrix.shape, matrix.device
     strip, room = _strip(cols, held), _room(k)
     strips = -(-cols // strip)
-    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-    maxima, chosen, least = empty((rows, strips), kind), empty((rows, k), torch.int32), empty(rows, kind)
+    empty = functools.partial(torch.empty, device=device)
+    maxima, least = empty(rows, strips, dtype=kind), empty(rows, dtype=kind)
+    chosen = empty(rows, k, dtype=torch.int32)
     many = max(1, _LANES // strip)
     grid = (rows, -(-strips // many))
     given: tuple = (maxima, matrix, matrix.stride(0), cols, strips)
     _kernels("strip_maxima", grid, given, constants | dict(STRIP=strip, MANY=many))
     given, width = (chosen, least, maxima, strips, k), dict(TOP=constants["TOP"], STRIPS=power_of_two(strips))
     _kernels("choose_strips", (rows,), given, width, dict(num_warps=_WARPS))
-    keys, places, counts = empty((rows, room), kind), empty((rows, room), torch.int32), empty(rows, torch.int32)
+    keys, places = empty(rows, room, dtype=kind), empty(rows, room, dtype=torch.int32)
+    counts = empty(rows, dtype=torch.int32)
     given = (keys, places, counts, matrix, chosen, least, matrix.stride(0), cols, k)
     _kernels("collect", (rows,), given, constants | dict(STRIP=strip, LANES=_LANES, ROOM=room))
     return keys, places, counts

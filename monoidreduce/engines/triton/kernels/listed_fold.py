@@ -1,7 +1,7 @@
 """Folds over lists: each group of kept indices folds the blocks of the folded axis that its list names, in one kernel.
 
 :func:`run_listed` is what the engine of lists asks before it gathers anything. In the kernels (``codegen/listed.py``) a
-block of a list is read where it lies, through descriptors where it is whole, and the walk of a list is split where
+block of a list is read where it lies, through descriptors where it is whole, and the loop over a list is split where
 groups are few or unequal. A fold that has no such kernel is answered with None.
 """
 
@@ -26,17 +26,16 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
+from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
-from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import SMALL, Leaves
-from .list_tensors import ListForm, Lists, make_lists
-from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch
-from .listed_program import FIRST, LocalFold, localize
+from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
+from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import Beside, Made, list_kernels, merge_batches
+from .prepared_fold import ExtraLaunch, StepLaunches, list_kernels, merge_batches
 
 _KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
@@ -60,8 +59,8 @@ class PreparedListedFold:
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
             values = {e: values[e] for e in small.leaves}
             window = _choose_window(small, own.form, sizes)
-            how = (own.form, steps, entries, window)
-            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, *how)
+            work = ListWork(own.form, steps, entries, window)
+            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, work)
             self.launches.append(one)
             split_ones = one.spec.listed is not None and one.spec.listed.window
             self.long.append(_split_long_lists(one, values, batch, sizes, own) if split_ones else None)
@@ -74,7 +73,7 @@ class PreparedListedFold:
         for one, long in zip(self.launches, self.long, strict=True):
             own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
             tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
-            merged = functools.partial(self._merged, one, leaves, own, tensors)
+            merged = functools.partial(self._merge_leaves, one, leaves, own, tensors)
             rest = functools.partial(long, leaves=mine, lists=tensors, merged=merged) if long is not None else None
             results = one([*mine, *tensors], merged, rest)
             found += [_sum_broadcast(t, r, given) for (r, _), t in zip(one.fold.outputs, results, strict=True)]
@@ -82,7 +81,7 @@ class PreparedListedFold:
 
     def recipes(
         self, leaves: Sequence[Any], places: Sequence[int], found: Callable[[ListedLaunch], FoundAtLaunch]
-    ) -> list[Made] | None:
+    ) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot. ``leaves``: of a call; ``places``: of those of
         this fold among them."""
         made, first = [], 0
@@ -90,8 +89,9 @@ class PreparedListedFold:
         for one, long in zip(self.launches, self.long, strict=True):
             own = [at[e] for e in one.fold.leaves]
             numbers = [k for k, (r, _) in enumerate(one.fold.outputs) if kind_of(r).per_pair]
-            if any(_is_broadcast(one.outputs[k][0], one.fold.outputs[k][0], at, leaves) for k in numbers):
-                return None
+            of = ((one.outputs[k][0], one.fold.outputs[k][0].args[1:]) for k in numbers)  # shape, and argument if any
+            if any(like and tuple(leaves[at[like[0]]].shape) != tuple(shape) for shape, like in of):
+                return None  # an argument that is broadcast
             recipe = one.recipe_over(own, found(one)) if one.grid else None
             joined, after = (
                 one.list_combining_launches(),
@@ -99,17 +99,17 @@ class PreparedListedFold:
             )
             if recipe is None or joined is None or after is None:
                 return None
-            before = [(one.cleared(k), k) for k in numbers]
+            before = [(one.clear_recipe(k), k) for k in numbers]
             count = len(one.outputs)
             results = [self.order.index(first + k) for k in range(count)]
-            beside = [Beside(clear, (k,)) for clear, k in before if clear is not None]
+            beside = [ExtraLaunch(clear, (k,)) for clear, k in before if clear is not None]
             if len(beside) < len(before):
                 return None
-            made.append(Made(recipe, results, joined, before=beside, after=after))
+            made.append(StepLaunches(recipe, results, joined, before=beside, after=after))
             first += count
         return made
 
-    def _merged(
+    def _merge_leaves(
         self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
     ) -> dict[Expr, Any]:
         """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
@@ -128,17 +128,12 @@ def _sum_broadcast(result: Tensor, r: Expr, given: Leaves) -> Tensor:
     return (result.sum(dims, keepdim=True) if dims else result).view(like)
 
 
-def _is_broadcast(shape: tuple[int, ...], r: Expr, at: Mapping[Expr, int], leaves: Sequence[Any]) -> bool:
-    """Whether numbers of entries of this shape belong to an argument of another one."""
-    return len(r.args) > 1 and tuple(leaves[at[r.args[1]]].shape) != tuple(shape)
-
-
 def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
     """Entries of a window by which long lists are split; 0 where none is, or where all lists are split alike."""
     count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
     if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
         return 0
-    if lists.lists // each * count < UNEVEN_WAVES * spec_from_tensors.processors(sizes.device):
+    if lists.lists // each * count < UNEVEN_WAVES * hardware.count_processors(sizes.device):
         return 0
     return long_lists.window_size(fold, lists.average, lists.items // each)
 
@@ -146,13 +141,14 @@ def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
 def _split_long_lists(
     one: ListedLaunch, values: Leaves, batch: tuple[int, ...], sizes: Sizes, lists: Lists
 ) -> LongLists:
-    fold, form, window = replace(one.fold, raised=True, gradients=()), lists.form, one.window
-    windows = ListedLaunch(fold, values, batch, sizes, {}, form, one.steps, one.entries, window, "windows")
+    fold, work = replace(one.fold, raised=True, gradients=()), one.work
+    windows = ListedLaunch(fold, values, batch, sizes, {}, replace(work, role="windows"))
 
     def make(joined: Fold, parts: list[Tensor], among: Sizes, numbers: int) -> ListedLaunch:
         strides = _strides(lists.batch, sizes.batch)
         values, batch, _, (steps,) = merge_batches(joined, parts, among, (strides,))
-        return ListedLaunch(joined, values, batch, among, {}, form, steps, 0, window, "combine", numbers)
+        combining = replace(work, steps=steps, entries=0, role="combine", numbers=numbers)
+        return ListedLaunch(joined, values, batch, among, {}, combining)
 
     return LongLists(one.fold, one.over, sizes, windows, make)
 
@@ -216,8 +212,9 @@ def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str)
     parts = ("lists", form, over, sizes.rows, sizes.cols, *tensors)
     if over == "cols" and form[0] != "blocks":  # as they were given: nothing is computed
         return make_lists(form, tensors, sizes, over)
-    make = lambda: make_lists(form, tensors, sizes, over).own(tensors)
-    return bounded_cache.compute_once(parts, make, sizes.device)
+    return bounded_cache.compute_once(
+        parts, lambda: make_lists(form, tensors, sizes, over).without_memory_of(tensors), sizes.device
+    )
 
 
 def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -226,8 +223,11 @@ def _find_leaves(fold: Fold, local: LocalFold, leaves: Sequence[Any], sizes: Siz
     if local.once:
         assert fold.domain is not None
         (form,), tensors = fold.domain.attrs, _find_domain(fold, leaves)
-        make = lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols)
-        once = bounded_cache.compute_once(("once", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
+        once = bounded_cache.compute_once(
+            ("once", form, sizes.rows, sizes.cols, *tensors),
+            lambda: restore_domain(form, tensors).first_of_equal(sizes.rows, sizes.cols),
+            sizes.device,
+        )
         found.append(once.view(*(1,) * len(sizes.batch), -1))
     return found
 
@@ -257,11 +257,11 @@ class ListedFold:
             results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
         return results
 
-    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+    def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot."""
         return self.recipes_among(leaves, range(len(leaves)))
 
-    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[Made] | None:
+    def recipes_among(self, leaves: Sequence[Any], places: Sequence[int]) -> list[StepLaunches] | None:
         """The same of a part of a call; ``places``: of this fold's leaves among those of the call."""
         given, asked = [leaves[places[k]] for k in self.asked], tuple(places[k] for k in self.asked)
         if self.local.once or any(len(parts) > 1 for parts in self.local.parts):
@@ -283,7 +283,10 @@ class ListedFold:
         """What finds the lists of one direction at a launch, for tensors like these; and whether it asks them for their
         addresses alone, whatever they hold: a table of pages is read as it is."""
         assert self.fold.domain is not None
-        find = lambda *tensors: _read_domain(self.fold, tensors, self.sizes, over).tensors(entries)
+
+        def find(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return _read_domain(self.fold, tensors, self.sizes, over).tensors(entries)
+
         if self.fold.domain.attrs[0][0] == "pages" and over == "cols" and not bounded_cache.is_capturing(given[0]):
             offsets, *rest = find(*given)
             if [t.data_ptr() for t in rest] == [t.data_ptr() for t in given]:
@@ -304,14 +307,14 @@ class PagedFold(ListedFold):
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         own = choose_leaves(self.fold, leaves, self.by_col.whole)
         lists = self.by_col.lists(own)
-        found = self.by_col.results(self.ready(self.by_col.leaves(own), lambda _: lists))
+        found = self.by_col.restore_batch(self.ready(self.by_col.leaves(own), lambda _: lists))
         made = dict(zip(self.by_col.whole.outputs, found, strict=True))
         if self.by_row is not None:
             rows = self.by_row(choose_leaves(self.fold, leaves, self.by_row.fold))
             made |= dict(zip(self.by_row.fold.outputs, rows, strict=True))
         return [made[o] for o in self.fold.outputs]
 
-    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+    def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot. Rows of all sequences are put in one order
         before those of columns."""
         at, by_col = lambda fold: [self.fold.leaves.index(e) for e in fold.leaves], self.by_col
@@ -327,8 +330,8 @@ class PagedFold(ListedFold):
         def find_lists(one: ListedLaunch) -> FoundAtLaunch:
             spec = one.spec.listed
             assert spec is not None
-            find = lambda *tensors: by_col.transposed(tensors)[0].tensors(spec.entries)
-            return FoundAtLaunch(asked, find, 2 + spec.ends + spec.entries)
+            entries, count = spec.entries, 2 + spec.ends + spec.entries
+            return FoundAtLaunch(asked, lambda *tensors: by_col.transpose_table(tensors)[0].tensors(entries), count)
 
         theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
         mine = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
@@ -337,17 +340,16 @@ class PagedFold(ListedFold):
         outputs = self.fold.outputs.index
         mine = [m._replace(results=[outputs(self.by_row.fold.outputs[k]) for k in m.results]) for m in mine]  # type: ignore[union-attr]
         for m in theirs:
-            feed = lambda a: (
-                fed[0][a.at]
-                if isinstance(a, Leaf)
-                else a._replace(at=fed[0][a.at].at)
-                if isinstance(a, DescriptorOf)
+            arguments = [
+                fed[0][a.at] if isinstance(a, Leaf)
+                else a._replace(at=fed[0][a.at].at) if isinstance(a, DescriptorOf)
                 else a
-            )
-            recipe = m.recipe._replace(arguments=tuple(map(feed, m.recipe.arguments)))
-            joined = [one._replace(recipe=by_col.shaped(one.recipe)) for one in m.joined]
+                for a in m.recipe.arguments
+            ]  # fmt: skip
+            recipe = m.recipe._replace(arguments=tuple(arguments))
+            joined = [one._replace(recipe=by_col.shape_recipe(one.recipe)) for one in m.combining]
             results = [outputs(by_col.whole.outputs[k]) for k in m.results]
-            mine.append(Made(recipe if joined else by_col.shaped(recipe), results, joined, fed[1]))
+            mine.append(StepLaunches(recipe if joined else by_col.shape_recipe(recipe), results, joined, fed[1]))
         return mine
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....plan import settings
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -20,17 +19,23 @@ from ....reductions import kind_of
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.few_rows import FewRows
+from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
-from ..launch import descriptors
+from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits
+from ..schedules.kernel_plan import (
+    KernelPlan,
+    Rendering,
+    choose_few_plan,
+    choose_plan,
+    count_splits,
+    find_overriding_plan,
+)
 from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
-from .list_tensors import ListForm
-from .listed_program import FIRST
+from .lists import FIRST, ListForm
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
@@ -39,8 +44,8 @@ _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
 _SHORT = 64  # entries of an average list up to which lists share a program instance
 UNEVEN_WAVES = 16  # program instances per multiprocessor that even out lists of unknown length
-# and where nothing but the room for them is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 % (H200, 64
-# sequences of 1k to 32k, 32/8 heads)
+# and where only the longest list that there may be is known (pages): with 5 splits 81 % of the bandwidth, with 16 86 %
+# (H200, 64 sequences of 1k to 32k, 32/8 heads)
 _UNKNOWN_WAVES = 64
 _LEAST_SPLIT = 16  # tiles of a split, on average
 _LANES = 1024
@@ -53,148 +58,154 @@ def clear(out, size, LANES: tl.constexpr):
 _kernels = Kernels("Zeros, where numbers of entries are written.", _TEXT)
 
 
+@dataclass(frozen=True)
+class ListWork:
+    """Which lists a kernel walks, and what it does of their work (``long_lists.py``)."""
+
+    lists: ListForm
+    steps: tuple[int, ...]  # how many lists further each batch dimension leads
+    entries: int = 0  # of a batch element's lists, where there are numbers for each
+    window: int = 0  # entries of a window, where long lists are split
+    role: str = "lists"  # or "windows", "combine": as in ``Listing``
+    numbers: int = 1  # that a window has to combine
+
+
 class ListedLaunch(FoldLaunch):
     """One kernel of a fold over lists, with its arguments."""
 
     ordered = False  # lists may be unsorted: of equal ones the smallest place wins, not the first
 
     def __init__(
-        self,
-        fold: Fold,
-        values: Leaves,
-        batch: tuple[int, ...],
-        sizes: Sizes,
-        layouts: Layouts,
-        lists: ListForm,
-        steps: tuple[int, ...],
-        entries: int = 0,
-        window: int = 0,
-        role: str = "lists",
-        numbers: int = 1,
+        self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts, work: ListWork
     ):
-        """``steps``: how many lists further each batch dimension leads; ``entries``: of a batch element's lists, where
-        there are numbers for each; ``window``, ``role``, ``numbers``: ``long_lists.py``."""
-        self.lists_of, self.steps, self.window, self.role, self.entries = lists, steps, window, role, entries
-        self.numbers = numbers
+        self.work, self.lists, self.steps = work, work.lists, work.steps
         (over,) = {r.attrs[1] for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
     def _describe(self, values: Leaves) -> None:
         """The spec: leaves are read as they are, since copies of a whole axis may cost more than the lists' share."""
+        given = self.fold, self.over, values, self.batch, self.sizes
         with spec_from_tensors.as_for(replace(self.sizes, rows=1, cols=1)):  # float32 vectors are not split
-            spec, (splits, casts, *_) = spec_from_tensors.describe_fold(
-                self.fold, self.over, values, self.batch, self.sizes
-            )
-        if splits or spec.deep:
+            spec, (splits, casts, *_) = spec_from_tensors.describe_fold(*given)
+        if splits or spec.k_loop:
             raise Unsupported("vectors that are split or wider than a block have no kernel over lists")
-        read = {e: values[e].dtype for e, _, _ in casts if isinstance(values[e], Tensor)}
-        types = tuple(str(read[e])[6:] if e in read else t for e, t in zip(spec.fold.leaves, spec.types, strict=True))
-        rooms = tuple(0 if e in read else n for e, n in zip(spec.fold.leaves, spec.rooms, strict=True))
-        self.before = Conversions(casts=tuple(c for c in casts if c[0] not in read))
+        leaves = spec.fold.leaves
+        uncast = {e: str(values[e].dtype)[6:] for e, _, _ in casts if isinstance(values[e], Tensor)}
+        types = tuple(uncast.get(e, kind) for e, kind in zip(leaves, spec.types, strict=True))
+        widths = tuple(0 if e in uncast else n for e, n in zip(leaves, spec.padded_widths, strict=True))
+        self.conversions = Conversions(casts=tuple(c for c in casts if c[0] not in uncast))
         placed = any(e.op in ("row_index", "col_index") for e in topological(spec.fold.reductions))
-        guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
         self.may_guess = spec.guess
-        self.spec = replace(spec, types=types, rooms=rooms, bounds=False, join=False, guess=guess)
-        self.few = self._pack_heads(values)
-        if self.few is not None:
-            self.spec, self.batch, self.lengths = self.few.spec, self.few.batch, (self.few.kept, self.lengths[1])
-            self.steps = self.steps[:-1] or (0,)
-            self.layouts = {}
+        guess = spec.guess and not placed and not spec.bounds  # one tile must be like another
+        self.spec = replace(
+            spec, types=types, padded_widths=widths, bounds=False, precomputed_shifts=False, guess=guess
+        )
+        self.few_rows = self._pack_heads(values)
+        if self.few_rows is not None:
+            self.spec, self.batch = self.few_rows.spec, self.few_rows.batch
+            self.lengths = self.few_rows.kept, self.lengths[1]
+            self.steps, self.layouts = self.steps[:-1] or (0,), {}
 
     def _pack_heads(self, values: Leaves) -> FewRows | None:
         """The last batch dimension as kept indices, where groups are narrow and share lists and folded leaves."""
         spec, kept, heads = self.spec, self.lengths[0], self.batch[-1]
-        at = len(self.batch) - 1
-        rows = (self.lists_of.kept_block or kept) * heads
-        shared = lambda v: not isinstance(v, Tensor) or v.stride(at) == 0
-        if (
-            self.role != "lists"
-            or heads < 2
-            or not 0 < rows <= _MOST_PACKED
-            or self.steps[at]
-            or any(e.is_pair for e in spec.fold.leaves)
-        ):
+        at, rows = len(self.batch) - 1, (self.lists.kept_block or kept) * heads
+        if self.work.role != "lists" or heads < 2 or not 0 < rows <= _MOST_PACKED or self.steps[at]:
             return None
-        if any(self.before):  # what is converted has the batch dimensions of the call
+        if any(self.conversions) or any(e.is_pair for e in spec.fold.leaves):  # these have the batch of the call
             return None
         drawn = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-        if drawn or not all(shared(v) for e, v in values.items() if spec.folds(e) or e in spec.fold.tables):
+        folded = [v for e, v in values.items() if spec.folds(e) or e in spec.fold.tables]
+        if drawn or not all(is_shared(v, at) for v in folded):
             return None
-        own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or shared(v))]
+        own = [e for e, v in values.items() if isinstance(v, Tensor) and not (e.rows or e.cols or is_shared(v, at))]
         fold = few_rows.vary_by_row(spec.fold, spec.over, own)
         rest = self.batch[:-1] or (1,)
         spec = replace(spec, fold=fold, grouped=True, rank=len(rest), guess=False)
-        return FewRows(spec, rest, kept, heads * kept, alone=at == 0)
+        return FewRows(spec, rest, kept, heads * kept, added_batch=at == 0)
 
-    def _find_group(self, leaves: Leaves) -> int | None:
+    def _find_summed_dim(self, leaves: Leaves) -> int | None:
         return None  # results are summed over the batch afterwards
 
-    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
-        lists, device = self.lists_of, self.sizes.device
-        group = (lists.kept_block or self.lengths[0]) * (self.lengths[0] // self.few.period if self.few else 1)
-        single = group == 1
-        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
-        entries = lists.entry and bool(pairs)
-        listing = Listing(lists.kept_block, lists.folded_block, True, single, lists.logical, lists.ends, entries)
-        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
-        written = any(kind_of(r).per_pair for r in self.fold.reductions)
-        window = self.window if single else 0
-        listing = replace(listing, window=window, role=self.role, numbered=several or written, numbers=self.numbers)
+    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
+        lists, role = self.lists, self.work.role
+        heads = self.lengths[0] // self.few_rows.period if self.few_rows else 1
+        group = (lists.kept_block or self.lengths[0]) * heads  # kept indices that share a list
+        listing = self._describe_lists(single=group == 1)
         self.spec = replace(self.spec, listed=listing)
-        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=(), guess=False))
-        asked = plan or ((settings.current.get().tiles or {}).get(self.over) if self.role == "lists" else None)
-        copied = self._copied(plainly, leaves) if descriptors.are_supported(device) else ()
-        joined = self._pairs() >= spec_from_tensors.MANY and self.few is None
-        tiled = replace(self.spec, listed=replace(listing, gathered=False), join=joined)
-        staged = self._choose_staged(tiled, copied, asked) if any(dims is not None for dims in copied) else None
-        copied = () if lists.ends and staged is None else copied  # only such a kernel clears what lies beyond an end
-        few = not any(dims is not None for dims in copied)
-        plan = asked or (self._plan_single(plainly) if single else self._plan_tiles(plainly, group, not few))
-        tile = 1 if single else plan.block_folded
-        while lists.folded_block % tile:
-            tile //= 2
-        if (tile < min(_LEAST_TILE, plan.block_folded) and not (asked and tile == plan.block_folded)) or single:
-            self.spec = replace(self.spec, guess=False)
-            each = single and plan.block_kept > 1 and self.role == "lists" and _can_share_tiles(self.spec)
-            self.plan = replace(
-                plan, block_kept=1 if single and not each else plan.block_kept, rendering=Rendering.LOADS
-            )
-            if each:
-                self.spec = replace(self.spec, listed=replace(listing, each=True))
-                return copied
+        plain = compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
+        asked = plan or (find_overriding_plan(self.over) if role == "lists" else None)
+        copied = self._find_copied_vectors(plain, leaves)
+        shifts = self._count_pairs() >= spec_from_tensors.MANY and self.few_rows is None
+        tiled = replace(self.spec, listed=replace(listing, gathered=False), precomputed_shifts=shifts)
+        by_hand = self._plan_hand_scheduled(tiled, copied, asked) if copied else None
+        self.copied = () if lists.ends and by_hand is None else copied  # other kernels do not clear the cut block
+        if listing.single:
+            self._plan_single_rows(asked or self._plan_single(plain), listing)
+            if self.spec.listed is not None and self.spec.listed.each:
+                return
         else:
-            guess = tiled.guess or (staged is not None and self._guesses_staged(tiled))
-            self.spec = replace(tiled, guess=guess)
-            plain = replace(
-                plan,
-                block_folded=tile,
-                rendering=Rendering.LOADS if few else min(plan.rendering, Rendering.DESCRIPTORS),
-            )
-            self.plan = staged or plain
-        if self.role != "lists":
-            return copied
-        if self.few is None and not (lists.kept_block or self.plan.block_kept) % self.plan.block_kept:
-            tiles = max(lists.kept_block // self.plan.block_kept, 1)
-            gathered = self.spec.listed.gathered if self.spec.listed else True
-            self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
-        return copied
+            self._plan_groups(asked or self._plan_tiles(plain, group, bool(self.copied)), asked, tiled, by_hand)
+        if role == "lists" and self.few_rows is None:
+            kept, gathered = lists.kept_block or self.plan.block_kept, self.spec.listed and self.spec.listed.gathered
+            if not kept % self.plan.block_kept:
+                tiles = max(lists.kept_block // self.plan.block_kept, 1)
+                self.spec = replace(self.spec, listed=replace(listing, gathered=bool(gathered), tiles=tiles))
 
-    def _guesses_staged(self, spec: Spec) -> bool:
-        """Whether a hand-scheduled kernel may guess a maximum where indices are compared: all see the first tile."""
+    def _describe_lists(self, single: bool) -> Listing:
+        """The lists as a kernel that gathers their entries reads them."""
+        lists, work = self.lists, self.work
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
+        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
+        return Listing(
+            lists.kept_block,
+            lists.folded_block,
+            gathered=True,
+            single=single,
+            logical=lists.logical,
+            ends=lists.ends,
+            entries=lists.entry and bool(pairs),
+            numbered=several or any(kind_of(r).per_pair for r in self.fold.reductions),
+            window=work.window if single else 0,
+            role=work.role,
+            numbers=work.numbers,
+        )
+
+    def _plan_single_rows(self, plan: KernelPlan, listing: Listing) -> None:
+        """One kept index a program instance, or several with a list each."""
+        self.spec = replace(self.spec, guess=False)
+        each = plan.block_kept > 1 and listing.role == "lists" and _can_share_tiles(self.spec)
+        self.plan = replace(plan, block_kept=plan.block_kept if each else 1, rendering=Rendering.LOADS)
+        if each:
+            self.spec = replace(self.spec, listed=replace(listing, each=True))
+
+    def _plan_groups(self, plan: KernelPlan, asked: KernelPlan | None, tiled: Spec, by_hand: KernelPlan | None) -> None:
+        """Groups of kept indices: by tiles that lie in one block where these are long enough, else gathered."""
+        folded = plan.block_folded
+        while self.lists.folded_block % folded:
+            folded //= 2
+        if folded < min(_LEAST_TILE, plan.block_folded) and not (asked and folded == plan.block_folded):
+            self.spec, self.plan = replace(self.spec, guess=False), replace(plan, rendering=Rendering.LOADS)
+            return
+        guesses = tiled.guess or (by_hand is not None and self._guesses_by_hand(tiled))
+        self.spec = replace(tiled, guess=guesses)
+        rendering = min(plan.rendering, Rendering.DESCRIPTORS) if self.copied else Rendering.LOADS
+        self.plan = by_hand or replace(plan, block_folded=folded, rendering=rendering)
+
+    def _guesses_by_hand(self, spec: Spec) -> bool:
+        """True where a hand-scheduled kernel may guess a maximum though indices are compared: all see the first
+        tile."""
         return self.may_guess and bool(listed.find_upper_limits(spec))
 
-    def _choose_staged(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
+    def _plan_hand_scheduled(self, spec: Spec, copied: tuple, asked: KernelPlan | None) -> KernelPlan | None:
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
-        lists = self.lists_of
-        if (
-            self.fold.tables
-            or self.few is not None
-            or self.lengths[1] % lists.folded_block
-            or (asked is not None and asked.rendering != Rendering.HAND_SCHEDULED)
-        ):
+        lists = self.lists
+        if self.fold.tables or self.few_rows is not None or self.lengths[1] % lists.folded_block:
             return None
-        boxes = descriptors.keep_vectors(self.spec.fold, copied)
-        spec = replace(spec, boxes=boxes, guess=spec.guess or self._guesses_staged(spec))
+        if asked is not None and asked.rendering != Rendering.HAND_SCHEDULED:
+            return None
+        vectors = descriptors.keep_vectors(self.spec.fold, copied)
+        spec = replace(spec, descriptors=vectors, guess=spec.guess or self._guesses_by_hand(spec))
         tile = self._choose_hand_scheduled(spec, self.count)
         if asked is not None:
             tile = (asked.block_kept, asked.block_folded, asked.num_warps, asked.num_stages)
@@ -202,58 +213,61 @@ class ListedLaunch(FoldLaunch):
             return None
         return KernelPlan(*tile, rendering=Rendering.HAND_SCHEDULED)
 
-    def _pairs(self) -> int:
+    def _count_pairs(self) -> int:
         """How many pairs are listed, at most; batch elements may share lists."""
-        lists, shared = self.lists_of, math.prod(self.batch) // max(math.prod(self.lists_of.batch), 1)
+        lists, shared = self.lists, math.prod(self.batch) // max(math.prod(self.lists.batch), 1)
         return lists.items * lists.folded_block * (lists.kept_block or self.lengths[0]) * shared
 
-    def _copied(self, plainly: Any, leaves: Leaves) -> tuple:
-        """The leaves that descriptors may copy, where pairs are many."""
-        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plainly.widths.folded > 2 * NARROW else 1)
-        if self._pairs() < least or self.few is not None:
+    def _find_copied_vectors(self, plain: Any, leaves: Leaves) -> tuple:
+        """Per leaf, the dimensions of the descriptor that may copy it, where pairs are many; empty where none can."""
+        least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plain.widths.folded > 2 * NARROW else 1)
+        if self._count_pairs() < least or self.few_rows is not None:
             return ()
-        return descriptors.find_copied_leaves(self.spec, plainly.folded, leaves, len(self.batch))
+        if not hardware.has_descriptors(self.sizes.device):
+            return ()
+        found = descriptors.find_copied_leaves(self.spec, plain.folded, leaves, len(self.batch))
+        return found if any(dims is not None for dims in found) else ()
 
-    def _plan_tiles(self, plainly: Any, group: int, copies: bool) -> KernelPlan:
-        family = spec_from_tensors.family(self.sizes.device)
+    def _plan_tiles(self, plain: Any, group: int, copies: bool) -> KernelPlan:
+        family = hardware.find_family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
-        if most <= _FEW and item == 2 and plainly.widths.folded:
+        if most <= _FEW and item == 2 and plain.widths.folded:
             widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
-            plan = choose_few_plan(plainly, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
+            plan = choose_few_plan(plain, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
         else:
-            plan = choose_plan(plainly, self.over, item, family, copies, group, None)
+            plan = choose_plan(plain, self.over, item, family, copies, group, None)
         if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence
-            average = 1 << max(self.lists_of.average - 1, 1).bit_length()
+            average = 1 << max(self.lists.average - 1, 1).bit_length()
             plan = replace(plan, block_folded=min(plan.block_folded, max(16, average)))
-        return replace(plan, block_kept=min(plan.block_kept, most), parts=0)
+        return replace(plan, block_kept=min(plan.block_kept, most), splits=0)
 
-    def _plan_single(self, plainly: Any) -> KernelPlan:
+    def _plan_single(self, plain: Any) -> KernelPlan:
         """One kept index: about as many folded ones as a list has, at most 16 KiB of vectors in flight, and a warp for
         each 4,096 of their numbers: one warp need not wait for others. Short lists share a warp, several to each.
 
         H200, graph attention, 10⁶ lists of 20 ± 15, 64 features of 16 bits, forward: 0.77 ms in tiles of 4 lists × 8
         entries, 0.86 of 2 × 16, 1.10 of 1 × 32; two warps take twice the time of one."""
-        width = max(plainly.widths.folded, 16)
+        width = max(plain.widths.folded, 16)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        average = self.lists_of.average
-        if self.role == "lists" and average <= _SHORT and width <= WIDEST and _can_share_tiles(self.spec):
+        average = self.lists.average
+        if self.work.role == "lists" and average <= _SHORT and width <= WIDEST and _can_share_tiles(self.spec):
             entries = max(16, min(32, 2**13 // (width * max(item, 4))))  # of all lists of a tile
             folded = max(4, min(16, 1 << max(average // 4, 1).bit_length() - 1))
             return KernelPlan(entries // folded, folded, 1, 2)
         most = 1 << (2**14 // (width * item)).bit_length() - 1
-        length = average if self.role == "lists" else self.window
+        length = average if self.work.role == "lists" else self.work.window
         folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
 
     def _split_folded_axis(self) -> None:
-        lists, kept = self.lists_of, self.lengths[0]
-        heads = kept // self.few.period if self.few is not None else 1
+        lists, kept = self.lists, self.lengths[0]
+        heads = kept // self.few_rows.period if self.few_rows is not None else 1
         rows = kept // heads
         self.groups = -(-rows // lists.kept_block) if lists.kept_block else min(rows, 1)
-        if self.role != "lists":
-            self.tiles, self.beside, self.parts = lists.windows(self.window), 0, 1
+        if self.work.role != "lists":
+            self.tiles, self.beside, self.splits = lists.windows(self.work.window), 0, 1
             self.grid = self.tiles * self.count
             return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
@@ -262,35 +276,34 @@ class ListedLaunch(FoldLaunch):
         if self.spec.listed.each:
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
-        instances, processors = self.tiles * self.count, spec_from_tensors.processors(self.sizes.device)
-        self.parts = count_splits(self.plan, instances, folded, processors)
+        instances, processors = self.tiles * self.count, hardware.count_processors(self.sizes.device)
+        self.splits = count_splits(self.plan, instances, folded, processors)
         waves = _UNKNOWN_WAVES if lists.ends else UNEVEN_WAVES
-        if not self.plan.parts and 0 < instances < waves * processors:
+        if not self.plan.splits and 0 < instances < waves * processors:
             even = -(-waves * processors // instances)
-            self.parts = max(self.parts, min(even, folded // _LEAST_SPLIT, 64))
+            self.splits = max(self.splits, min(even, folded // _LEAST_SPLIT, 64))
         if (
             self.plan.rendering == Rendering.HAND_SCHEDULED
             or self.spec.listed.window
             or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
         ):
-            self.parts = 1
-        self.grid = self.tiles * self.count * self.parts
+            self.splits = 1
+        self.grid = self.tiles * self.count * self.splits
 
     def _lay_out_arguments(self, values: Leaves) -> None:
         super()._lay_out_arguments(values)
-        lists, listed = self.lists_of, self.spec.listed
+        lists, listed = self.lists, self.spec.listed
         assert listed is not None
         for k in range(2 + listed.ends + listed.entries):
-            self.fill.append((len(self.template), len(self.spec.fold.leaves) + k, True))
-            self.template.append(None)
-        self.template += [self.groups, *[self.entries] * listed.numbered, *self.steps]
+            self.template.add_gap(len(self.spec.fold.leaves) + k, True)
+        self.template.values += [self.groups, *[self.work.entries] * listed.numbered, *self.steps]
         cut = lists.ends or self.lengths[1] % lists.folded_block != 0
         folded = [v for e, v in values.items() if isinstance(v, Tensor) and self.spec.folds(e)]
         far = listed.gathered and any(
             v.stride(d) * n >= 2**31 for v in folded for d, n in list(enumerate(v.shape))[len(self.batch) :]
         )
-        cut |= self.kernel.staged  # an empty list is one tile beyond the axis
-        self.how |= dict(ragged=cut, wide=self.how["wide"] or far)
+        cut |= self.kernel.hand_scheduled  # an empty list is one tile beyond the axis
+        self.call_options |= dict(ragged=cut, wide=self.call_options["wide"] or far)
 
     def _lay_out_results(self) -> None:
         super()._lay_out_results()
@@ -298,19 +311,19 @@ class ListedLaunch(FoldLaunch):
             if kind_of(r).per_pair:  # entries that are in no list have none
                 shape, dtype = self.outputs[k]
                 zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=self.sizes.device)
-                self.rooms[k] = zeros  # type: ignore[call-overload]
+                self.allocators[k] = zeros  # type: ignore[call-overload]
 
     def _output(self, r: Expr, k: int) -> Form:
         if kind_of(r).per_pair:
             kind = self.sizes.compute if r.args[0].dtype == "float" else torch.int64
-            return (*self.sizes.batch, self.entries), kind
-        if self.role != "windows":
+            return (*self.sizes.batch, self.work.entries), kind
+        if self.work.role != "windows":
             return super()._output(r, k)
         rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)
         return result_form(r, k, replace(self.sizes, rows=rows, cols=cols))
 
-    def _split_lengths(self) -> list[int]:
-        return [1] * self.parts  # kinds that are split do not ask how much each split covers
+    def _measure_splits(self) -> list[int]:
+        return [1] * self.splits  # kinds that are split do not ask how much each split covers
 
     def recipe_over(self, places: Sequence[int], found: FoundAtLaunch) -> Recipe | None:
         """How a replay launches it again; ``places``: of its leaves among the whole fold's; ``found``: the lists."""
@@ -327,12 +340,12 @@ class ListedLaunch(FoldLaunch):
                 arguments.append(a._replace(at=places[a.at]) if isinstance(a, (Leaf, DescriptorOf)) else a)
         return made._replace(arguments=tuple(arguments))
 
-    def cleared(self, k: int) -> Recipe | None:
+    def clear_recipe(self, k: int) -> Recipe | None:
         """How a replay clears the k-th result, numbers of entries, of which some may be in no list."""
         shape, dtype = self.outputs[k]
         out = torch.empty(shape, dtype=dtype, device=self.sizes.device)
-        again = _kernels("clear", (-(-out.numel() // _LANES),), (out, out.numel()), dict(LANES=_LANES))
-        return None if again is None else Recipe(again, (self.outputs[k],), (out.numel(),))
+        relaunch = _kernels("clear", (-(-out.numel() // _LANES),), (out, out.numel()), dict(LANES=_LANES))
+        return None if relaunch is None else Recipe(relaunch, (self.outputs[k],), (out.numel(),))
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         super().prepare({e: v for e, v in values.items() if e is not LISTS}, plan)
@@ -343,7 +356,7 @@ class ListedLaunch(FoldLaunch):
 
 
 def _can_share_tiles(spec: Spec) -> bool:
-    """Whether rows with lists of their own may share a program instance: lists are of single indices, and folded
+    """True when rows with lists of their own may share a program instance: lists are of single indices, and folded
     vectors are in products of two leaves, or multiplied by numbers and summed."""
     listed = spec.listed
     if listed is None or (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:

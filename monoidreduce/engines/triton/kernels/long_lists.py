@@ -21,9 +21,9 @@ from ....reductions import outputs_of
 from ...common.combine import split
 from ...common.evaluate import Form, Sizes
 from ..launch.launch_recipes import FoundAtLaunch
-from .fold_kernel import Leaves
+from .fold_kernel import Merged
 from .listed_launch import ListedLaunch
-from .prepared_fold import Beside
+from .prepared_fold import ExtraLaunch
 
 # Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
 KINDS = ("soft", "sum", "pair", "best", "topk", "user")
@@ -65,20 +65,16 @@ def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
     return Fold(tuple(leaves), tuple(reductions), raised=True), tuple(read)
 
 
+MakeLaunch = Callable[[Fold, list[Any], Sizes, int], ListedLaunch]
+
+
 class LongLists:
     """The two launches after that of all lists, on tensors like the given ones.
 
     ``make(fold, values, sizes, numbers)`` prepares a launch of a fold on leaves ``[*batch, length(, features)]``, of
     which each window has so many numbers."""
 
-    def __init__(
-        self,
-        fold: Fold,
-        over: str,
-        sizes: Sizes,
-        windows: ListedLaunch,
-        make: Callable[[Fold, list[Any], Sizes, int], ListedLaunch],
-    ):
+    def __init__(self, fold: Fold, over: str, sizes: Sizes, windows: ListedLaunch, make: MakeLaunch):
         self.fold, self.windows = fold, windows
         self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
         self.combine: ListedLaunch | None = None
@@ -88,24 +84,18 @@ class LongLists:
             self.flat = any(r.attrs[0] == "topk" for r in fold.reductions)
             count = windows.tiles * numbers
             among = replace(sizes, cols=count) if over == "cols" else replace(sizes, rows=count)
-            like = [self._entries(windows.rooms[k]()) for k in self.read]
+            like = [self._entries(windows.allocators[k]()) for k in self.read]
             self.combine = make(joined, like, among, numbers)
 
     def _entries(self, part: Tensor) -> Tensor:
         """Results of windows as what is combined."""
         return part.flatten(-2) if self.flat else part
 
-    def __call__(
-        self,
-        outputs: list[Tensor],
-        leaves: Sequence[Any],
-        lists: tuple[Tensor, ...],
-        merged: Callable[[], Leaves],
-    ) -> None:
+    def __call__(self, outputs: list[Tensor], leaves: Sequence[Any], lists: tuple[Tensor, ...], merged: Merged) -> None:
         """Fold what the launch of all lists left out, into its ``outputs``."""
         if not self.windows.grid:
             return
-        parts = [room() if k in self.whole else outputs[k] for k, room in enumerate(self.windows.rooms)]
+        parts = [allocate() if k in self.whole else outputs[k] for k, allocate in enumerate(self.windows.allocators)]
         while not self.windows.launch_into(parts, [*leaves, *lists], merged):
             pass
         if self.combine is not None:
@@ -115,7 +105,7 @@ class LongLists:
 
     def recipes(
         self, outputs: Sequence[Form], places: Sequence[int], feeds: int, find: Callable[[Any], FoundAtLaunch]
-    ) -> list[Beside] | None:
+    ) -> list[ExtraLaunch] | None:
         """How a replay makes these launches again after that of all lists, into its ``outputs``; None where it cannot.
 
         ``places``: of the leaves among the step's, of which there are ``feeds``; ``find``: the lists of a launch."""
@@ -125,11 +115,11 @@ class LongLists:
         recipe = self.windows.recipe_over(places, find(self.windows))
         if recipe is None:
             return None
-        made = [Beside(recipe, tuple(names.get(k, k) for k in range(len(self.windows.rooms))))]
+        made = [ExtraLaunch(recipe, tuple(names.get(k, k) for k in range(len(self.windows.allocators))))]
         if self.combine is not None:
             recipe = self.combine.recipe_over(range(feeds, feeds + len(self.read)), find(self.combine))
             if recipe is None:
                 return None
             recipe = recipe._replace(outputs=tuple(outputs[k] for k in self.whole))  # in their types
-            made.append(Beside(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
+            made.append(ExtraLaunch(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
         return made

@@ -29,7 +29,7 @@ from ...common.torch_code import Elementwise
 from ..codegen.kernel_spec import Unsupported
 from ..launch.launch_recipes import FoundAtLaunch, Leaf, Recipe
 from .elementwise import ElementwiseLaunch
-from .list_tensors import Lists, read_lists
+from .lists import Lists, read_lists
 
 # Leaves that the rewritten fold has besides its own
 _FIRST = node("leaf", (), ("page_first",), rows=True, cols=True, feature=None, dtype="int")  # per entry: its position
@@ -64,16 +64,16 @@ class PageGradients:
             if e is _ROWS:
                 found.append(self.given.rows)
             elif e is _ROW:
-                found.append(self.transposed(self._tensors(leaves))[2])
+                found.append(self.transpose_table(self._tensors(leaves))[2])
             elif e is _FIRST:
-                found.append(self.transposed(self._tensors(leaves))[1])
+                found.append(self.transpose_table(self._tensors(leaves))[1])
             else:
                 found.append(named[e.attrs[0]])
         return found
 
     def lists(self, leaves: Sequence[Any]) -> Lists:
         """For each page, the sequences that own it."""
-        return self.transposed(self._tensors(leaves))[0]
+        return self.transpose_table(self._tensors(leaves))[0]
 
     def recipes(
         self, leaves: Sequence[Any], places: Sequence[int], count: int
@@ -91,7 +91,7 @@ class PageGradients:
                 continue
             if e in (_ROW, _FIRST):
                 at = 2 if e is _ROW else 1
-                found.append(FoundAtLaunch(asked, lambda *tensors, at=at: (self.transposed(tensors)[at],), 1))
+                found.append(FoundAtLaunch(asked, lambda *tensors, at=at: (self.transpose_table(tensors)[at],), 1))
                 continue
             k = names.index(str(e.attrs[0]))
             old, v = self.whole.leaves[k], leaves[k]
@@ -107,19 +107,19 @@ class PageGradients:
                 found.append(Leaf(places[k], isinstance(v, Tensor)))
         return found, copies
 
-    def results(self, found: Sequence[Tensor]) -> list[Tensor]:
+    def restore_batch(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Results with the batch dimensions of the call, 1 where they were folded."""
         for d in self.removed:
             found = [t.unsqueeze(d) for t in found]
         return list(found)
 
-    def shaped(self, recipe: Recipe) -> Recipe:
-        """The recipe of a launch whose outputs are results, in the form of :meth:`results`."""
+    def shape_recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe of a launch whose outputs are results, in the form of :meth:`restore_batch`."""
         forms, strides = [], []
         for k, (shape, dtype) in enumerate(recipe.outputs):
             own = recipe.strides[k] if recipe.strides else None
             t = torch.empty(shape, device="meta") if own is None else torch.empty_strided(shape, own, device="meta")
-            (t,) = self.results([t])
+            (t,) = self.restore_batch([t])
             forms.append((tuple(t.shape), dtype))
             strides.append(None if own is None else t.stride())
         return recipe._replace(outputs=tuple(forms), strides=tuple(strides) if recipe.strides else ())
@@ -159,7 +159,7 @@ class PageGradients:
     def _tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         return [leaves[self.whole.leaves.index(a)] for a in self._domain]
 
-    def transposed(self, tensors: Sequence[Tensor]) -> tuple[Lists, Tensor, Tensor]:
+    def transpose_table(self, tensors: Sequence[Tensor]) -> tuple[Lists, Tensor, Tensor]:
         """The transposed table, where the page of each of its entries stands in its sequence, and the index of each
         folded row in its own; made once. ``tensors``: the table and the lengths."""
         assert self.whole.domain is not None
@@ -183,7 +183,7 @@ class PageGradients:
         lists = restore_domain(form, tensors).listing(self.sizes.rows // tensors[1].numel(), sizes.cols)
         owner = lists.owners().long().clamp(max=lists.groups - 1)
         place = torch.arange(len(owner), device=owner.device) - lists.offsets[owner]
-        found = read_lists(lists.transposed(sizes.cols // lists.col_block), sizes.cols).own(tensors)
+        found = read_lists(lists.transposed(sizes.cols // lists.col_block), sizes.cols).without_memory_of(tensors)
         rows = torch.arange(sizes.rows, device=owner.device).repeat(self.copies)
         shape = *(1,) * len(self.sizes.batch), -1
         return found, (place * form[1]).int().view(shape), rows.int().view(shape)
@@ -224,8 +224,8 @@ def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | 
     removed = tuple(d for d in range(len(sizes.batch)) if all(v.shape[d] == 1 for v in fixed))
     if 0 not in removed:
         return None
-    own = lambda v: any(v.shape[d] != 1 for d in removed)
-    varying = tuple(e for e, v in held if not (e.rows or e.cols) and own(v))
+    numbers = [(e, v) for e, v in held if not (e.rows or e.cols)]
+    varying = tuple(e for e, v in numbers if any(v.shape[d] != 1 for d in removed))
     return PageGradients(fold, sizes, removed, varying)
 
 

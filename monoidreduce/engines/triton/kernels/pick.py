@@ -28,7 +28,7 @@ from ....program.primitives import PRIMITIVES
 from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, padded, power_of_two
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width, power_of_two
 from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
@@ -140,7 +140,7 @@ _WIDE = 128  # features of a program instance
 _SORTED_BYTES = 36  # of a pair, while torch sorts them: keys and places, and both again
 
 
-def takes(r: Expr, sizes: Sizes) -> bool:
+def has_kernel(r: Expr, sizes: Sizes) -> bool:
     """True where kernels compute a pick: in float32, of targets and vectors as they are given."""
     return sizes.compute is torch.float32 and sizes.rows > 0 < sizes.cols and _is_made_of_leaves(r)
 
@@ -217,7 +217,7 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
         inside = (place >= 0) & (place < (pairs.sizes.cols if by_rows else pairs.sizes.rows))
         return torch.where(inside, weight, 0.0)
     operands = _operands(r)
-    assert operands is not None  # see takes
+    assert operands is not None  # see has_kernel
     which, *leaves = operands
     if vector is ONE:
         near = far = torch.ones(1, dtype=torch.float32, device=place.device).expand(*place.shape[:2], 1)
@@ -263,16 +263,20 @@ def _gathers(r: Expr) -> bool:
     return (r.attrs[1] == "cols") == _by_rows(r)
 
 
+def _is_vector(e: Expr) -> bool:
+    """True for a vector leaf of one axis."""
+    return e.op == "leaf" and e.feature is not None and e.rows != e.cols
+
+
 def _operands(r: Expr) -> tuple[int, Expr, Expr] | None:
     """What is summed, as the kernels know it (``vectors_at``), with the vectors of the axis that holds the targets and
     of the other one; None where it is something else."""
     vector, by_rows = r.args[2], _by_rows(r)
     if vector is ONE:
         return 0, ONE, ONE
-    own = lambda e: e.op == "leaf" and e.feature is not None and e.rows != e.cols
-    if own(vector):
+    if _is_vector(vector):
         return (0 if vector.rows == by_rows else 1), vector, vector
-    if vector.op == "sub" and all(map(own, vector.args)) and vector.args[0].rows != vector.args[1].rows:
+    if vector.op == "sub" and all(map(_is_vector, vector.args)) and vector.args[0].rows != vector.args[1].rows:
         x, y = vector.args
         return (2, x, y) if x.rows == by_rows else (3, y, x)
     return None
@@ -393,7 +397,7 @@ class _Weights(ExpressionWriter):
         name = str(e.attrs[0]).replace("/", "_")
         mask = ", mask=hit, other=0" if e.rows or e.cols else ""
         text = f"tl.load({self._at(e, name)}{mask})"
-        return self._to_arithmetic_type(text, e, self.spec.type_of[e])
+        return self.to_arithmetic_type(text, e, self.spec.type_of[e])
 
     def _name(self, e: Expr) -> str:
         return ""
@@ -407,7 +411,7 @@ class _Weights(ExpressionWriter):
 
     def _over_features(self, e: Expr) -> str:
         width = self.spec.width(e.args[0].feature)
-        lanes = min(padded(width), _WIDE_PRODUCT)
+        lanes = min(pad_width(width), _WIDE_PRODUCT)
         total = self.bind((e, "total"), "tl.zeros([KEPT, 1], tl.float32)", True)
         blocks = []
         for a in e.args:
@@ -437,9 +441,9 @@ def list_leaves(value: Expr) -> tuple[Expr, ...]:
 def _write(value: Expr, by_rows: bool, types: tuple[str, ...], letters: tuple) -> Kernels | None:
     """The kernel of a value; None where it holds something that is no arithmetic on numbers and products."""
     leaves = list_leaves(value)
-    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1, *(False,) * 3)
-    plain = lambda e: (e.op in PRIMITIVES and e.op not in DRAWS) or e.op in _OTHERS
-    if not all(e.packing is None and plain(e) for e in topological([value])):
+    spec = Spec(Fold(leaves, ()), "cols", types, (0,) * len(leaves), letters, "float32", None, 1)
+    known = [e.op in _OTHERS or (e.op in PRIMITIVES and e.op not in DRAWS) for e in topological([value])]
+    if not all(known) or any(e.packing is not None for e in leaves):
         return None
     lines = _Weights(spec, by_rows)
     try:
@@ -461,8 +465,10 @@ def weigh(value: Expr, values: Mapping[Expr, Any], sizes: Sizes, place: Tensor, 
     """What each pair weighs ``[batch, side, matches]``, 0 where its target is outside; None where there is no kernel.
 
     ``values``: of leaves, ``[batch, length(, features)]``; of numbers per match ``[batch, side, matches]``."""
-    full = lambda v: torch.full((1,), v, dtype=_KINDS.get(type(v), torch.float32), device=place.device)
-    given = [v if isinstance(v := values[e], Tensor) else full(v) for e in list_leaves(value)]
+    given = [values[e] for e in list_leaves(value)]
+    kinds = [_KINDS.get(type(v), torch.float32) for v in given]  # of Python numbers
+    pairs = zip(given, kinds, strict=True)
+    given = [v if isinstance(v, Tensor) else torch.full((1,), v, dtype=t, device=place.device) for v, t in pairs]
     kernels = _write(value, by_rows, tuple([str(v.dtype)[6:] for v in given]), tuple(sizes.letters.items()))
     if kernels is None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...common.point_tree import PointTree, choose_depth
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..launch.jit_module import Kernels
 
 MOST = 512  # neighbours: their list is kept in registers
@@ -105,8 +105,8 @@ def nearest(
 _kernels = Kernels("The points nearest to each query, block by block.", _TEXT)
 
 
-def takes(tree: PointTree, k: int) -> bool:
-    """Whether the kernel searches this tree: float32, and a list that fits registers."""
+def has_kernel(tree: PointTree, k: int) -> bool:
+    """True when the kernel searches this tree: float32, and a list that fits registers."""
     return tree.sorted.dtype is torch.float32 and k <= MOST and tree.count < 2**31 - 1
 
 
@@ -121,7 +121,7 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
         blocks = 2**level if tree.finite else 0
         given = (found, queries.contiguous(), tree.sorted, tree.order, boxes)
         sizes = (tree.count, tree.finite, level, blocks, k, own)
-        constants = dict(D=tree.features, SLOTS=max(2, padded(k)), POINTS=_POINTS, BOXES=_BOXES)
+        constants = dict(D=tree.features, SLOTS=max(2, pad_width(k)), POINTS=_POINTS, BOXES=_BOXES)
         _kernels("nearest", (len(queries),), (*given, *sizes), constants, dict(num_warps=4))
     found = found.sort(-1).values
     values = torch.where(found < _EMPTY, found >> 32, _INFINITE).to(torch.int32).view(torch.float32)

@@ -27,16 +27,16 @@ from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
-from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
-from ..launch import jit_module
+from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
+from ..launch import hardware
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
-from ..schedules import kernel_plan, spec_from_tensors
-from ..schedules.kernel_plan import overriding_plans, use_plan
+from ..schedules import spec_from_tensors
+from ..schedules.kernel_plan import find_overriding_plan, use_plan
 from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import DiagonalLaunch, HistogramLaunch
 from .joint_launch import JointLaunch
-from .split_combine import Joined
+from .split_combine import CombiningLaunch
 from .table_lookups import Bands, SummedPlaces, rewrite_bands, rewrite_sums
 
 
@@ -45,8 +45,8 @@ class PreparedFold:
 
     Raises Unsupported where a fold has no kernel."""
 
-    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, prepares: bool = True):
-        """``prepares``: whether what pairs look up may be put in order before a launch."""
+    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, prepares_tables: bool = True):
+        """``prepares_tables``: tables that pairs look up may be put in order before a launch."""
         if not settings.has_triton():
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and not settings.interprets_kernels():
@@ -55,29 +55,27 @@ class PreparedFold:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
         if any(e.is_pair and e.dtype == "float" for e in fold.leaves):  # it may have a gradient, which tiles write
             raise Unsupported("an argument is given per pair")
-        self.fold, self.given = fold, sizes  # it is held, so that its id stays its own
-        self.bands: Bands | None = None
-        self.sums: SummedPlaces | None = None
-        self.plain: PreparedFold | None = None  # without places, for numbers that make some of them lie outside
-        if prepares and fold.tables and _gains_by_bands(sizes):
-            inner, bands = rewrite_bands(fold)
-            if bands:
-                self.bands = Bands(fold, bands, sizes)
-                fold, sizes, leaves = inner, self.bands.sizes, self.bands(leaves)
-            inner, self.sums = rewrite_sums(fold, leaves, sizes)
-            if self.sums is not None:
-                fold, sizes, leaves = inner, self.sums.sizes, self.sums(leaves) or leaves
+        self.fold, self.given_sizes = fold, sizes  # the fold is held, so that its id stays its own
+        self.prepared_tables: list[Bands | SummedPlaces] = []
+        self.without_tables: PreparedFold | None = None  # for numbers by which some index lies outside of its table
+        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
+        if prepares_tables and fold.tables and pairs >= spec_from_tensors.MANY:  # it takes a few launches
+            for rewrite in (rewrite_bands, rewrite_sums):
+                inner, prepared = rewrite(fold, leaves, sizes)
+                if prepared is not None:
+                    self.prepared_tables.append(prepared)
+                    fold, sizes, leaves = inner, prepared.sizes, prepared(leaves) or leaves
         self.inner, self.sizes = fold, sizes
         values, self.batch, layouts, _ = merge_batches(fold, leaves, sizes)
-        self.picks, parts = list_kernels(fold, sizes)
-        ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
-        made = (prepare_launches(over, folds, values, self.batch, sizes, layouts) for over, folds in ways.items())
+        self.picks, kernels = list_kernels(fold, sizes)
+        folds = {over: [part for o, part in kernels if o == over] for over, _ in kernels}
+        made = (prepare_launches(over, parts, values, self.batch, sizes, layouts) for over, parts in folds.items())
         self.launches = [one for launches in made for one in launches]
         histograms = _list_histograms(fold)
-        rewritten = histograms or self.bands is not None or self.sums is not None
+        rewritten = bool(histograms or self.prepared_tables)
         rewritten = rewritten or any(e.is_stored for e in fold.leaves)  # what they are widened to follows free memory
-        single = all(len(folds) == 1 for folds in ways.values())
-        self.alone = None if rewritten or not single else self.launches  # one a direction, before they are joined
+        single = all(len(parts) == 1 for parts in folds.values())
+        self.by_direction = None if rewritten or not single else self.launches  # one each, before they are joined
         self._join_directions(values, layouts)
         for one in histograms:
             if not self._join_histogram(one, values, layouts):
@@ -86,27 +84,27 @@ class PreparedFold:
 
     def _find_order(self) -> list[int]:
         """Per result of the fold, its place among those of picks and launches."""
-        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.made]
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.returned_outputs]
         return [found.index(o) for o in self.inner.outputs]
 
     def at_lengths(self, leaves: Sequence[Any], sizes: Sizes) -> PreparedFold | None:
         """This fold prepared for leaves of other lengths, as a new one would be; None where more may be different."""
-        if self.alone is None or self.fold.tables:
+        if self.by_direction is None or self.fold.tables:
             return None
         values, batch, layouts, _ = merge_batches(self.fold, leaves, sizes)
-        found = [one.at_lengths(values, batch, sizes, layouts) for one in self.alone]
+        found = [one.at_lengths(values, batch, sizes, layouts) for one in self.by_direction]
         if batch != self.batch or None in found:
             return None
         other = copy.copy(self)
-        other.given = other.sizes = sizes
-        other.alone = other.launches = [one for one in found if one is not None]
+        other.given_sizes = other.sizes = sizes
+        other.by_direction = other.launches = [one for one in found if one is not None]
         other._join_directions(values, layouts)
-        other.order = other._find_order()  # joined launches have theirs in another order
+        other.order = other._find_order()  # joined launches have their results in another order
         return other
 
     def _join_directions(self, values: Leaves, layouts: Layouts) -> None:
         """Let one kernel make the sums over rows and over columns, where there is one that gains by it."""
-        if [type(one) for one in self.launches] != [FoldLaunch] * 2 or self.picks or self.bands is not None:
+        if [type(one) for one in self.launches] != [FoldLaunch] * 2 or self.picks or self.prepared_tables:
             return
         with contextlib.suppress(Unsupported):
             other, own = self.launches
@@ -116,7 +114,7 @@ class PreparedFold:
     def _join_histogram(self, histogram: Fold, values: Leaves, layouts: Layouts) -> bool:
         """Let the kernel of a gradient of rows add up a histogram too, where it is one that can."""
         for k, one in enumerate(self.launches):
-            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.staged:
+            if type(one) is not FoldLaunch or one.over != "cols" or not one.kernel.hand_scheduled:
                 continue
             with contextlib.suppress(Unsupported):
                 (r,) = histogram.reductions
@@ -125,15 +123,18 @@ class PreparedFold:
         return False
 
     def extend(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """The leaves of ``inner``, the fold that is launched; None where other numbers read what is not there."""
-        leaves = leaves if self.bands is None else self.bands(leaves)
-        return leaves if self.sums is None else self.sums(leaves)
+        """The leaves of ``inner``, the fold that is launched; None where an index lies outside of its table."""
+        found: Sequence[Any] | None = leaves
+        for one in self.prepared_tables:
+            found = None if found is None else one(found)
+        return found
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         extended = self.extend(leaves)
         if extended is None:
-            self.plain = self.plain or PreparedFold(self.fold, [*leaves], self.given, prepares=False)
-            return self.plain(leaves)
+            plain = self.without_tables or PreparedFold(self.fold, [*leaves], self.given_sizes, prepares_tables=False)
+            self.without_tables = plain
+            return plain(leaves)
         leaves = extended
         views = _Lazy(lambda: merge_batches(self.inner, leaves, self.sizes)[0])
         found: list[Tensor] = []
@@ -147,9 +148,8 @@ class PreparedFold:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether nothing but launches is done: no labels are gathered, no bands are made, no leaves are converted."""
-        plain = not self.picks and self.bands is None and self.sums is None
-        return plain and all(one.is_repeatable for one in self.launches)
+        """True when nothing but launches is done: no labels are gathered, no tables prepared, no leaves converted."""
+        return not (self.picks or self.prepared_tables) and all(one.is_repeatable for one in self.launches)
 
     def compile(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Results in their form, of launches that are compiled: not run, where all of them were before."""
@@ -157,83 +157,73 @@ class PreparedFold:
         made = [t for outputs in found for t in outputs or ()]
         return self(leaves) if None in found else [made[k] for k in self.order]
 
-    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+    def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again, once they are compiled, and which results each writes; None where it
         cannot."""
         if not self.is_repeatable:
             return None
         found, first = [], 0
         for one in self.launches:
-            count, recipe, joined = len(one.made), one.recipe() if one.grid else None, one.list_combining_launches()
-            shifted = one.list_shift_recipes(leaves)
-            if recipe is None or joined is None or shifted is None:
+            count, recipe = len(one.returned_outputs), one.recipe() if one.grid else None
+            combining, shifts = one.list_combining_launches(), one.list_shift_recipes(leaves)
+            if recipe is None or combining is None or shifts is None:
                 return None
-            found.append(
-                Made(
-                    recipe, [self.order.index(first + k) for k in range(count)], joined, shifted, one.make_sum_recipe()
-                )
-            )
+            results = [self.order.index(first + k) for k in range(count)]
+            found.append(StepLaunches(recipe, results, combining, shifts, one.make_sum_recipe()))
             first += count
         return found
 
 
 def _list_histograms(fold: Fold) -> list[Fold]:
     """The histograms of a fold, each as a fold of its own."""
-    found = [r for r in fold.reductions if kind_of(r).both_axes]
-    own = lambda r: tuple(g for g in fold.gradients if g[0] is r)
-    return [replace(fold, reductions=(r,), scales=(), gradients=own(r)) for r in found]
+    found = ((r, tuple(g for g in fold.gradients if g[0] is r)) for r in fold.reductions if kind_of(r).both_axes)
+    return [replace(fold, reductions=(r,), scales=(), gradients=gradients) for r, gradients in found]
 
 
-def _gains_by_bands(sizes: Sizes) -> bool:
-    """True when there are enough pairs to pay for the few launches that make bands."""
-    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= spec_from_tensors.MANY
+class FoldSavingResults:
+    """A fold that returns some results and saves the others for the backward pass, in one allocation.
 
+    ``ready``: a :class:`PreparedFold`, or a ``ListedFold`` in its form; ``returned``: the places of the results that
+    are returned."""
 
-class PartlyShownFold:
-    """A fold that returns some results and saves the others for the backward pass, in one allocation."""
+    def __init__(self, ready: Any, returned: tuple[int, ...]):
+        self.ready, self.returned = ready, returned
+        self.saved = tuple(k for k in range(len(ready.order)) if k not in returned)
+        self.launch = self._find_launch()
 
-    def __init__(self, ready: Any, shown: tuple[int, ...]):  # a PreparedFold, or a ListedFold in its form
-        self.ready, self.shown = ready, shown
-        self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
-        self.one = self._alone()
-
-    def _alone(self) -> FoldLaunch | None:
-        """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
-        if (
-            len(self.ready.launches) != 1
-            or self.ready.picks
-            or self.ready.bands
-            or self.ready.sums
-            or len(self.rest) < 2
-        ):
+    def _find_launch(self) -> FoldLaunch | None:
+        """The only launch, if its outputs are the results as they are and those that are saved can share an
+        allocation."""
+        ready = self.ready
+        if len(ready.launches) != 1 or ready.picks or ready.prepared_tables or len(self.saved) < 2:
             return None
-        one = self.ready.launches[0]
+        one = ready.launches[0]
         if one.combines:
             return None
-        forms = {one.outputs[k] for k in self.rest}
-        strided = any(one.strides[k] is not None for k in self.rest)
-        if len(forms) > 1 or one.spec.split or one.lists or not one.grid or strided:
+        forms = {one.outputs[k] for k in self.saved}
+        strided = any(one.strides[k] is not None for k in self.saved)
+        if len(forms) > 1 or one.spec.split or one.topk_places or not one.grid or strided:
             return None
         ((shape, dtype),) = forms
         self.step = torch.Size(shape).numel() * dtype.itemsize
-        self.room = Allocator(((len(self.rest), *shape), dtype), self.ready.sizes.device)
+        self.allocate_saved = Allocator(((len(self.saved), *shape), dtype), ready.sizes.device)
         return None if self.step % 16 else one
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The results that are shown, and the others: a list, or one tensor that holds them one after the other."""
-        one = self.one
-        if one is None or one.again is None:
+        """The results that are returned, and the others: a list, or one tensor that holds them one after the other."""
+        one = self.launch
+        if one is None or one.relaunch is None:
             found = self.ready(leaves)
-            return [found[k] for k in self.shown], [found[k] for k in self.rest]
-        shown, rest = [one.rooms[k]() for k in self.shown], self.room()
-        places: list[Any] = [None] * len(one.outputs)
-        for k, t in zip(self.shown, shown, strict=True):
-            places[k] = t.data_ptr()
-        start = rest.data_ptr()
-        for n, k in enumerate(self.rest):
-            places[k] = start + n * self.step
-        one.launch_into(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
-        return shown, [rest]
+            return [found[k] for k in self.returned], [found[k] for k in self.saved]
+        returned, saved = [one.allocators[k]() for k in self.returned], self.allocate_saved()
+        addresses: list[Any] = [None] * len(one.outputs)
+        for k, t in zip(self.returned, returned, strict=True):
+            addresses[k] = t.data_ptr()
+        start = saved.data_ptr()
+        for n, k in enumerate(self.saved):
+            addresses[k] = start + n * self.step
+        one.launch_into(addresses, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
+        return returned, [saved]
 
 
 class _Lazy:
@@ -293,30 +283,33 @@ def prepare_launches(
     ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
     if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes, layouts)) is not None:
         return [one]
-    made = lambda: [FoldLaunch(fold, over, values, batch, sizes, layouts) for fold in folds]
-    asked = dict(overriding_plans()).get(over)
+
+    def make() -> list[FoldLaunch]:
+        return [FoldLaunch(fold, over, values, batch, sizes, layouts) for fold in folds]
+
+    asked = find_overriding_plan(over)
     if asked is None or len(folds) == 1:
-        return made()
+        return make()
     with use_plan({}):
-        own = made()
-    if replace(own[-1].plan, parts=asked.parts) != asked:
-        return made()
-    for each in own:
-        if each.plan.parts != asked.parts:
-            each.prepare(values, replace(each.plan, parts=asked.parts))
-    return own
+        found = make()
+    if replace(found[-1].plan, splits=asked.splits) != asked:
+        return make()
+    for one in found:
+        if one.plan.splits != asked.splits:
+            one.prepare(values, replace(one.plan, splits=asked.splits))
+    return found
 
 
 def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not kernel_plan.runs_warp_specialized(sizes.device):
+    if not hardware.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
     one = FoldLaunch(whole, over, values, batch, sizes, layouts)
-    return one if one.kernel.staged else None
+    return one if one.kernel.hand_scheduled else None
 
 
 def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
@@ -335,7 +328,7 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
     held = WIDEST
     for r, scale in fold.scaled:
         shapes = [feature for feature, _ in outputs_of(r) if feature is not None]
-        width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
+        width = sum(pad_width(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
         if not parts or (width and held + width > WIDEST):
             parts.append([])
             held = 0
@@ -352,8 +345,8 @@ def _directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tupl
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        apart = lambda r: widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)
-        picks = tuple(r for r in mine if apart(r) or not kind_of(r).walks(r, whole.reductions))
+        labels = [r for r in mine if widens and r.attrs[0] == "pick" and r.attrs[2] == ("col",)]
+        picks = tuple(r for r in mine if r in labels or not kind_of(r).walks(r, whole.reductions))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)
@@ -374,7 +367,7 @@ def gather_labels(
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
         return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
-    if pick.takes(r, sizes):
+    if pick.has_kernel(r, sizes):
         known, found = {} if known is None else known, []
         for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)
@@ -399,50 +392,54 @@ def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
 # The launches of a program's steps.
 
 
-class Beside(NamedTuple):
+class ExtraLaunch(NamedTuple):
     """A launch beside that of a step. It writes to some of the step's results (their number among those of
-    :class:`Made`) or to memory of its own (a name), and has memory of others after the step's leaves."""
+    :class:`StepLaunches`) or to memory of its own (a name), and has memory of others after the step's leaves."""
 
     recipe: Recipe
     written: tuple[int | str, ...]
     read: tuple[str, ...] = ()
 
 
-class Made(NamedTuple):
-    """How a replay repeats a launch, and which of a step's results it writes. ``joined``: the launches that combine
-    partial results of splits. ``shifted``: launches before it, each of which computes one more leaf. ``before``,
-    ``after``: other launches that write to the same results."""
+class StepLaunches(NamedTuple):
+    """How a replay repeats a launch, and all launches around it."""
 
     recipe: Recipe
-    results: Sequence[int]
-    joined: Sequence[Joined] = ()
-    shifted: Sequence[Recipe] = ()
-    begun: Recipe | None = None  # makes what the launch adds its last result up in, and has after all leaves
-    before: Sequence[Beside] = ()
-    after: Sequence[Beside] = ()
+    results: Sequence[int]  # of the step, that it writes
+    combining: Sequence[CombiningLaunch] = ()  # launches that combine the partial results of splits
+    shifts: Sequence[Recipe] = ()  # launches before it, each of which computes one more leaf
+    buffer: Recipe | None = None  # makes the memory in which the launch adds up its last result: its last leaf
+    before: Sequence[ExtraLaunch] = ()  # that write to the same results
+    after: Sequence[ExtraLaunch] = ()
 
     def list_launches(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
-        written = {k for one in self.joined for k in one.written}
+        written = {k for one in self.combining for k in one.written}
         parts = tuple(f"{name}_parts" if k in written else name for k, name in enumerate(whole))
-        last = parts[-1:] if self.begun is not None else ()
-        made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
-        for name, recipe in zip(made, self.shifted, strict=True):
+        last = parts[-1:] if self.buffer is not None else ()
+        made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifts)))
+        for name, recipe in zip(made, self.shifts, strict=True):
             yield ProgramLaunch(recipe, feeds, (name,))
-        if self.begun is not None:
-            yield ProgramLaunch(self.begun, feeds, last)
-        call = lambda name: whole[name] if isinstance(name, int) else f"{whole[0]}_{name}"
-        beside = lambda one: ProgramLaunch(one.recipe, (*feeds, *map(call, one.read)), tuple(map(call, one.written)))
-        yield from map(beside, self.before)
+        if self.buffer is not None:
+            yield ProgramLaunch(self.buffer, feeds, last)
+
+        def name_extra(one: ExtraLaunch) -> ProgramLaunch:
+            read, written = (
+                tuple(whole[k] if isinstance(k, int) else f"{whole[0]}_{k}" for k in names)
+                for names in (one.read, one.written)
+            )
+            return ProgramLaunch(one.recipe, (*feeds, *read), written)
+
+        yield from map(name_extra, self.before)
         yield ProgramLaunch(self.recipe, (*feeds, *made, *last), parts[: len(self.recipe.outputs)])
-        yield from map(beside, self.after)
-        for one in self.joined:
+        yield from map(name_extra, self.after)
+        for one in self.combining:
             yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
 
 
 # The results of a fold, and its launches; None: something else is done
-Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[Made] | None]]
+Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[StepLaunches] | None]]
 
 
 def record(
@@ -456,11 +453,11 @@ def record(
 ) -> RecordedLaunches | None:
     """The launches of steps on these inputs, which are run on the way; None where there is more to them.
 
-    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for;
+    ``numbers``: the arithmetic of numbers among them; ``total``: the sums of the last step's results are asked for;
     ``types``: of vectors that arithmetic of one side returns in another type than its own."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
-    if not jit_module.can_relaunch(sizes.device) or any(
+    if not hardware.can_relaunch(sizes.device) or any(
         isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
     ):
         return None  # (other integers of the same kind may be larger than kernels take)
@@ -499,15 +496,15 @@ def record(
             found += one.list_launches(step.feeds, names)
         values.update(zip(names, results, strict=True))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)
-    return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
+    return recorded if recorded.read_by_host <= given else None  # of what is made on the way addresses alone are known
 
 
 def _side(
     side: Elementwise, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
-) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
+) -> tuple[Sequence[Tensor], Sequence[StepLaunches] | None]:
     try:
         one = elementwise.ElementwiseLaunch(side, leaves, sizes, total, types)
     except Unsupported:
         return [], None
     results, recipe = one(leaves), one.recipe()
-    return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]
+    return results, None if recipe is None else [StepLaunches(recipe, range(len(side.outputs)))]

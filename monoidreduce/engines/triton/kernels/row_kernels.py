@@ -16,7 +16,7 @@ from torch import Tensor
 from ...common.evaluate import Allocator
 from ..codegen.exponents import LOG2E
 from ..codegen.kernel_spec import power_of_two
-from ..launch import jit_module
+from ..launch import hardware
 from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
@@ -31,7 +31,7 @@ def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def scale(x, factor, size, LANES: tl.constexpr):
+def scale_in_place(x, factor, size, LANES: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):
@@ -54,22 +54,18 @@ _LABELS = 2**16  # counted by one program instance; torch's two kernels are fast
 _kernels = Kernels("Sums over the features of each row.", _TEXT)
 
 
-def _lanes(width: int) -> dict[str, int]:
-    lanes = power_of_two(width)
-    return dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
-
-
-def dot(x: Tensor, y: Tensor) -> Tensor | None:
+def compute_row_dots(x: Tensor, y: Tensor) -> Tensor | None:
     """⟨x_i, y_i⟩ in float32, of two contiguous tensors ``[..., features]``; None where there is no kernel for them."""
     if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
         return None
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    constants = _lanes(x.shape[-1])
+    width, lanes = x.shape[-1], power_of_two(x.shape[-1])
+    constants = dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
     _kernels("row_dot", (-(-out.numel() // constants["ROWS"]),), (out, x, y, out.numel()), constants)
     return out
 
 
-def scale(x: Tensor, factor: Tensor) -> bool:
+def scale_in_place(x: Tensor, factor: Tensor) -> bool:
     """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
     if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
         return False
@@ -78,21 +74,21 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     return True
 
 
-def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
+def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
     """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
     and alignment; None where there is no kernel for them."""
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    room, again = _one(labels.device), None
+    room, relaunch = _one(labels.device), None
 
     def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
-        nonlocal again
+        nonlocal relaunch
         out = room()
-        if again is None:
-            again = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
+        if relaunch is None:
+            relaunch = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
         else:
-            again(out.data_ptr(), labels.data_ptr(), ignored, size)
+            relaunch(out.data_ptr(), labels.data_ptr(), ignored, size)
         return out
 
     return share
@@ -123,9 +119,9 @@ _shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
 
 
 def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
-    """Whether one kernel makes the shifts of so many numbers."""
+    """True when one kernel makes the shifts of so many numbers."""
     plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
-    return plain and jit_module.can_relaunch(number.device)
+    return plain and hardware.can_relaunch(number.device)
 
 
 def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The results of a walk that was cut, from those of its parts, in one kernel: torch takes up to twenty operations.
+"""Combines the partial results of splits in one kernel, where torch takes up to twenty operations.
 
 The arithmetic, and the kernels, are those of the kinds of reduction (``combine_text``, ``combine_launches``).
 """
@@ -17,8 +17,8 @@ from ....program.expression import Expr
 from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
-from ..launch import descriptors
-from ..launch.jit_module import Again, Kernels
+from ..launch import hardware
+from ..launch.jit_module import Kernels, Relaunch
 from ..launch.launch_recipes import Leaf, Recipe
 
 _PARTS = 1024
@@ -30,16 +30,16 @@ _kernels = Kernels(
 )
 
 
-class Joined(NamedTuple):
+class CombiningLaunch(NamedTuple):
     """A launch that makes these of a reduction's results; its leaves are those of the parts."""
 
     recipe: Recipe
     written: tuple[int, ...]
 
-    def offset(self, first: int) -> Joined:
+    def offset(self, first: int) -> CombiningLaunch:
         """The same where the reduction's results are not the first."""
         given = (v._replace(at=v.at + first) if isinstance(v, Leaf) else v for v in self.recipe.arguments)
-        return Joined(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
+        return CombiningLaunch(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
 
 
 def combine_splits(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
@@ -53,17 +53,11 @@ def combine_splits(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     return made
 
 
-def can_chain(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it runs, and wait for it on the device: from Hopper on
-    (programmatic dependent launch). What a launch takes is then not seen."""
-    return device.type == "cuda" and descriptors.are_supported(device)
-
-
-def _launch(task: CombineLaunch, given: tuple) -> Again | None:
+def _launch(task: CombineLaunch, given: tuple) -> Relaunch | None:
     constants = dict(task.constants)
     if "SOME" not in constants:
         return _kernels(task.name, task.grid, given, constants)
-    chained = can_chain(given[0].device)
+    chained = hardware.chains_launches(given[0].device)
     options = {"num_warps": 8 if constants["ROWS"] * constants["SOME"] * constants["LANES"] > _WIDE else 4}
     options |= {"launch_pdl": True} if chained else {}
     return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)
@@ -78,7 +72,7 @@ def allocate_results(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
 
 def recipes(
     r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device, most: int = 0
-) -> list[Joined] | None:
+) -> list[CombiningLaunch] | None:
     """How the launches are made again that write results in these types; they are made once on the way. None where
     parts are so large (more than ``most`` bytes) that they should be let go as soon as they were read."""
     if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > (most or _SMALL):
@@ -89,17 +83,17 @@ def recipes(
         return None
     made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
     for task in todo:
-        again = _launch(task, task.given(made, parts))
-        if again is None:
+        relaunch = _launch(task, task.given(made, parts))
+        if relaunch is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)
         arguments = (*(Leaf(k, True) for k in task.read), task.parts, task.rows)
-        found.append(Joined(Recipe(again, forms, arguments), task.written))
+        found.append(CombiningLaunch(Recipe(relaunch, forms, arguments), task.written))
     return found
 
 
-def are_held(r: Expr, stacked: Sequence[Form]) -> bool:
-    """Whether there is a kernel for parts of these forms, and they may stay until a call is done."""
+def can_hold_splits(r: Expr, stacked: Sequence[Form]) -> bool:
+    """True when there is a kernel for parts of these forms, and they may stay until a call is done."""
     small = sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) <= _SMALL
     return small and find_launches(r.attrs[0], r.attrs[2], tuple(stacked)) is not None
 

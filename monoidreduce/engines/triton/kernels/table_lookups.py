@@ -123,9 +123,15 @@ class Bands:
         return found.masked_fill(~known.view(*batch, -1), torch.nan)
 
 
+def rewrite_bands(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Fold, Bands | None]:
+    """The fold with a band in place of each table that is read along diagonals, and what makes its leaves; None where
+    it has none."""
+    inner, bands = _rewrite_bands(fold)
+    return inner, Bands(fold, bands, sizes) if bands else None
+
+
 @functools.lru_cache(maxsize=1024)
-def rewrite_bands(fold: Fold) -> tuple[Fold, tuple[Band, ...]]:
-    """The fold with a band in place of each table that is read along diagonals, and these bands."""
+def _rewrite_bands(fold: Fold) -> tuple[Fold, tuple[Band, ...]]:
     read = [e for e in topological(fold.reductions) if e.op == "lookup" and e.dtype == "float" and e.is_pair]
     bands, new = list[Band](), dict[Expr, Expr]()
     gap = apply("sub", index("row"), index("col"))
@@ -225,19 +231,16 @@ def rewrite_sums(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Fold,
         if parts is None or any(isinstance(values[n], Tensor) for n in _read(parts)):
             continue
         first = len(fold.leaves) + 3 * len(sums)
-        named = lambda k, rows, cols, feature, kind, first=first: node(
-            "leaf", (), (f"x{first + k}",), rows=rows, cols=cols, feature=feature, dtype=kind
+        forms = (False, False, name_sum(first), "float"), (True, False, None, "int"), (False, True, None, "int")
+        table, row, col = (
+            node("leaf", (), (f"x{first + k}",), rows=rows, cols=cols, feature=feature, dtype=dtype)
+            for k, (rows, cols, feature, dtype) in enumerate(forms)
         )
-        made = (
-            named(0, False, False, name_sum(first), "float"),
-            named(1, True, False, None, "int"),
-            named(2, False, True, None, "int"),
-        )
-        one = _Sum(e.args[0], parts, made)
+        one = _Sum(e.args[0], parts, (table, row, col))
         if find_places(one, values, sizes) is None:
             continue
         sums.append(one)
-        new[e] = look_up(made[0], apply("add", made[1], made[2]))
+        new[e] = look_up(table, apply("add", row, col))
     if not sums:
         return fold, None
     reductions = substitute(fold.reductions, new)

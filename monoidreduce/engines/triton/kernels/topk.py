@@ -23,8 +23,8 @@ from ....reductions import kind_of
 from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen.kernel_spec import padded
-from ..launch import jit_module, replay
+from ..codegen.kernel_spec import pad_width
+from ..launch import hardware, replay
 from ..launch.jit_module import Kernels
 from . import large_topk
 
@@ -35,11 +35,6 @@ _LONG = 4  # rows of fewer strips than so many times k are sorted whole
 _HELD = 8192  # numbers that a program instance looks at closely
 _ALIGNED = 8  # numbers by which rows of a panel begin, at least 16 bytes: products of unaligned rows are slow
 _TEXT = """@triton.jit
-def highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * MANY + tl.arange(0, MANY)
@@ -178,12 +173,12 @@ def _select_from_strips(
     panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype
 ) -> list[Tensor]:
     """The best of rows whose strips' maxima are known."""
-    (rows, strips), slots = maxima.shape, padded(k)
+    (rows, strips), slots = maxima.shape, pad_width(k)
     values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
     spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
     given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
     alike = 16 if panel.dtype is torch.bfloat16 else 0
-    constants = dict(STRIP=_STRIP, STRIPS=padded(strips), WIDTH=padded(width), SLOTS=slots, BITS=alike)
+    constants = dict(STRIP=_STRIP, STRIPS=pad_width(strips), WIDTH=pad_width(width), SLOTS=slots, BITS=alike)
     _kernels("best_listed", (rows,), given, constants, dict(num_warps=8))
     return [values, places]
 
@@ -246,7 +241,7 @@ class _BestProducts:
 
     def _record(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
         run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
-        if not jit_module.can_relaunch(self.sizes.device):
+        if not hardware.can_relaunch(self.sizes.device):
             return run(x, y)
         found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found

@@ -1,9 +1,9 @@
 """Kernels around tile functions that a user wrote as ``@triton.jit``: for what neither language nor generator can say.
 
-The user's functions see blocks in registers; what is written here is the walk around them. A program instance owns a
-tile of rows, walks the columns and combines with the user's ⊙. A gradient is two kernels, one that owns rows and one
-that owns columns, around the same ``proj_fold_bwd``: the compiler drops the half whose result is not used. No atomics,
-so one fixed order. See :func:`monoidreduce.MonoidReduce` for the contract.
+The user's functions see blocks in registers; what is written here is the loop around them. A program instance owns a
+tile of rows, loops over the columns and combines with the user's ⊙. A gradient is two kernels, one that owns rows and
+one that owns columns, around the same ``proj_fold_bwd``: the compiler drops the half whose result is not used. No
+atomics, so one fixed order. See :func:`monoidreduce.MonoidReduce` for the contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ....errors import ArgumentError, DTypeError, EngineError, NoGradientError, ShapeError
 from ....plan.settings import kernels_run_on
 from ...common import matmul
-from ..codegen.kernel_spec import WIDEST, padded
+from ..codegen.kernel_spec import WIDEST, pad_width
 from ..codegen.kernel_text import CONSTANTS, Kernel
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
@@ -31,7 +31,7 @@ _BROKEN = ("CompilationError", "CompileTimeAssertionFailure", "InterpreterError"
 
 
 def is_kernel(function: Any) -> bool:
-    """Whether a function is a ``@triton.jit`` one; asked without importing Triton."""
+    """True when a function is a ``@triton.jit`` one; asked without importing Triton."""
     return type(function).__module__.startswith("triton.") and hasattr(function, "fn")
 
 
@@ -59,7 +59,7 @@ class Layer:
             self._check(name, getattr(self, name))
 
     def _check(self, name: str, function: Any) -> None:
-        """Whether a tile function is Triton's, and takes what it will be given."""
+        """Raise where a tile function is not Triton's, or does not take what it will be given."""
         if function is None:
             return
         if not is_kernel(function):
@@ -188,7 +188,7 @@ class Layer:
             raise explained from error
 
     def _explain(self, error: Exception) -> Exception | None:
-        """What a user is told of Triton's own errors; None of others."""
+        """The error that a user sees in place of Triton's own; None for others."""
         kind = type(error).__name__
         if kind == "OutOfResources":
             tiles = " × ".join(map(str, self.tiles))
@@ -205,7 +205,7 @@ class Layer:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether a tensor is a number or a vector per row."""
+    """True when a tensor is a number or a vector per row."""
     return x.dim() == 1 or (x.dim() == 2 and 0 < x.shape[1] <= WIDEST)
 
 
@@ -309,7 +309,7 @@ def _gradient(
 ) -> tuple[list[str], list[str]]:
     """What every tile gives the wanted inputs, added up."""
     found = ", ".join(f"d{k}" for k, is_float in enumerate(floating) if is_float)
-    shapes = {k: f"[KEPT, {padded(inputs[k].width)}]" if inputs[k].width else "[KEPT]" for k in wanted}
+    shapes = {k: f"[KEPT, {pad_width(inputs[k].width)}]" if inputs[k].width else "[KEPT]" for k in wanted}
     return [f"g{k} = tl.zeros({shape}, {inputs[k].kind})" for k, shape in shapes.items()], [
         f"{found} = proj_fold_bwd({', '.join(f.name for f in forms)}, inside)",
         *(_assert(f"d{k}", inputs[k].width, "proj_fold_bwd") for k in wanted),
@@ -319,7 +319,7 @@ def _gradient(
 
 def _assert(name: str, width: int, source: str) -> str:
     """A block in its tile's shape: nothing is broadcast in silence."""
-    features = f" and {name}.shape[1] == {padded(width)}" if width else ""
+    features = f" and {name}.shape[1] == {pad_width(width)}" if width else ""
     fits = f"len({name}.shape) == {1 + bool(width)} and {name}.shape[0] == KEPT{features}"
     return f'tl.static_assert({fits}, "{source} returned a block that is not in its tile\'s shape")'
 
@@ -328,7 +328,7 @@ def _load(f: Form) -> str:
     """A tile of a tensor; what does not exist is 0."""
     place, mask = f"{f.name}_ptr + {f.side}_at * {f.name}_s", f"{f.side}_in"
     if f.width:
-        lane = f"tl.arange(0, {padded(f.width)})[None, :]"
+        lane = f"tl.arange(0, {pad_width(f.width)})[None, :]"
         place = f"{f.name}_ptr + {f.side}_at[:, None] * {f.name}_s + {lane} * {f.name}_f"
         mask = f"{f.side}_in[:, None] & ({lane} < {f.width})"
     raised = f".to({f.kind})" if f.raised else ""
@@ -338,6 +338,6 @@ def _load(f: Form) -> str:
 def _store(name: str, width: int) -> str:
     if not width:
         return f"tl.store({name}_out + kept_at, {name}, mask=kept_in)"
-    lane = f"tl.arange(0, {padded(width)})[None, :]"
+    lane = f"tl.arange(0, {pad_width(width)})[None, :]"
     place, mask = f"{name}_out + kept_at[:, None] * {width} + {lane}", f"kept_in[:, None] & ({lane} < {width})"
     return f"tl.store({place}, {name}, mask={mask})"

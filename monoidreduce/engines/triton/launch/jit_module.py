@@ -15,7 +15,7 @@ import contextvars
 import copy
 import functools
 import hashlib
-import importlib.metadata
+import importlib
 import linecache
 import os
 import types
@@ -31,7 +31,7 @@ from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
 from ..codegen.kernel_text import IMPORTS, copy_device_functions
-from . import encoded_descriptors
+from . import descriptors, hardware
 
 
 def write_text(text: str) -> Path:
@@ -49,7 +49,7 @@ def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     """Compile a kernel's text to a Python module. The text itself imports Triton; this file does not.
 
     ``functions``: by name, functions that the text calls and does not define."""
-    return _IDLE if _resting.get() else _load_text(text, functions)
+    return _SKIPPED if _skips.get() else _load_text(text, functions)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,31 +63,26 @@ def _load_text(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     return module
 
 
-class _Idle:
-    """A stand-in for a module of kernels, a kernel and its launch, in a dry run: every use does nothing."""
+class _SkippedLaunch:
+    """A stand-in for a module of kernels, a kernel and its launch in a dry run: every use does nothing."""
 
-    def __getattr__(self, name: str) -> _Idle:
+    def __getattr__(self, name: str) -> _SkippedLaunch:
         return self
 
-    def __getitem__(self, grid: Any) -> _Idle:
+    def __getitem__(self, grid: Any) -> _SkippedLaunch:
         return self
 
     def __call__(self, *arguments: Any, **constants: Any) -> None:
         """Launch nothing."""
 
 
-_IDLE = _Idle()
-_resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", default=False)
+_SKIPPED = _SkippedLaunch()
+_skips: contextvars.ContextVar[bool] = contextvars.ContextVar("skips", default=False)
 
 
 def skip_launches() -> contextlib.AbstractContextManager[bool]:
     """First launches inside the block do nothing: for dry runs, which look at allocations alone."""
-    return settings.hold(_resting, True)
-
-
-def skips_launches() -> bool:
-    """True inside ``skip_launches``."""
-    return _resting.get()
+    return settings.hold(_skips, True)
 
 
 @dataclass(frozen=True)
@@ -99,23 +94,23 @@ class Resources:
     shared: int
 
 
-_watching: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextVar("watching", default=None)
+_resources_seen: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextVar("resources_seen", default=None)
 
 
 def watch_resources() -> contextlib.AbstractContextManager[list[Resources]]:
     """The resources of kernels first launched inside the block."""
-    return settings.hold(_watching, [])
+    return settings.hold(_resources_seen, [])
 
 
 def report_resources(compiled: Any) -> None:
     """Add a compiled kernel's resources to the list of ``watch_resources``; interpreted kernels have none."""
-    watching = _watching.get()
+    watching = _resources_seen.get()
     if watching is not None and getattr(compiled, "n_regs", None) is not None:
         watching.append(Resources(compiled.n_regs, 4 * compiled.n_spills, int(compiled.metadata.shared)))
 
 
 def use_device(device: torch.device) -> Any:
-    """A kernel is launched on the current device: make it this one (the interpreter has none)."""
+    """Makes a device the current one, on which kernels are launched (the interpreter has none)."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -123,58 +118,52 @@ def make_relauncher(
     compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device
 ) -> Relauncher | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
-    there = hasattr(compiled, "packed_metadata") and can_relaunch(device)
+    there = hasattr(compiled, "packed_metadata") and hardware.can_relaunch(device)
     return Relauncher(compiled, grid, constants, device) if there else None
-
-
-def can_relaunch(device: torch.device) -> bool:
-    """Whether kernels are launched again there by addresses: not by the interpreter, nor by an older Triton, whose
-    launchers take no constants."""
-    return device.type == "cuda" and triton_version() >= (3, 4)
 
 
 class Relauncher:
     """Launches a compiled kernel with other arguments.
 
-    It is right only for arguments of the same types, the same integers and pointers of the same alignment. ``start`` is
-    called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
+    Arguments must be of the same types, integers the same and pointers of the same alignment. ``start``, a C function
+    where there is one, is called with ``grid``, a stream, the ``inserted`` arguments of Triton's, the kernel's own and
+    ``constants``. While a profiler has hooked launches, ``run_hooked`` launches as Triton does."""
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
-        self.compiled, self.constants, self.device, self.before = compiled, constants, device, (*grid, 1, 1)[:3]
-        after = (compiled.function, compiled.packed_metadata, None, None, None)
-        found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
-        self.start, self.after = found
-        self.watched, self.stream = compiled[self.before], find_stream(device)
+        self.compiled, self.constants, self.device, self.grid = compiled, constants, device, (*grid, 1, 1)[:3]
+        inserted: tuple = (compiled.function, compiled.packed_metadata, None, None, None)
+        launcher = compiled.run
+        self.start: Callable[..., None]
+        self.start, self.inserted = _find_c_launcher(launcher, self.grid, inserted) or (launcher, inserted)
+        self.run_hooked, self.stream = compiled[self.grid], find_stream(device)
 
     def __call__(self, *arguments: Any) -> None:
         found = self.stream()
         if found is not None:
-            self.start(*self.before, found, *self.after, *arguments, *self.constants)
+            self.start(*self.grid, found, *self.inserted, *arguments, *self.constants)
             return
         with use_device(self.device):
-            self.watched(*arguments, *self.constants)
+            self.run_hooked(*arguments, *self.constants)
 
     def on_grid(self, grid: tuple[int, ...]) -> Relauncher | None:
         """What launches the same kernel on another grid; None where it stands for a launch of a dry run."""
-        if self.compiled is _IDLE:
+        if self.compiled is _SKIPPED:
             return None
         found = copy.copy(self)
-        found.before = (*grid, 1, 1)[:3]
-        found.watched = self.compiled[found.before]
+        found.grid = (*grid, 1, 1)[:3]
+        found.run_hooked = self.compiled[found.grid]
         return found
 
     def open_descriptors(
         self, arguments: Sequence[Any]
-    ) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.EncodedByAddress]]:
+    ) -> tuple[Callable[..., None], Mapping[int, descriptors.EncodedByAddress]]:
         """The launch function below Triton's handling of descriptors and, by argument, a cache of encoded descriptors;
         ``start`` and no caches where that handling cannot be bypassed. Only descriptors in ``arguments`` are read."""
-        return encoded_descriptors.bypass_encoding(self.start, (*self.before, None, *self.after), arguments) or (
-            self.start,
-            {},
-        )
+        found = descriptors.bypass_encoding(self.start, (*self.grid, None, *self.inserted), arguments)
+        return found or (self.start, {})
 
 
-def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
+def _find_c_launcher(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
     """The C function that one of Triton's launchers calls, and the arguments that it inserts between the stream and the
     kernel's own; None if a launch does more. Found by a copy of the launcher whose C function records its call."""
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 0):
@@ -197,30 +186,21 @@ def find_stream(device: torch.device) -> Callable[[], int | None]:
     """A function that returns the current stream of a device, or None if another device is current or a profiler has
     hooked launches."""
     triton = importlib.import_module("triton")
-    runtime, current, now = (
-        triton.knobs.runtime,
-        triton.runtime.driver.active.get_current_stream,
-        torch._C._cuda_getDevice,
-    )
+    runtime, current = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
+    current_device = torch._C._cuda_getDevice
     here = device.index
 
-    def found() -> int | None:
-        if now() != here or _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
+    def find() -> int | None:
+        if current_device() != here or _has_hook(runtime.launch_enter_hook) or _has_hook(runtime.launch_exit_hook):
             return None
         return current(here)
 
-    return found
+    return find
 
 
-def _is_hooked(hook: Any) -> bool:
-    """Whether a profiler has set one of Triton's launch hooks: a chain of them, one function, or None."""
+def _has_hook(hook: Any) -> bool:
+    """True when a profiler has set one of Triton's launch hooks: a chain of them, one function, or None."""
     return bool(getattr(hook, "calls", hook))
-
-
-@functools.cache
-def triton_version() -> tuple[int, ...]:
-    """The installed version of Triton: major and minor."""
-    return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
 
 
 # Compile the kernels of a call in parallel, before its first launch.
@@ -229,32 +209,34 @@ def triton_version() -> tuple[int, ...]:
 # without the GIL: so a call is first run with its launches collected, each new kernel is compiled in a thread, and the
 # launches that follow find all of them compiled. Errors are ignored here and raised by the launch itself.
 
-_Given = tuple[tuple[int, ...], Sequence[Any], Mapping[str, Any]]  # a launch: grid, arguments, constants and options
-_Waiting = dict[Any, list[_Given]]  # by kernel
+_LaunchArguments = tuple[tuple[int, ...], Sequence[Any], Mapping[str, Any]]  # grid, arguments; constants and options
+_Collected = dict[Any, list[_LaunchArguments]]  # by kernel
 
-_waiting: contextvars.ContextVar[_Waiting | None] = contextvars.ContextVar("waiting", default=None)
+_collected: contextvars.ContextVar[_Collected | None] = contextvars.ContextVar("collected", default=None)
 _compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compiles_only", default=False)
 _MOST = 4096
 _launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
 
 
-def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
-    """Launch a kernel on the current device and return what was compiled; None where launches are collected."""
-    waiting, key = _waiting.get(), (function, *given.items())
-    if waiting is None:
-        if len(_launched) >= _MOST:
-            _launched.clear()  # compiling these again only finds them in Triton's cache
-        _launched.add(key)
-        compiled = function.warmup(*arguments, grid=grid, **given) if _compiles_only.get() else None
-        if compiled is not None:  # (an interpreter compiles nothing)
-            compiled.run  # noqa: B018  loads it
-            return compiled
-        if settings.interprets_kernels():
-            _widen_interpreted_products()
-        return function[grid](*arguments, **given)
-    if key not in _launched:
-        waiting.setdefault(function, []).append((grid, arguments, given))
-    return None
+def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Launch a kernel on the current device and return what was compiled; None where launches are collected.
+
+    ``options``: by name, the kernel's constants and the compiler's options."""
+    collected, key = _collected.get(), (function, *options.items())
+    if collected is not None:
+        if key not in _launched:
+            collected.setdefault(function, []).append((grid, arguments, options))
+        return None
+    if len(_launched) >= _MOST:
+        _launched.clear()  # compiling these again only finds them in Triton's cache
+    _launched.add(key)
+    compiled = function.warmup(*arguments, grid=grid, **options) if _compiles_only.get() else None
+    if compiled is not None:  # (an interpreter compiles nothing)
+        compiled.run  # noqa: B018  loads it
+        return compiled
+    if settings.interprets_kernels():
+        _widen_interpreted_products()
+    return function[grid](*arguments, **options)
 
 
 @functools.cache
@@ -290,35 +272,35 @@ def compile_only() -> contextlib.AbstractContextManager[bool]:
 def is_collecting() -> bool:
     """True while launches are collected. Then nothing may run, not even compiled kernels: what they would read was not
     computed, and labels that were not written may point outside a tensor."""
-    return _waiting.get() is not None
+    return _collected.get() is not None
 
 
 def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
-    """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
-    called."""
+    """Compile the kernels that ``launches`` would launch for the first time, in parallel where there are several.
+    Returns whether ``launches`` was called."""
     if not _can_compile_ahead(device):
         return False
-    waiting: _Waiting = {}
-    with settings.hold(_waiting, waiting), contextlib.suppress(Exception):  # the call that follows raises it
+    collected: _Collected = {}
+    with settings.hold(_collected, collected), contextlib.suppress(Exception):  # the call that follows raises it
         launches()
-    if len(waiting) > 1:
-        with concurrent.futures.ThreadPoolExecutor(min(len(waiting), os.cpu_count() or 1), "compiling") as threads:
-            for function, own in waiting.items():
-                threads.submit(contextvars.copy_context().run, _compile, function, own, device)
+    if len(collected) > 1:
+        with concurrent.futures.ThreadPoolExecutor(min(len(collected), os.cpu_count() or 1), "compiling") as threads:
+            for function, of_function in collected.items():
+                threads.submit(contextvars.copy_context().run, _compile, function, of_function, device)
     return True
 
 
-def _compile(function: Any, launches: list[_Given], device: torch.device) -> None:
-    """All that is asked of one kernel, one after the other: its caches are its own."""
+def _compile(function: Any, launches: list[_LaunchArguments], device: torch.device) -> None:
+    """Compile one kernel for all of its launches, one after the other: Triton's caches are the kernel's own."""
     with use_device(device):
-        for grid, arguments, given in launches:
-            function.warmup(*arguments, grid=grid, **given).run  # noqa: B018  loads it, and writes its launcher
+        for grid, arguments, options in launches:
+            function.warmup(*arguments, grid=grid, **options).run  # noqa: B018  loads it, and writes its launcher
 
 
 def _can_compile_ahead(device: torch.device) -> bool:
-    """Whether a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a torch
-    dispatch mode and outside of CUDA graph capture."""
-    if device.type != "cuda" or triton_version() < (3, 4) or skips_launches():
+    """True where a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a
+    torch dispatch mode and outside of CUDA graph capture."""
+    if device.type != "cuda" or hardware.triton_version() < (3, 4) or _skips.get():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
 
@@ -327,48 +309,51 @@ def _can_compile_ahead(device: torch.device) -> bool:
 
 
 _MOST_LAUNCHERS = 4096  # a launcher is made for one grid: hundreds of lengths of several kernels
-Again = Callable[..., Any]
+Relaunch = Callable[..., Any]
+Grid = tuple[int, ...]
+Numbers = Mapping[str, Any]
 
 
 class LaunchRecorder(Protocol):
     """What launches on panels are reported to."""
 
-    def add_launch(self, again: Again | None, arguments: Sequence[Any]) -> None:
+    def add_launch(self, relaunch: Relaunch | None, arguments: Sequence[Any]) -> None:
         """A kernel was launched with these arguments; None: it cannot be launched again."""
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
-        """A walk over panels begins; ``chooser``: what chose them."""
+        """A loop over panels begins; ``chooser``: what chose them."""
 
 
 recording: contextvars.ContextVar[LaunchRecorder | None] = contextvars.ContextVar("recording", default=None)
 
 
-def report(again: Again | None, arguments: Sequence[Any]) -> None:
+def report(relaunch: Relaunch | None, arguments: Sequence[Any]) -> None:
     """Report a launch to the recorder, if there is one."""
     recorder = recording.get()
     if recorder is not None:
-        recorder.add_launch(again, arguments)
+        recorder.add_launch(relaunch, arguments)
 
 
 class LaunchCache:
-    """Launchers by their keys; the oldest is dropped where they are too many."""
+    """Relaunchers by all that they depend on; the oldest is dropped when there are too many."""
 
     def __init__(self, most: int = _MOST_LAUNCHERS):
-        self.made: BoundedCache[tuple, Again] = BoundedCache(most)
+        self.relaunchers: BoundedCache[tuple, Relaunch] = BoundedCache(most)
 
-    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
-        """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
-        again = self.made.get(key)
+    def __call__(self, key: tuple, first: Callable[[], Relaunch | None], arguments: Sequence[Any]) -> Relaunch | None:
+        """Relaunch what was launched with this key before, else call ``first``, which launches and returns a
+        relauncher (None where there is none)."""
+        relaunch = self.relaunchers.get(key)
         if is_collecting():
-            return again or first()
-        if again is not None:
-            again(*arguments)
+            return relaunch or first()
+        if relaunch is not None:
+            relaunch(*arguments)
         else:
-            again = first()
-            if again is not None:
-                self.made.keep(key, again)
-        report(again, arguments)
-        return again
+            relaunch = first()
+            if relaunch is not None:
+                self.relaunchers.keep(key, relaunch)
+        report(relaunch, arguments)
+        return relaunch
 
 
 class Kernels:
@@ -376,7 +361,7 @@ class Kernels:
     functions that they call."""
 
     def __init__(self, title: str, functions: str):
-        self.title, self.functions, self.kept = title, functions, LaunchCache()
+        self.title, self.functions, self.launch_cache = title, functions, LaunchCache()
 
     @functools.cached_property
     def text(self) -> str:
@@ -385,15 +370,11 @@ class Kernels:
         return f'"""{self.title}"""\n\n{IMPORTS}{copied}\n\n{self.functions.lstrip()}'
 
     def __call__(
-        self,
-        name: str,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        options: Mapping[str, int] | None = None,
-    ) -> Again | None:
-        """Launch one on the device of its first argument; what launches it again, if there is. ``constants``: in the
-        order of the text, after all others; ``options``: for the compiler."""
+        self, name: str, grid: Grid, arguments: Sequence[Any], constants: Numbers, options: Numbers | None = None
+    ) -> Relaunch | None:
+        """Launch the kernel ``name`` on the device of its first argument; returns what relaunches it, if there is.
+
+        ``constants``: in the order of the text, after all arguments; ``options``: for the compiler."""
         options = options or {}
         found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
         for v in arguments:
@@ -405,21 +386,16 @@ class Kernels:
                 found += v.dtype, address & 15
                 given.append(address)
         key = tuple(found)
-        again = self.kept.made.get(key)
-        if again is None or is_collecting():
-            return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
-        again(*given)
-        report(again, arguments)
-        return again
+        relaunch = self.launch_cache.relaunchers.get(key)
+        if relaunch is None or is_collecting():
+            return self.launch_cache(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
+        relaunch(*given)
+        report(relaunch, arguments)
+        return relaunch
 
     def _first(
-        self,
-        name: str,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        options: Mapping[str, int],
-    ) -> Again | None:
+        self, name: str, grid: Grid, arguments: Sequence[Any], constants: Numbers, options: Numbers
+    ) -> Relaunch | None:
         device = arguments[0].device
         with use_device(device):
             kernel = getattr(load_module(self.text), name)
@@ -428,13 +404,5 @@ class Kernels:
 
 
 def specialize_integer(v: int) -> tuple[bool, ...]:
-    """What Triton specializes a kernel on, of an integer: 1, a multiple of 16, and whether it fits in 32 bits."""
+    """What Triton specializes a kernel on in an integer: 1, a multiple of 16, and whether it fits in 32 bits."""
     return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
-
-
-def find_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU of this machine; (0, 0) of any other device, since plans are also made
-    for GPUs elsewhere."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)

@@ -18,7 +18,18 @@ from ...common.bounded_cache import BoundedCache, LastComputed
 from ...common.evaluate import Form, Sizes
 from ...common.torch_code import Step as ProgramStep
 from ...common.torch_code import number
-from .replay import Compute, Computed, Descriptor, Launch, Number, Operation, Place, Replay, Step, allocate
+from .replay import (
+    Descriptor,
+    Launch,
+    LaunchTimeArguments,
+    Number,
+    NumberStep,
+    Operation,
+    Place,
+    Replay,
+    Step,
+    allocate,
+)
 
 Strides = tuple[int, ...] | None  # of a tensor; None: contiguous
 _ALIGNED = 128  # bytes: where the tensors of a buffer begin
@@ -50,34 +61,34 @@ class FoundAtLaunch(NamedTuple):
     by_address: bool = False
 
 
-Looks = Sequence[Callable[[Tensor], Tensor] | None]
+Views = Sequence[Callable[[Tensor], Tensor] | None]
 
 
-def _call_on(run: Callable[..., Any], looks: Looks, *given: Any) -> Any:
-    """Call a function on views of what is given, where there are ``looks``."""
-    return run(*[v if look is None else look(v) for v, look in zip(given, looks, strict=True)])
+def _call_on_views(run: Callable[..., Any], views: Views, *given: Any) -> Any:
+    """Call a function on what is given, seen through ``views`` where there are some."""
+    return run(*[v if view is None else view(v) for v, view in zip(given, views, strict=True)])
 
 
-class FoundOnce(LastComputed):
+class LastFound(LastComputed):
     """The arguments that ``find`` computes of tensors, addresses in place of tensors, remembered for the last ones.
-    ``looks``: what makes the tensors that ``find`` takes of those that are given, or None."""
+    ``views``: what makes the tensors that ``find`` takes of those that are given, or None."""
 
-    def __init__(self, find: Callable[..., tuple], looks: Looks):
+    def __init__(self, find: Callable[..., tuple], views: Views):
         super().__init__(self._find)
-        self.find, self.looks, self.held = find, looks, list[Tensor]()
+        self.find, self.views, self.held = find, views, list[Tensor]()
 
     def _find(self, *given: Any) -> tuple:
-        made = _call_on(self.find, self.looks, *given)
-        theirs = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
-        self.held = [t for t in made if isinstance(t, Tensor) and t.untyped_storage()._cdata not in theirs]
-        return tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in made])
+        found = _call_on_views(self.find, self.views, *given)
+        in_given = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+        self.held = [t for t in found if isinstance(t, Tensor) and t.untyped_storage()._cdata not in in_given]
+        return tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in found])
 
 
 class Recipe(NamedTuple):
     """How a kernel is launched again: what launches it, the forms of its outputs, the arguments after them, and the
     strides of the outputs (nothing: all are contiguous; None: this one is)."""
 
-    again: Callable[..., None]
+    relaunch: Callable[..., None]
     outputs: tuple[Form, ...]
     arguments: tuple[Any, ...]
     strides: tuple[Strides, ...] = ()
@@ -134,7 +145,7 @@ class RecordedLaunches(NamedTuple):
     calls: Sequence[TorchCall] = ()
 
     @property
-    def looked(self) -> set[str]:
+    def read_by_host(self) -> set[str]:
         """The names of values that the host reads at every launch, or torch before it."""
         given = [(one, v) for one in self.launches for v in one.recipe.arguments if type(v) is FoundAtLaunch]
         found = {
@@ -228,23 +239,22 @@ class ProgramReplay:
         # step by step, intermediate results would be released sooner; not so the parts of one fold, which are its last
         cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
         alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
-        self.lean = self.between.size - alive <= most
+        self.holds_little = self.between.size - alive <= most
         self.constants, self.seen = dict(recorded.constants), seen or {}
-        self.once: dict[Callable[..., tuple], FoundOnce] = {}  # by what they call: the same for all launches
+        self.last_found: dict[Callable[..., tuple], LastFound] = {}  # by what they call: the same for all launches
         self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
         self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
         given = {name: self.places.get(name) for name in inputs}
         steps: list[Step] = []
         if (arithmetic := recorded.numbers) is not None:
-            steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+            steps.append(NumberStep(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
         given_as = dict(self.places)
-        for name, look in (copied or {}).items():
-            self.places[name] = self._add_view(steps, look, name, "copied")
+        for name, view in (copied or {}).items():
+            self.places[name] = self._add_view(steps, view, name, "copied")
         for call in recorded.calls:
-            looks = [self.seen.get(name) if isinstance(name, str) else None for name in call.feeds]
-            run, feeds = LastComputed(functools.partial(_call_on, call.run, looks)), map(self._value, call.feeds)
+            run = LastComputed(functools.partial(_call_on_views, call.run, self._list_views(call.feeds)))
             place = Place(call.result, 0, None, (), ())
-            steps.append(Operation(run, tuple(feeds), {}, (place,), False))
+            steps.append(Operation(run, tuple(map(self._value, call.feeds)), {}, (place,), False))
             self.places[call.result] = place
         views = dict(shown_as or {})
         for name in shown:
@@ -258,13 +268,13 @@ class ProgramReplay:
             if buffer.places:
                 steps.append(self._add_allocation(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
-        steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
+        steps += [Launch(one.recipe.relaunch, self._arguments(one)) for one in recorded.launches]
         for name, shape in (summed or {}).items():
             place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
             steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
             self.places[name] = place
-        for name, look in views.items():
-            self.places[name] = self._add_view(steps, look, name, "shown")
+        for name, view in views.items():
+            self.places[name] = self._add_view(steps, view, name, "shown")
         found: tuple = tuple(None if name is None else self.places[name] for name in returned)
         if kept is not None:
             saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
@@ -277,10 +287,14 @@ class ProgramReplay:
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
 
-    def _add_view(self, steps: list[Step], look: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
+    def _list_views(self, names: Sequence[Any]) -> Views:
+        """How values are seen through views, by their names."""
+        return [self.seen.get(name) if isinstance(name, str) else None for name in names]
+
+    def _add_view(self, steps: list[Step], view: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
         """A step that computes a tensor from another, such as a view."""
         place = Place(f"{name}_{how}", 0, None, (), ())
-        steps.append(Operation(look, (self.places[name],), {}, (place,), False))
+        steps.append(Operation(view, (self.places[name],), {}, (place,), False))
         return place
 
     def _add_allocation(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
@@ -301,11 +315,10 @@ class ProgramReplay:
                 found.append(Descriptor(given.template, self.places[str(one.feeds[given.at])]))
             elif kind is FoundAtLaunch:
                 names = [one.feeds[k] for k in given.leaves]
-                looks = [self.seen.get(name) if isinstance(name, str) else None for name in names]
-                find = (
-                    given.find if given.by_address else self.once.setdefault(given.find, FoundOnce(given.find, looks))
-                )
-                found.append(Computed(find, tuple(map(self._value, names)), given.places))
+                find = given.find
+                if not given.by_address:
+                    find = self.last_found.setdefault(find, LastFound(find, self._list_views(names)))
+                found.append(LaunchTimeArguments(find, tuple(map(self._value, names)), given.places))
             else:
                 found.append(self._value(given))
         return tuple(found)

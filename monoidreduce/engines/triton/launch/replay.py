@@ -4,7 +4,7 @@ What a call does on the host (which panels, which views, which arguments a kerne
 sizes and the kinds of its tensors, and takes longer than the device takes for a small problem. So it is done once and
 written out: allocations, views and addresses at fixed offsets, torch operations, launches.
 
-There are two sources of steps. :class:`Recorder` watches a walk over panels while it runs (``panel/kernel_step.py``).
+There are two sources of steps. :class:`Recorder` watches a loop over panels while it runs (``panel/kernel_step.py``).
 ``launch_recipes.py`` derives them from a program whose steps are all launches, with names for the Python numbers that
 may change from call to call. Both are written by :class:`Replay`.
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.evaluate import Allocator
 from ...common.torch_code import FunctionWriter, function_text, run_text, tuple_text
-from . import descriptors, encoded_descriptors, jit_module
+from . import descriptors, jit_module
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time
 _TINY = 16  # bytes: a tensor of this size that was allocated elsewhere is a constant
@@ -83,7 +83,7 @@ class Number(NamedTuple):
     name: str
 
 
-class Computed(NamedTuple):
+class LaunchTimeArguments(NamedTuple):
     """``places`` consecutive arguments of a kernel, which ``function`` computes at every launch."""
 
     function: Callable[..., tuple]
@@ -109,12 +109,12 @@ class Operation:
 class Launch:
     """A kernel: what launches it again, and its arguments."""
 
-    again: Any
+    relaunch: Any
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Compute:
+class NumberStep:
     """Arithmetic of Python numbers: a function of numbers, and the names of its results."""
 
     function: Callable[..., tuple]
@@ -122,7 +122,7 @@ class Compute:
     results: tuple[str, ...]
 
 
-Step = Operation | Launch | Compute
+Step = Operation | Launch | NumberStep
 
 
 def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> Operation:
@@ -137,7 +137,7 @@ def places(value: Any) -> Iterator[Place]:
         yield value
     elif isinstance(value, Descriptor):
         yield value.base
-    elif isinstance(value, Computed):
+    elif isinstance(value, LaunchTimeArguments):
         yield from places(value.arguments)
     elif isinstance(value, (list, tuple)):
         for v in value:
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Mapping[str, Tensor]):
         super().__init__()
         self.steps: list[Step] = []
-        self.choices: list[tuple[Any, Any]] = []  # of walks over panels: what chose the panels, and the panels
+        self.choices: list[tuple[Any, Any]] = []  # of loops over panels: what chose the panels, and the panels
         self.constants: dict[str, Tensor] = {}  # small tensors that were made elsewhere
         self.fixed: set[str] = set()  # storages whose content depends on no input
         self.stores: dict[int, tuple[str, int]] = {}  # by id: the names of storages, and where they begin
@@ -219,20 +219,20 @@ class Recorder(TorchDispatchMode):
             options = {name: self.symbolic(v) for name, v in named.items()}
             self.steps.append(Operation(func, self.symbolic(args), options, made, writes))
 
-    def add_launch(self, again: Any, arguments: Sequence[Any]) -> None:
+    def add_launch(self, relaunch: Any, arguments: Sequence[Any]) -> None:
         """A kernel was launched; ``again`` None: it cannot be launched again."""
         try:
-            if again is None:
+            if relaunch is None:
                 raise NotRecordable("a kernel is not launched again here")
             given = self.symbolic(tuple(arguments))
         except NotRecordable as reason:
             self.failure = str(reason)
             return
         self.fixed -= {p.store for p in places(given)}
-        self.steps.append(Launch(again, given))
+        self.steps.append(Launch(relaunch, given))
 
     def chose_panels(self, chooser: Any, panels: Any) -> None:
-        """A walk over panels begins."""
+        """A loop over panels begins."""
         self.choices.append((chooser, panels))
 
     def symbolic(self, value: Any) -> Any:
@@ -320,8 +320,8 @@ class Replay:
         device: torch.device,
         always: bool = False,
     ):
-        launchers = [s.again for s in steps if isinstance(s, Launch)]
-        starts = bool(launchers) and all(isinstance(again, jit_module.Relauncher) for again in launchers)
+        launchers = [s.relaunch for s in steps if isinstance(s, Launch)]
+        starts = bool(launchers) and all(isinstance(relaunch, jit_module.Relauncher) for relaunch in launchers)
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
@@ -347,7 +347,7 @@ def drop_unused(steps: Sequence[Step], returned: Any) -> list[Step]:
     return found[::-1]
 
 
-_WRITTEN = {Place, Descriptor, Computed, Number}  # arguments that are no constants
+_WRITTEN = {Place, Descriptor, LaunchTimeArguments, Number}  # arguments that are no constants
 
 
 class _Writer(FunctionWriter):
@@ -360,14 +360,12 @@ class _Writer(FunctionWriter):
         device: torch.device,
         starts: bool,
     ):
-        super().__init__(empty=torch.empty_like, descriptor=encoded_descriptors.make_descriptor_at, **constants)
+        super().__init__(empty=torch.empty_like, descriptor=descriptors.make_descriptor_at, **constants)
         self.inputs, self.constants, self.device, self.starts = inputs, constants, device, starts
         self.given = inputs.keys() | constants.keys()
         self.whole = {name: p for name, p in inputs.items() if p is not None}  # how storages are bound to names
         self.whole |= {name: Place.whole(name, t) for name, t in constants.items()}
-        self.encoded: dict[
-            tuple, tuple[Any, Mapping[int, encoded_descriptors.EncodedByAddress]]
-        ] = {}  # by launcher and forms
+        self.encoded: dict[tuple, tuple[Any, Mapping[int, descriptors.EncodedByAddress]]] = {}  # by launcher and forms
         self.last: dict[str, int] = {}  # the last line that needs each name
         self.using: list[str] = []  # the names that the step being written uses
         self.known: dict[Any, str] = {}  # names of views, addresses and offsets
@@ -429,12 +427,15 @@ class _Writer(FunctionWriter):
         self._line(f"{', '.join(made)} = {call}" if any(step.made) else call, [name for name in made if name != "_"])
 
     def _launch(self, step: Launch) -> None:
-        again, encoded = step.again, dict[int, encoded_descriptors.EncodedByAddress]()
-        start, values, first = again, list(step.arguments), 0
+        relaunch, encoded = step.relaunch, dict[int, descriptors.EncodedByAddress]()
+        start, values, first = relaunch, list(step.arguments), 0
         if self.starts:
-            start, encoded = self._encode(again, step.arguments)
-            values, first = [*again.before, Number("s"), *again.after, *values, *again.constants], len(again.before) + 1
-            first += len(again.after)
+            start, encoded = self._encode(relaunch, step.arguments)
+            values, first = (
+                [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants],
+                len(relaunch.grid) + 1,
+            )
+            first += len(relaunch.inserted)
         given, same, at = list[str](), list[Any](), -first
         for value in values:
             if type(value) in _WRITTEN:
@@ -451,22 +452,22 @@ class _Writer(FunctionWriter):
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
         return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
 
-    def _encode(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    def _encode(self, relaunch: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
             templates += [v.template] if type(v) is Descriptor else [None] * _width(v)
-        key = (id(again), *(_form(v) for v in templates if v is not None))
+        key = (id(relaunch), *(_form(v) for v in templates if v is not None))
         if key not in self.encoded:
-            self.encoded[key] = again.open_descriptors(templates)
+            self.encoded[key] = relaunch.open_descriptors(templates)
         return self.encoded[key]
 
-    def _argument(self, value: Any, encoded: encoded_descriptors.EncodedByAddress | None) -> str:
+    def _argument(self, value: Any, encoded: descriptors.EncodedByAddress | None) -> str:
         """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
         if isinstance(value, Place):
             return self._address(value)
-        if isinstance(value, Computed):
+        if isinstance(value, LaunchTimeArguments):
             call = f"{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
             known = self.known.get(value)
             if known is not None:  # another launch of this call has it
@@ -540,7 +541,7 @@ class _Writer(FunctionWriter):
 
 def _width(value: Any) -> int:
     """How many arguments of a kernel a value is."""
-    return value.places if type(value) is Computed else 1
+    return value.places if type(value) is LaunchTimeArguments else 1
 
 
 def _form(template: Any) -> tuple:
@@ -550,7 +551,7 @@ def _form(template: Any) -> tuple:
 
 
 def _is_dense(place: Place) -> bool:
-    """Whether a tensor's memory has no gaps: ``empty_like`` then gives another one of the same strides."""
+    """True when a tensor's memory has no gaps: ``empty_like`` then gives another one of the same strides."""
     order = sorted(zip(place.stride, place.shape, strict=True))
     steps, step = [(s, n) for s, n in order if n != 1], 1
     for stride, length in steps:

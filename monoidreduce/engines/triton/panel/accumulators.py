@@ -317,10 +317,10 @@ class StoredWeights:
 
     def _launch_fold(self, values: dict[Expr, Any], results: list[Tensor], here: Sizes) -> Tensor:
         """Write the folds' results, and weights where they are stored; returns the factors of rows."""
-        gemm, rows, late = self.gemm, here.rows, self.gemm.epilogue.late
+        gemm, rows, factored = self.gemm, here.rows, self.gemm.epilogue.factored
         tiles = -(-here.cols // gemm.plan_kernel("write_guessed", here).block_folded)
-        empty, padded = functools.partial(torch.empty, device=here.device), pad_rows(rows)
-        guesses, label_logits, factors = empty(3, padded, dtype=torch.float32)[:, :rows]
+        empty, padded_rows = functools.partial(torch.empty, device=here.device), pad_rows(rows)
+        guesses, label_logits, factors = empty(3, padded_rows, dtype=torch.float32)[:, :rows]
         marks = empty(rows, dtype=torch.int32)
         maxima, sums = self.arena.place_tile_sums(tiles)
         whole = gemm.prepare((guesses,), values, here)
@@ -332,18 +332,18 @@ class StoredWeights:
             own = _select_columns(values, first, last)
             prepared = gemm.prepare((panel,), own, replace(self.sizes, rows=rows, cols=last - first))
             is_stored = (first, last) != rest
-            outputs = [prepared.describe_output(panel), guesses, maxima[done:], sums[done:], padded]
+            outputs = [prepared.describe_output(panel), guesses, maxima[done:], sums[done:], padded_rows]
             prepared.launch("write_guessed" if is_stored else "sum_guessed", outputs, own)
             written += [(prepared, panel, own)] if is_stored else []
             done += prepared.tiles
         if done < tiles:
             maxima[done:].fill_(-torch.inf)
             sums[done:].zero_()
-        if late is not None and late.label is not None:
+        if factored is not None and factored.label is not None:
             whole.launch("multiply_labels", [label_logits], values)
         # label columns are weighed elsewhere: no panel, no label weights
         ends = [label_logits, guesses, 0, factors, guesses, guesses, marks]
-        whole.launch("finish_rows", [*results, guesses, maxima, sums, padded, *ends], values, tiles)
+        whole.launch("finish_rows", [*results, guesses, maxima, sums, padded_rows, *ends], values, tiles)
         known = {name: t.unsqueeze(0) for name, t in zip(gemm.epilogue.names, results, strict=True)}
         for prepared, panel, own in written:
             prepared.launch("recompute_rows", [panel, panel.stride(0), marks], own | known)

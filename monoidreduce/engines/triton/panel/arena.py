@@ -24,7 +24,7 @@ from ...common.evaluate import Sizes
 from ...panel import ALIGN
 from ...panel.panel_program import PanelLoop, list_feeds
 from ..codegen.kernel_spec import WIDEST
-from ..schedules import spec_from_tensors
+from ..launch import hardware
 from . import epilogue
 from .epilogue import EpilogueGemm
 from .row_kernel import group_stages, split_stage
@@ -54,7 +54,7 @@ def tile_sum_bytes(rows: int, tiles: int) -> int:
 
 
 def is_aligned(width: int, compute: torch.dtype) -> bool:
-    """Whether totals of so many features all begin at aligned addresses, if the first does."""
+    """True when totals of so many features all begin at aligned addresses, if the first does."""
     return width * compute.itemsize % _ALIGNED_BYTES == 0
 
 
@@ -291,7 +291,7 @@ class MemoryPlan:
     # GEMMs with an epilogue
 
     def has_epilogue(self) -> bool:
-        """Whether weights are written by a GEMM's epilogue, whatever the layout."""
+        """True when weights are written by a GEMM's epilogue, whatever the layout."""
         return all(self.epilogue(shifted) is not None for shifted in (False, True))
 
     def epilogue(self, shifted: bool) -> EpilogueGemm | None:
@@ -299,14 +299,14 @@ class MemoryPlan:
 
         Not where small tiles are skipped: weights of a guessed maximum lack a factor of their row."""
         if shifted not in self._epilogues:
-            alone = len(self.groups) == 1 and self.narrow_dtype and epilogue.is_fast_on(self.sizes.device)
+            alone = len(self.groups) == 1 and self.narrow_dtype and hardware.has_fast_epilogues(self.sizes.device)
             alone = alone and skip_small_tiles.active() is None
             found = epilogue.fuse_epilogue(self.loop, self.groups[0], shifted) if alone else None
             self._epilogues[shifted] = found if found and self._is_suitable(found) else None
         return self._epilogues[shifted]
 
     def _is_suitable(self, gemm: EpilogueGemm) -> bool:
-        """Whether it has features enough, its weights overwrite its inner products, and each sum is one GEMM."""
+        """True when it has features enough, its weights overwrite its inner products, and each sum is one GEMM."""
         last = self.groups[0][-1]
         wide = self.sizes.of(str(gemm.product.args[0].feature)) > WIDEST
         overwrites = self.weight_places[last] == [(self.narrow_dtype, gemm.product)]
@@ -334,13 +334,13 @@ class MemoryPlan:
         """The whole loop as GEMMs of some columns at a time, whose weights are stored until rows are known
         (``accumulators.py``)."""
         gemm = self.epilogue(False)
-        if gemm is None or gemm.epilogue.late is None or not self.lends_gradients():
+        if gemm is None or gemm.epilogue.factored is None or not self.lends_gradients():
             return None
         if any(e.is_pair for e, _ in gemm.feeds):
             return None
         if len(self.widths("rows")) != 1 or len(self.widths("cols")) > 1 or self.epilogue_of_last_stage() is None:
             return None
-        has_labels = gemm.epilogue.late.label_weight is not None
+        has_labels = gemm.epilogue.factored.label_weight is not None
         found = epilogue.fuse_epilogue(self.loop, self.groups[0], True, stored=True)
         return found if has_labels == (self.epilogue_without_labels() is not None) else None
 
@@ -410,7 +410,7 @@ class MemoryPlan:
         most = panel_layout.MAX_ROUNDINGS if self.epilogue_without_labels() else panel_layout.PREFERRED_BLOCKS
         strips = len(self.widths("rows")) == 1 == len(self.widths("cols"))
         limit -= min(rows * _ROW_BYTES, limit // _SCALAR_SHARE)
-        processors = spec_from_tensors.processors(self.sizes.device)
+        processors = hardware.count_processors(self.sizes.device)
         machine = panel_layout.Machine(processors, (panel_layout.TILE[0], self._tile_cols()))
         row, widths = self.total_bytes("cols"), (sum(self.widths("cols")), sum(self.widths("rows")))
         lent = row * self.weight_dtype.itemsize // self.sizes.compute.itemsize if self.lends_gradients() else 0
@@ -430,12 +430,12 @@ class MemoryPlan:
         if stored is not None:
             tile = stored.plan_kernel("write_guessed", self.sizes).block_folded
             needs = panel_layout.StorageNeeds(tile_sum_bytes(rows, -(-cols // tile)), rows * gradient, tile)
-        processors = spec_from_tensors.processors(self.sizes.device)
+        processors = hardware.count_processors(self.sizes.device)
         fill = panel_layout.fill_waves(rows, processors, self._tile_cols())
         return panel_layout.plan_in_place(cols, gradient, column, totals, limit, panel_layout.MAX_COLS, fill, needs)
 
     def lends_gradients(self) -> bool:
-        """Whether row gradients lend their memory to float32 totals: not where small tiles are skipped, which are
+        """True when row gradients lend their memory to float32 totals: not where small tiles are skipped, which are
         searched for in whole panels, nor where totals would not be aligned."""
         aligned = all(is_aligned(w, self.sizes.compute) for w in self.widths("cols"))
         return skip_small_tiles.active() is None and aligned
@@ -478,6 +478,6 @@ class MemoryPlan:
         return [v for v in (one.products[0].vector for one in sums) if v is not None]
 
     def _is_sum(self) -> bool:
-        """Whether panels of a row can be added up: one stage, of sums and label gathers."""
+        """True when panels of a row can be added up: one stage, of sums and label gathers."""
         kinds = {r.attrs[0] for s in self.loop.stages for r in s.fold.reductions}
         return len(self.loop.stages) == 1 and kinds <= {"sum", "pick"}

@@ -18,11 +18,10 @@ from torch import Tensor
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.skip_small_tiles import TILE
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..kernels import fold_kernel
-from ..launch import descriptors, jit_module
-from ..launch.jit_module import Again, Kernels, LaunchCache
-from ..schedules import kernel_plan, spec_from_tensors
+from ..launch import descriptors, hardware, jit_module
+from ..launch.jit_module import Kernels, LaunchCache, Relaunch
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import contraction_kernel
@@ -60,9 +59,9 @@ def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: boo
 
 
 def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
-    """Whether the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
+    """True when the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
-    many = tiles * turns >= ROUNDS * spec_from_tensors.processors(device)
+    many = tiles * turns >= ROUNDS * hardware.count_processors(device)
     return (
         SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
     )
@@ -79,13 +78,9 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
-        and kernel_plan.runs_warp_specialized(out.device)
-        and _can_copy(out, panel, vectors)
+        and hardware.runs_warp_specialized(out.device)
+        and all(map(descriptors.can_copy_vectors, (out, panel, vectors)))
     )
-
-
-def _can_copy(*tensors: Tensor) -> bool:
-    return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 
 class PreparedContraction:
@@ -97,18 +92,18 @@ class PreparedContraction:
         self.kernel = contraction_kernel.write_kernel(str(out.dtype)[6:], self.over, add)
         tiles, turns = -(-out.shape[0] // SCHEDULE.tile), -(-out.shape[1] // SCHEDULE.width)
         self.numbers = (-(-weights.shape[1] // depth), tiles, turns)
-        self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)
+        self.grid = min(hardware.count_processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
-        self.boxes = [descriptors.make_descriptor(t, (), block, staged=True) for t, block in forms]
-        self.kept = LaunchCache()
+        self.descriptors = [descriptors.make_descriptor(t, (), block, with_layout=True) for t, block in forms]
+        self.launch_cache = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)
-        arguments = [*map(descriptors.replace_base, self.boxes, given), *self.numbers]
-        self.kept((), functools.partial(self._first, arguments, out.device), arguments)
+        arguments = [*map(descriptors.replace_base, self.descriptors, given), *self.numbers]
+        self.launch_cache((), functools.partial(self._first, arguments, out.device), arguments)
 
-    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
+    def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         return fold_kernel.execute(
             fold_kernel.KernelCall(self.kernel, PLAN, self.grid, tuple(arguments), False, "ieee", False, device)
         )
@@ -125,11 +120,6 @@ _MISSING: Any = object()
 # the order of a sum is that of its tiles.
 
 _TEXT = """@triton.jit
-def highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def tile_maxima(maxima, weights, stride, rows, cols, across, TILE: tl.constexpr):
     # the largest |weight| of a tile, NaN where one is
     tile = tl.program_id(0)
@@ -246,7 +236,7 @@ def _list_kept_tiles(weights: Tensor) -> KeptTiles | None:
     least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
     for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
         into = (lists[over], counts[over], maxima, least, *step, length)
-        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, padded(length))))
+        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, pad_width(length))))
     return KeptTiles(skipped, lists, counts)
 
 

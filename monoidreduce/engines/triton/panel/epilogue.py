@@ -25,16 +25,16 @@ from ...panel.panel_program import PanelLoop
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
-from ..launch import descriptors
-from ..schedules import kernel_plan, spec_from_tensors
+from ..launch import descriptors, hardware
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
 from . import epilogue_kernels, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
 from .row_factor import (
+    FactoredWeight,
     LabelTerm,
-    LateFactor,
     RowCorrections,
     has_distinct_labels,
     split_label_column,
@@ -149,14 +149,9 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 
 
 def is_wide(width: int) -> bool:
-    """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
+    """True when ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
     registers for them."""
-    return width > _WIDE_FEATURES and kernel_plan.has_registers_for_wide_tiles()
-
-
-def is_fast_on(device: torch.device) -> bool:
-    """Whether generated GEMMs are as fast as the vendor's there: where tensor descriptors feed the tensor cores."""
-    return device.type == "cuda" and descriptors.are_supported(device)
+    return width > _WIDE_FEATURES and hardware.has_registers_for_wide_tiles()
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,8 @@ class EpilogueGemm:
 
     @property
     def guesses(self) -> bool:
-        """Whether weights are measured from a guessed maximum."""
-        return self.epilogue.late is not None
+        """True when weights are measured from a guessed maximum."""
+        return self.epilogue.factored is not None
 
     def row_bytes(self, sizes: Sizes) -> int:
         """Bytes besides the panel that are held of one row: the maxima and sums of its tiles."""
@@ -186,7 +181,7 @@ class EpilogueGemm:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        pingpong = (wide or width <= DEEPEST) and kernel_plan.runs_warp_specialized(sizes.device)
+        pingpong = (wide or width <= DEEPEST) and hardware.runs_warp_specialized(sizes.device)
         return plan_kernel(name, width, pingpong, wide)
 
     def write_weights(
@@ -224,10 +219,10 @@ class PreparedGemm:
         self.launches: dict[str, row_kernel.PreparedKernel] = {}
         leaves = gemm.operand_leaves
         fits = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in leaves]
-        self.copied = leaves if all(fits) and descriptors.are_supported(here.device) else ()  # by tensor descriptors
+        self.copied = leaves if all(fits) and hardware.has_descriptors(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
         large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
-        large = large and kernel_plan.runs_warp_specialized(here.device)
+        large = large and hardware.runs_warp_specialized(here.device)
         width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
         self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
@@ -252,23 +247,23 @@ class PreparedGemm:
         if not self.gemm.guesses:
             self.launch("write_weights", [descriptor], values)
             return None
-        empty, padded = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
-        guesses, label_logits, factors, label_weights = empty(4, padded, dtype=torch.float32)[:, :rows]
+        empty, padded_rows = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
+        guesses, label_logits, factors, label_weights = empty(4, padded_rows, dtype=torch.float32)[:, :rows]
         marks, labels = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
-        maxima, sums = (empty(self.tiles, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
-        late = self.gemm.epilogue.late
+        maxima, sums = (empty(self.tiles, padded_rows, dtype=t) for t in (torch.bfloat16, torch.float32))
+        factored = self.gemm.epilogue.factored
         self.launch("guess_maxima", [guesses], values)
-        self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded], values)
-        if late is not None and late.label is not None:
+        self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded_rows], values)
+        if factored is not None and factored.label is not None:
             self.launch("gather_label_logits", [label_logits], values)
-        tiles = [guesses, maxima, sums, padded]
+        tiles = [guesses, maxima, sums, padded_rows]
         rest = [label_logits, out, out.stride(0), factors, label_weights, labels, marks]
         self.launch("finish_rows", [*results, *tiles, *rest], values, self.tiles)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.gemm.epilogue.names, results, strict=True)}
         self.launch("recompute_rows", [out, out.stride(0), marks], values)
-        if late is None or late.label_weight is None:
+        if factored is None or factored.label_weight is None:
             return RowCorrections(factors)
-        return RowCorrections(factors, label_weights, labels, has_distinct_labels(late.label))
+        return RowCorrections(factors, label_weights, labels, has_distinct_labels(factored.label))
 
     def describe_output(self, out: Tensor) -> Any:
         """The descriptor by which kernels write ``out``."""
@@ -287,7 +282,7 @@ class PreparedGemm:
         plan = self.plans[name]
         rows, cols = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
         shared = self.pingpong and name in GEMMS  # two warp groups are one program instance
-        resident = spec_from_tensors.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
+        resident = hardware.count_processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
         return min(rows * cols, resident) if name in (*GEMMS, "recompute_rows") else rows
 
     def _write_pingpong(self, name: str, values: Mapping[Expr, Any], plan: KernelPlan) -> Any:
@@ -310,11 +305,10 @@ class PreparedGemm:
     def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here, fold = self.here, _list_folds(name, self.gemm.epilogue, tuple(values))
         copied = () if name in ROW_KERNELS else self.copied
-        boxes = tuple(() if e in copied else None for e in fold.leaves)
+        how: dict[str, Any] = dict(narrow="bfloat16", k_loop=True, unrounded=self.gemm.exact)
+        dims = tuple(() if e in copied else None for e in fold.leaves)
         given = [values[e] for e in fold.leaves]
-        return spec_from_tensors.describe_as_given(
-            fold, "cols", given, here, narrow="bfloat16", deep=True, raw=self.gemm.exact, boxes=boxes
-        )
+        return spec_from_tensors.describe_as_given(fold, "cols", given, here, descriptors=dims, **how)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -352,21 +346,21 @@ def fuse_epilogue(
     if len(operations) > _MAX_OPERATIONS or any(e.op in DRAWS for e in operations):
         return None
     folds = tuple(r for fold in stages.folds for r in fold)
-    late = split_row_factor(fuse_stages(loop, group, False)) if folds else None
-    if folds and (shifted is not stored or without_labels or late is None):
+    factored = split_row_factor(fuse_stages(loop, group, False)) if folds else None
+    if folds and (shifted is not stored or without_labels or factored is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]
     vectors = _make_vector_leaf("u0", row), _make_vector_leaf("u1", col)
     replaced = {leaf: dot(*vectors)}
     (weight,), folds = substitute(stages.weights, replaced), substitute(folds, replaced)
-    if late is not None and stored:
-        late = _substitute_late(replace(late, label_weight=None), shift_indices("col"))
-    late = None if late is None else _substitute_late(late, replaced)
+    if factored is not None and stored:
+        factored = _substitute_factored(replace(factored, label_weight=None), shift_indices("col"))
+    factored = None if factored is None else _substitute_factored(factored, replaced)
     label = None if label is None else LabelTerm(*substitute((label.weight, label.label), replaced))
     names = tuple(n for own in stages.names for n in own)
     feeds = tuple((e, f) for e, f in zip(stages.leaves, stages.feeds, strict=True) if e is not leaf)
-    epilogue = Epilogue(folds, names, weight, late, label)
+    epilogue = Epilogue(folds, names, weight, factored, label)
     return EpilogueGemm(epilogue, product, (row, col), vectors, feeds, bool(folds) or stored or loop.exact)
 
 
@@ -374,6 +368,6 @@ def _make_vector_leaf(name: str, operand: Expr) -> Expr:
     return node("leaf", (), (name,), rows=operand.rows, cols=operand.cols, feature=operand.feature, dtype="float")
 
 
-def _substitute_late(late: LateFactor, replaced: dict[Expr, Expr]) -> LateFactor:
-    parts = substitute((late.pair_weight, late.exponential, late.factor), replaced)
-    return replace(late, pair_weight=parts[0], exponential=parts[1], factor=parts[2])
+def _substitute_factored(factored: FactoredWeight, replaced: dict[Expr, Expr]) -> FactoredWeight:
+    parts = substitute((factored.pair_weight, factored.exponential, factored.factor), replaced)
+    return replace(factored, pair_weight=parts[0], exponential=parts[1], factor=parts[2])

@@ -35,7 +35,7 @@ from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reductions import TOOLS, LabelColumnWriter
-from .row_factor import LabelTerm, LateFactor
+from .row_factor import FactoredWeight, LabelTerm
 from .row_kernel import RowValues, assemble_kernel
 
 # In powers of two: up to here from the guessed maximum, weights and sums neither overflow nor lose digits.
@@ -57,7 +57,7 @@ class Epilogue:
     folds: tuple[Expr, ...]  # a softmax and label gathers, where the weight needs them
     names: tuple[Expr, ...]  # of their results
     weight: Expr
-    late: LateFactor | None = None  # the weight in parts, where a factor of it is known late
+    factored: FactoredWeight | None = None  # the weight in parts, where a factor of it is known late
     label: LabelTerm | None = None  # the label column, where it is left out of the weight
 
 
@@ -93,16 +93,18 @@ def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> ker
 
 def list_reads(name: str, epilogue: Epilogue) -> tuple[Expr, ...]:
     """The expressions that a kernel computes, and so reads the leaves of."""
-    late, label = epilogue.late, epilogue.label
+    factored, label = epilogue.factored, epilogue.label
     if name == "weigh_labels" and label is not None:
         return label.weight, label.label
-    if name in ("write_weights", "recompute_rows") or late is None:
+    if name in ("write_weights", "recompute_rows") or factored is None:
         return (epilogue.weight,)
     if name == "finish_rows":
-        return (*epilogue.folds[1:], epilogue.weight, late.factor)
+        return (*epilogue.folds[1:], epilogue.weight, factored.factor)
     if name in ("gather_label_logits", "multiply_labels"):
-        return (find_product(epilogue), *(() if late.label is None else (late.label,)))
-    return (epilogue.folds[0].args[0], late.pair_weight) if name == "write_guessed" else (epilogue.folds[0].args[0],)
+        return (find_product(epilogue), *(() if factored.label is None else (factored.label,)))
+    return (
+        (epilogue.folds[0].args[0], factored.pair_weight) if name == "write_guessed" else (epilogue.folds[0].args[0],)
+    )
 
 
 # The lines of each kernel
@@ -155,7 +157,7 @@ def _write_tiles(
 
 
 def has_column_scalars(spec: Spec) -> bool:
-    """Whether there are scalars per column: these take registers."""
+    """True when there are scalars per column: these take registers."""
     return any(e.cols and e.feature is None for e in spec.fold.leaves)
 
 
@@ -190,7 +192,7 @@ def write_strips(
 
 
 def _product_key(epilogue: Epilogue) -> tuple:
-    return (*find_operands(find_product(epilogue)), "deep")
+    return k_loop.product_key(*find_operands(find_product(epilogue)))
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
@@ -261,16 +263,16 @@ def add_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: 
 
 def weigh_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
     """The same; returns the name of the weights."""
-    assert epilogue.late is not None
+    assert epilogue.factored is not None
     add_exponentials(v, epilogue, n, exponent, adds)
-    v.inner[epilogue.late.exponential] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
-    return v.full(epilogue.late.pair_weight)
+    v.inner[epilogue.factored.exponential] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+    return v.full(epilogue.factored.pair_weight)
 
 
 def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
-    assert epilogue.late is not None
-    late, outs, n = epilogue.late, [f"out{k}" for k in range(len(epilogue.names))], "soft0"
-    there = None if late.label is None else LabelColumnWriter(v, "own", late.label)
+    assert epilogue.factored is not None
+    factored, outs, n = epilogue.factored, [f"out{k}" for k in range(len(epilogue.names))], "soft0"
+    there = None if factored.label is None else LabelColumnWriter(v, "own", factored.label)
     if there is not None:
         own = f"tl.load(label_logits + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
         there.outer[find_product(epilogue)] = there.bind("product", own, False, "own_product")
@@ -285,8 +287,8 @@ def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _
         lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
         for values in (v, there) if there else (v,):
             values.outer[name] = f"{x}[:, None]"
-    factor = v.number(late.factor)
-    weight = there.number(epilogue.weight) if there and late.label_weight is not None else ""
+    factor = v.number(factored.factor)
+    weight = there.number(epilogue.weight) if there and factored.label_weight is not None else ""
     lines += [
         *take_bound_lines(v),
         f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
@@ -343,8 +345,8 @@ _COMBINE_TILES = [
 
 def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     """The inner product in each row's label column, feature by feature."""
-    assert epilogue.late is not None and epilogue.late.label is not None
-    target = v.number(epilogue.late.label)
+    assert epilogue.factored is not None and epilogue.factored.label is not None
+    target = v.number(epilogue.factored.label)
     own = f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)"
     lines = [
         *v.before,
@@ -359,8 +361,8 @@ def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[st
 
 def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     """The inner product in each row's label column, on the tensor cores."""
-    assert epilogue.late is not None and epilogue.late.label is not None
-    lines = _multiply_on_diagonal(v, epilogue, LabelColumnWriter(v, "own", epilogue.late.label))
+    assert epilogue.factored is not None and epilogue.factored.label is not None
+    lines = _multiply_on_diagonal(v, epilogue, LabelColumnWriter(v, "own", epilogue.factored.label))
     lines += ["tl.store(label_logits + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
     return ["label_logits"], [*_ROW_INDICES, *lines]
 
@@ -396,7 +398,7 @@ def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelC
         f"own = {there.place}",
         "taken = tl.zeros([KEPT, KEPT], tl.float32)",
     ]
-    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop._dot('taken', ['x', 'y'])}"]
+    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop.write_dot('taken', ['x', 'y'])}"]
     lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
     return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
 

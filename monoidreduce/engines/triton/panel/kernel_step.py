@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import jit_module
+from ..launch import hardware, jit_module
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights, StoredWeights
@@ -51,14 +51,14 @@ Walk = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
 @dataclass(frozen=True)
 class _Recording:
-    """A recorded walk."""
+    """A recorded loop over panels."""
 
     replay: Replay
     plans: tuple  # the tiles of its kernels
     choices: tuple[tuple[Any, Any], ...]  # what chose the panels of each of its parts, and the panels
 
     def is_current(self, is_bounded: bool) -> bool:
-        """Whether the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
+        """True when the loop would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
         return self.plans == _plans() and (
             is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
         )
@@ -94,8 +94,8 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
 
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
-    """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not jit_module.can_relaunch(sizes.device):
+    """All that a loop over panels depends on but its tiles; None where it may depend on more."""
+    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
@@ -114,7 +114,7 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
 
 
 def _second(key: tuple, program: Lowered) -> _Kind | None:
-    """The kind of a walk from its second run on, which is recorded; None on the first."""
+    """The kind of a loop from its second run on, which is recorded; None on the first."""
     if _ONCE.pop(key, None) is None:
         _ONCE.keep(key, True)
         return None
@@ -172,7 +172,7 @@ class KernelStep:
             except Unsupported:
                 continue
             found = launch(leaves)
-            jit_module.report(launch.again, (*found, *launch.fill_arguments(leaves)))
+            jit_module.report(launch.relaunch, (*found, *launch.template.fill(leaves, by_address=False)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:
@@ -430,3 +430,36 @@ def _gather_scalars(scalars: tuple[Expr, ...]) -> list[ElementwiseGroup]:
 def _row_kernels(loop: PanelLoop) -> dict[tuple, row_kernel.PreparedKernel]:
     """The kernels of a loop that were written so far."""
     return {}
+
+
+# The same on meta tensors, for estimates of memory: panels that are alike run once
+
+
+class _MetaPlan(MemoryPlan):
+    """A memory plan for meta tensors, with the fused GEMMs of the real device."""
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype], real_sizes: Sizes):
+        self.real = MemoryPlan(loop, real_sizes, dtypes)
+        super().__init__(loop, sizes, dtypes)
+
+    def epilogue(self, shifted: bool) -> EpilogueGemm | None:
+        return self.real.epilogue(shifted)
+
+
+class MetaStep(KernelStep):
+    """Runs the panel engine on meta tensors; of panels that are alike, only the first."""
+
+    real_sizes: ClassVar[Sizes]
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.plan = _MetaPlan(loop, sizes, dtypes, self.real_sizes)
+
+    def iterate_panels(self) -> Iterator[tuple[slice, slice]]:
+        seen = set()
+        for rows, cols in super().iterate_panels():
+            own = self.arena.panel is self.arena.own
+            kind = (rows.stop - rows.start, cols.stop - cols.start, self.directions, own)
+            if kind not in seen:
+                seen.add(kind)
+                yield rows, cols

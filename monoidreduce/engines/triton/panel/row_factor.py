@@ -28,7 +28,7 @@ _MAX_TERMS = 16  # beyond which nothing is distributed
 
 
 @dataclass(frozen=True)
-class LateFactor:
+class FactoredWeight:
     """A weight as ``factor`` × ``pair_weight``, plus ``label_weight`` in the column ``label``.
 
     In that column both terms may nearly cancel: their sum is computed where it is exact, apart from the others."""
@@ -49,7 +49,7 @@ class LabelTerm:
 
 
 def has_distinct_labels(label: Expr | None) -> bool:
-    """Whether no two rows have the same label: it is the row's own index."""
+    """True when no two rows have the same label: it is the row's own index."""
     return label is not None and label in (index("row"), *shift_indices("row").values())
 
 
@@ -74,7 +74,7 @@ class _Term:
 
 
 @functools.lru_cache(maxsize=1024)
-def split_row_factor(stages: FusedStages) -> LateFactor | None:
+def split_row_factor(stages: FusedStages) -> FactoredWeight | None:
     """Take apart the one weight of some stages; None where their folds are anything but a softmax of scalars and label
     gathers, or the weight is no such product."""
     folds = [r for fold in stages.folds for r in fold]
@@ -96,7 +96,7 @@ def split_row_factor(stages: FusedStages) -> LateFactor | None:
     if exponential not in others[0].pairs or any(map(_is_label_term, others[0].pairs)):
         return None
     at_label = [_multiply((t.pairs[0].args[1], *t.rows)) for t in hits]
-    return LateFactor(
+    return FactoredWeight(
         _multiply(others[0].pairs),
         exponential,
         _multiply(others[0].rows),
@@ -119,7 +119,7 @@ def _expand_terms(e: Expr, exponential: Expr, results: set[Expr]) -> tuple[_Term
 
 
 def _is_sum(e: Expr) -> bool:
-    """Whether the terms of an expression follow from those of its arguments."""
+    """True when the terms of an expression follow from those of its arguments."""
     inside = e.op in ("add", "sub", "mul", "neg") or (e.op == "div" and not e.args[1].cols)
     return inside and (e.is_pair or e.cols)
 
@@ -155,7 +155,7 @@ def _negate(t: _Term) -> _Term:
 
 
 def _is_label_term(e: Expr) -> bool:
-    """Whether an expression is a row's scalar in one column, and 0 in all others."""
+    """True when an expression is a row's scalar in one column, and 0 in all others."""
     if e.op != "where" or e.args[2].const != 0 or e.args[1].cols or e.args[0].op != "eq":
         return False
     return any(a.op == "col_index" and not b.cols for a, b in (e.args[0].args, e.args[0].args[::-1]))

@@ -27,13 +27,13 @@ from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
 from ..codegen import compiler, k_loop, kernel_text
-from ..codegen import reductions as codegen_reductions
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
+from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import Again, LaunchCache
+from ..launch.jit_module import LaunchCache, Relaunch
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
@@ -318,21 +318,21 @@ class _KernelWriter:
     def add_fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
         """A pass that folds scalars; their results are stored, and named for what comes later."""
         v, self.v.before = self.v, []
-        kinds = [codegen_reductions.make_for_row(self.made + k, r, v) for k, r in enumerate(reductions)]
-        self.made += len(kinds)
-        guessing = [kind for kind in kinds if isinstance(kind, SoftmaxLaneLines)]
+        lines = [make_row_lines(self.made + k, r, v) for k, r in enumerate(reductions)]
+        self.made += len(lines)
+        guessing = [kind for kind in lines if isinstance(kind, SoftmaxLaneLines)]
         guess = self._read_first_tile(guessing)
-        loops = walk_again_if_far(guessing, self._fold_tiles(kinds), self._fold_tiles(guessing))
+        loops = walk_again_if_far(guessing, self._fold_tiles(lines), self._fold_tiles(guessing))
         v.loop(False)
-        texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
+        texts = [texts[0] for kind in lines for texts, _ in kind.finish()]
         results = v.inside
         for name, text in zip(names, texts, strict=True):
             x, out = str(name.attrs[0]), f"out{len(self.outs)}"
             results += [f"{x} = {text}", f"tl.store({out} + out_at + kept_lane, {x}, mask=kept_in)"]
             v.outer[name] = f"{x}[:, None]"
             self.outs.append(out)
-        self.helpers += [line for kind in kinds for line in ([*kind.helpers, ""] if kind.helpers else [])]
-        begin = [line for kind in kinds for line in kind.start()]
+        self.helpers += [line for kind in lines for line in ([*kind.helpers, ""] if kind.helpers else [])]
+        begin = [line for kind in lines for line in kind.start()]
         self.body += ["", *v.before, *begin, *guess, *loops, *results]
         self.passes += 1
 
@@ -431,7 +431,7 @@ class PreparedKernel:
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
-        self.kept = LaunchCache()  # by the alignment of what is pointed to
+        self.launch_cache = LaunchCache()  # by the alignment of what is pointed to
         self.templates: list[Any] = []
 
     def __call__(
@@ -447,21 +447,19 @@ class PreparedKernel:
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
         if self.copied:
-            self.templates = self.templates or [self._make_template(values[e], block) for e, block in self.copied]
+            make = functools.partial(descriptors.make_descriptor, dims=(), with_layout=self.kernel.hand_scheduled)
+            self.templates = self.templates or [make(values[e], block=(n, k_loop.DEPTH)) for e, n in self.copied]
             arguments += [
                 descriptors.replace_base(one, values[e])
                 for one, (e, _) in zip(self.templates, self.copied, strict=True)
             ]
         key = () if alike else tuple(map(specialization, arguments))
-        self.kept(key, functools.partial(self._first, arguments, device), arguments)
+        self.launch_cache(key, functools.partial(self._first, arguments, device), arguments)
 
-    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
+    def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)
-
-    def _make_template(self, v: Tensor, block: int) -> Any:
-        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.staged)
 
 
 def specialization(v: Any) -> Any:
@@ -493,7 +491,7 @@ def round_to_power(length: int, most: int) -> int:
 
 
 def needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
-    """Whether offsets inside a tile, or a number, need 64 bits."""
+    """True when offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
         return isinstance(v, int) and abs(v) >= fold_kernel.SMALL
     return e.is_pair and any(s * b >= 2**31 for s, b in zip(v.stride()[1:], blocks, strict=True))

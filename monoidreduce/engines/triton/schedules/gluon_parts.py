@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
 from ..codegen import kernel_text, listed
-from ..codegen.kernel_spec import Slices, Spec, box_name
+from ..codegen.kernel_spec import Slices, Spec, name_descriptor
 
 IMPORTS = """import triton.experimental.gluon.language as tl
 from triton.experimental import gluon
@@ -209,7 +209,7 @@ class Ring:
 
     A block is filled by one copy of a tensor descriptor, ``{name}_box``; of vectors in several slices, each slice has a
     ring and a descriptor of its own, and all share the barriers. ``corner`` are the coordinates before the folded
-    index. ``consumers``: how many warp groups arrive when they are done with it. ``turned``: features are the first
+    index. ``consumers``: how many warp groups arrive when they are done with it. ``transposed``: features are the first
     dimension of a block."""
 
     name: str
@@ -217,12 +217,12 @@ class Ring:
     consumers: int
     corner: str
     slices: Slices
-    turned: bool = False
+    transposed: bool = False
 
     @classmethod
-    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int, turned: bool = False) -> Ring:
-        corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e])
-        return cls(leaf_name(e), depth, consumers, corner, spec.box_slices(e), turned)
+    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int, transposed: bool = False) -> Ring:
+        corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.descriptor_dims[e])
+        return cls(leaf_name(e), depth, consumers, corner, spec.descriptor_slices(e), transposed)
 
     @property
     def rings(self) -> list[str]:
@@ -230,10 +230,10 @@ class Ring:
         return [f"{self.name}_ring{suffix(k)}" for k in range(len(self.slices))]
 
     def allocate_blocks(self, narrow: str) -> list[str]:
-        boxes = [box_name(self.name, k) for k in range(len(self.slices))]
+        names = [name_descriptor(self.name, k) for k in range(len(self.slices))]
         return [
-            allocate(ring, narrow, f"[{self.depth}] + {box}.block_type.shape", f"{box}.layout")
-            for ring, box in zip(self.rings, boxes, strict=True)
+            allocate(ring, narrow, f"[{self.depth}] + {name}.block_type.shape", f"{name}.layout")
+            for ring, name in zip(self.rings, names, strict=True)
         ]
 
     def allocate_barriers(self) -> list[str]:
@@ -248,7 +248,7 @@ class Ring:
     @property
     def bytes(self) -> str:
         """The bytes of a step's blocks."""
-        return " + ".join(f"{box_name(self.name, k)}.block_type.nbytes" for k in range(len(self.slices)))
+        return " + ".join(f"{name_descriptor(self.name, k)}.block_type.nbytes" for k in range(len(self.slices)))
 
     def copy(self, start: str, barrier: str, slot: str) -> list[str]:
         """Begin to copy the blocks at a folded index into a slot; ``barrier`` counts their bytes."""
@@ -258,8 +258,8 @@ class Ring:
         """The same where the barrier knows how many bytes to expect."""
         lines = []
         for k, (ring, (first, _)) in enumerate(zip(self.rings, self.slices, strict=True)):
-            at = f"[{self.corner}{first}, {start}]" if self.turned else f"[{self.corner}{start}, {first}]"
-            lines.append(f"copy({box_name(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
+            at = f"[{self.corner}{first}, {start}]" if self.transposed else f"[{self.corner}{start}, {first}]"
+            lines.append(f"copy({name_descriptor(self.name, k)}, {at}, {barrier}, {ring}.index({slot}))")
         return lines
 
     def produce(self, phase: str, depth: int = 0) -> list[str]:
@@ -285,7 +285,7 @@ class Ring:
 
     def blocks_in(self, slot: str, folded: str = "FOLDED") -> list[str]:
         """The same of a slot."""
-        shape = "[{1}, {0}]).permute((1, 0)" if self.turned else "[{0}, {1}]"
+        shape = "[{1}, {0}]).permute((1, 0)" if self.transposed else "[{0}, {1}]"
         return [
             f"{ring}.index({slot}).reshape({shape.format(folded, size)})"
             for ring, (_, size) in zip(self.rings, self.slices, strict=True)
@@ -338,7 +338,7 @@ def scalar_opening(spec: Spec) -> list[str]:
 class TileOrder:
     """The order in which a kernel computes tiles: whole ones first, then those that a condition or the end cuts.
 
-    ``opening`` are the lines that say how many: ``whole_steps`` of ``steps``. ``sloped`` kernels (ALiBi) begin at the
+    ``opening_lines`` that say how many: ``whole_steps`` of ``steps``. ``sloped`` kernels (ALiBi) begin at the
     whole tile ``nearest`` to the kept indices, whose maximum is guessed from it; the others follow in order, so that
     many program instances read the same blocks at the same time."""
 
@@ -348,7 +348,7 @@ class TileOrder:
     backwards: bool = False  # whole tiles from the last to the first
 
     @property
-    def opening(self) -> list[str]:
+    def opening_lines(self) -> list[str]:
         if self.spec.listed:
             lines = listed.write_steps(self.spec, self.kept)
         elif not self.spec.bounds:
@@ -364,16 +364,19 @@ class TileOrder:
             lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
         if self.backwards:
             lines.append("last_whole = whole_steps - 1")
-        if self.spec.group is not None:  # a step for each element of the batch dimension that is folded too
-            lines += [f"whole_steps = whole_steps * {self.spec.group_text}", f"steps = steps * {self.spec.group_text}"]
+        if self.spec.folded_batch_dim is not None:  # a step for each element of the batch dimension that is folded too
+            lines += [
+                f"whole_steps = whole_steps * {self.spec.folded_batch_text}",
+                f"steps = steps * {self.spec.folded_batch_text}",
+            ]
         return lines
 
     def whole(self, step: str = "step") -> str:
         """The tile of a later step, where it is whole."""
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
-        if self.spec.group is not None:
-            step = f"({step} // {self.spec.group_text})"
+        if self.spec.folded_batch_dim is not None:
+            step = f"({step} // {self.spec.folded_batch_text})"
         return self._whole(_after_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
@@ -381,18 +384,18 @@ class TileOrder:
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
         if not self.spec.bounds:
-            return step if self.spec.group is None else f"({step} // {self.spec.group_text})"
+            return step if self.spec.folded_batch_dim is None else f"({step} // {self.spec.folded_batch_text})"
         at = f"({step} - whole_steps)"
-        at = at if self.spec.group is None else f"({at} // {self.spec.group_text})"
+        at = at if self.spec.folded_batch_dim is None else f"({at} // {self.spec.folded_batch_text})"
         return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
 
     def any(self, step: str = "step") -> str:
         """The tile of a step, where it may be either."""
         if self.spec.listed:
             return listed.tile_of_step(self.spec, step)
-        if not self.sloped and not self.spec.bounds and self.spec.group is None:
+        if not self.sloped and not self.spec.bounds and self.spec.folded_batch_dim is None:
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {step})" if self.backwards else step
-        if self.spec.group is not None:
+        if self.spec.folded_batch_dim is not None:
             if not self.spec.bounds and not self.backwards:
                 return self.whole(step)
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
@@ -409,9 +412,9 @@ class TileOrder:
 
     def enter_group(self, step: str = "step") -> list[str]:
         """A line that says which element of the batch dimension that is folded too a step computes, if there is one."""
-        if self.spec.group is None:
+        if self.spec.folded_batch_dim is None:
             return []
-        return [f"b{self.spec.group} = tl.cast({step} % {self.spec.group_text}, tl.int64)"]
+        return [f"b{self.spec.folded_batch_dim} = tl.cast({step} % {self.spec.folded_batch_text}, tl.int64)"]
 
     def _whole(self, step: str) -> str:
         step = f"(last_whole - {step})" if self.backwards else step
@@ -520,7 +523,7 @@ def assemble(
         return None
     header = kernel_text.write_header(spec, list(plain.leaves), imports)
     text = "\n".join([header, *in_gluon(helpers), functions + body])
-    return replace(plain, text=text, staged=True, consumers=consumers)
+    return replace(plain, text=text, hand_scheduled=True, consumers=consumers)
 
 
 def in_gluon(helpers: Iterable[str]) -> list[str]:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from ....plan import settings
 from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, FEW_STORED_PAGES, MOST_FEW, Family, Tile
-from ..codegen.kernel_spec import padded
+from ..codegen.kernel_spec import pad_width
 from ..codegen.kernel_text import Kernel
-from ..launch import jit_module
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
 WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits
@@ -54,7 +50,7 @@ class KernelPlan:
     block_folded: int
     num_warps: int = 4  # of a hand-scheduled kernel: of its first warp group
     num_stages: int = 2  # of the compiler's pipeline; of hand-scheduled attention: blocks in a ring buffer
-    parts: int = 0  # splits of the folded axis (as in split-K); 0: as many as keep the device busy
+    splits: int = 0  # of the folded axis (as in split-K); 0: as many as keep the device busy
     rendering: int = Rendering.LOADS  # a ``Rendering``; plan records hold its number
 
 
@@ -125,8 +121,8 @@ def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, 
     A split has at least eight tiles, so that combining the splits costs little beside them. ``beside``: of GEMMs of
     many features, how many kept tiles run at the same time; their splits then fill the device.
     """
-    if plan.parts:
-        return max(1, min(plan.parts, tiles))
+    if plan.splits:
+        return max(1, min(plan.splits, tiles))
     if beside:
         return _count_even_splits(instances, tiles, processors, -(-processors // beside) if beside < instances else 1)
     if not instances or instances * 2 > processors:
@@ -165,11 +161,11 @@ def choose_few_plan(
     if processors <= 1:  # of a device elsewhere: the cost model chooses the splits
         return plan
     instances, tiles = count * -(-lengths[0] // block), -(-lengths[1] // plan.block_folded)
-    plan = replace(plan, parts=count_few_splits(instances, tiles, processors * (WIDENING if widens else 1)))
-    idle = instances * plan.parts < ONE_WAVE * processors
+    plan = replace(plan, splits=count_few_splits(instances, tiles, processors * (WIDENING if widens else 1)))
+    idle = instances * plan.splits < ONE_WAVE * processors
     longer = replace(plan, block_folded=2 * plan.block_folded, num_stages=max(least, plan.num_stages - 1))
     fits = block <= 32 and shared_bytes(longer, kernel, 2, family) <= room
-    return longer if idle and fits and tiles >= LONG_TILES * plan.parts else plan
+    return longer if idle and fits and tiles >= LONG_TILES * plan.splits else plan
 
 
 def count_few_splits(instances: int, tiles: int, processors: int) -> int:
@@ -232,7 +228,7 @@ def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
     how = _describe_work(kernel, widest)
     how += "" if alone else " apart" if kernel.traits.sums_other_block and how == "plain" else " gradient"
     few = kernel.widths.folded <= 3 * widest
-    return padded(widest) if few else 0, min(kernel.widths.state // widest, 2), how
+    return pad_width(widest) if few else 0, min(kernel.widths.state // widest, 2), how
 
 
 def _describe_work(kernel: Kernel, widest: int) -> str:
@@ -265,7 +261,7 @@ def _float32_split_kind(kernel: Kernel) -> str:
     """The key of the table for float32 vectors that are multiplied in 16-bit pieces."""
     widths, traits = kernel.widths, kernel.traits
     found = "float32, halves" if traits.pieces == 2 else "float32, thirds"
-    if traits.near:
+    if traits.close_pairs:
         return f"{found}, close, powers" if traits.exponentials and traits.pieces == 2 else f"{found}, close"
     wide = max(widths.kept // max(widths.kept_blocks, 1) // traits.pieces, widths.state // 2) > 64
     return f"{found}, wide" if wide and traits.pieces == 3 else f"{found}, sums" if widths.state else found
@@ -306,24 +302,6 @@ def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)
     return replace(plan, block_kept=plan.block_kept // 2) if plan.block_kept > 16 else None
-
-
-# What warp-specialised kernels need of a device and of Triton: they are written in Gluon, for Hopper's ``wgmma``.
-
-
-@functools.cache
-def runs_warp_specialized(device: torch.device) -> bool:
-    """True when the device has ``wgmma`` (compute capability 9.0) and this Triton has the Gluon calls we use."""
-    return jit_module.find_capability(device) == (9, 0) and jit_module.triton_version() >= (3, 6)
-
-
-def has_registers_for_wide_tiles() -> bool:
-    """True when this Triton keeps ping-pong tiles of 128 x 192 in registers.
-
-    Triton 3.6 does; Triton 3.9 spills some of them to local memory, and then tiles of 128 x 128 are faster. On an H200
-    with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
-    65536 x 65536 pairs, 768 features)."""
-    return jit_module.triton_version() < (3, 7)
 
 
 def compiler_options(consumers: int) -> dict[str, int]:

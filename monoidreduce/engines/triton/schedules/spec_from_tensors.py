@@ -7,14 +7,12 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings, tiles
-from ....plan.tiles import Family
+from ....plan import budget, settings
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -22,8 +20,8 @@ from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded, pair_vector_leaves, specialize
-from ..launch import jit_module
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, pad_width, pair_vector_leaves, specialize
+from ..launch import hardware
 from .vector_conversions import (
     MANY_FLOAT32,
     MANY_SIXTEEN,
@@ -60,34 +58,31 @@ def describe_fold(
     fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
 ) -> tuple[Spec, Conversions]:
     """The spec of a fold on these leaves, and the conversions before the launch."""
-    pairs = like.get() or sizes.rows * sizes.cols
-    fold, norms = replace_distances(fold, values, sizes, pairs, torch.Size(batch).numel())
-    rewritten = split_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
+    pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
+    every = pairs * math.prod(batch)
+    fold, norms = replace_distances(fold, values, sizes, pairs, math.prod(batch))
+    rewritten = split_fold(fold, values, sizes, every)
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
-    vectors = {
-        e: values[e]
-        for e in fold.leaves
-        if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables
-    }
+    used = [e for e in fold.leaves if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables]
+    vectors = {e: values[e] for e in used}
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
-    wide = k_loop.takes_fold(fold, widest, narrow is not None)
-    folded = sizes.cols if over == "cols" else sizes.rows
-    masked = tile_ranges.whole_tile_conditions(fold) and not condition_leaves(fold)
-    shortest = _SHORT_MASKED if masked else _SHORT
+    wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
+    conditions = tile_ranges.whole_tile_conditions(fold)
+    shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
-    short = few and _is_softmax(fold) and pairs * torch.Size(batch).numel() >= _SHORT_PAIRS
-    many = narrow is not None and pairs * torch.Size(batch).numel() >= MANY
-    types, rooms, casts = [], [], list[Cast]()
+    short = few and _is_softmax(fold) and every >= _SHORT_PAIRS
+    many = narrow is not None and every >= MANY
+    types, padded_widths, casts = [], [], list[Cast]()
     for e in fold.leaves:
         v = values[e]
         kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
         room = 0
         if e in split:
             types.append("float16" if rewritten.pieces == 2 else "bfloat16")
-            rooms.append(padded(sizes.of(str(e.feature))))
+            padded_widths.append(pad_width(sizes.of(str(e.feature))))
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a Python number would be float32 in a kernel
@@ -105,29 +100,29 @@ def describe_fold(
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
-        rooms.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
+        padded_widths.append(0 if isinstance(v, Tensor) and room == v.shape[-1] else room)  # a copy that is not padded
     converted = {e for e, _, _ in casts} | split
     spec = Spec(
-        fold,
-        over,
-        tuple(types),
-        tuple(rooms),
-        tuple(sorted(sizes.letters.items())),
-        str(sizes.compute)[6:],
-        str(narrow)[6:] if narrow else None,
-        len(batch),
-        bool(tile_ranges.whole_tile_conditions(fold)),
-        max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
-        narrow in _GUESSED and not wide and not short,
-        sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
-        deep=wide,
-        join=pairs >= MANY,
-        raw=fold.exact,
-        native=narrow is not None and has_tanh(sizes.device),
+        fold=fold,
+        over=over,
+        types=tuple(types),
+        padded_widths=tuple(padded_widths),
+        letters=tuple(sorted(sizes.letters.items())),
+        compute=str(sizes.compute)[6:],
+        narrow=str(narrow)[6:] if narrow else None,
+        rank=len(batch),
+        bounds=bool(conditions),
+        lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
+        guess=narrow in _GUESSED and not wide and not short,
+        exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
+        unrounded=fold.exact,
+        native=narrow is not None and hardware.has_tanh(sizes.device),
+        eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
         pieces=rewritten.pieces,
-        eight=sizes.compute is torch.float32 and multiplies_eight_bits(sizes.device),
-        near=rewritten.near,
-        eighths=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
+        close_pairs=rewritten.close_pairs,
+        k_loop=wide,
+        strides_of_eight=tuple(e in vectors and e not in converted and _is_in_eighths(vectors[e]) for e in fold.leaves),
+        precomputed_shifts=pairs >= MANY,
     )
     return specialize(spec), Conversions(splits, tuple(casts), norms)
 
@@ -152,9 +147,9 @@ def describe_leaf(e: Expr, v: Any) -> tuple | type:
 
 
 def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> bool:
-    """Whether stored vectors of many features are widened before the launch: where they meet so many kept indices that
-    products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which have
-    products by whole warp groups; ``leaves``: of the fold."""
+    """True when stored vectors of many features are widened before the launch: where they meet so many kept indices
+    that products are what takes the time, and a copy may be held. Their kernels are then those of plain vectors, which
+    have products by whole warp groups; ``leaves``: of the fold."""
     kept, length = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
     if not (e.is_stored and (e.cols if over == "cols" else e.rows)) or e.packing is not None:
         return False
@@ -171,9 +166,8 @@ def describe_as_given(
 ) -> Spec:
     """The spec of a kernel that reads its leaves as they are given, tensors or Python numbers, and skips no tiles."""
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in values)
-    rooms, letters = (0,) * len(types), tuple(sorted(sizes.letters.items()))
-    flags = dict(bounds=False, lanes=False, guess=False) | more
-    return Spec(fold, over, types, rooms, letters, str(sizes.compute)[6:], narrow, rank, **flags)
+    letters = tuple(sorted(sizes.letters.items()))
+    return Spec(fold, over, types, (0,) * len(types), letters, str(sizes.compute)[6:], narrow, rank, **more)
 
 
 def _is_unaligned(v: Tensor) -> bool:
@@ -192,9 +186,9 @@ def narrow_type(vectors: Mapping[Expr, Tensor], sizes: Sizes) -> torch.dtype | N
 
 
 def has_short_loops(spec: Spec) -> bool:
-    """Whether a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
+    """True when a fold is a softmax of so few folded indices that neither a guess nor a ring buffer pays."""
     guesses = any(spec.narrow == str(kind)[6:] for kind in _GUESSED)
-    return guesses and not (spec.guess or spec.deep) and _is_softmax(spec.fold)
+    return guesses and not (spec.guess or spec.k_loop) and _is_softmax(spec.fold)
 
 
 def _is_softmax(fold: Fold) -> bool:
@@ -202,44 +196,11 @@ def _is_softmax(fold: Fold) -> bool:
 
 
 def _is_in_eighths(v: Any) -> bool:
-    """Whether rows of 16-bit vectors begin at multiples of 16 bytes, but not all at multiples of 32."""
+    """True when rows of 16-bit vectors begin at multiples of 16 bytes, but not all at multiples of 32."""
     if not isinstance(v, Tensor) or v.dtype not in matmul.SIXTEEN or v.stride(-1) != 1 or v.data_ptr() % 16:
         return False
     strides = v.stride()[:-1]
     return all(s % 8 == 0 for s in strides) and any(s % 16 for s in strides)
-
-
-def _is_present(device: torch.device) -> bool:
-    """True for a GPU of this machine; plans are also made for GPUs elsewhere."""
-    return device.type == "cuda" and torch.cuda.is_available()
-
-
-@functools.cache
-def family(device: torch.device) -> Family | None:
-    """The family of a GPU, with the shared memory that it reports; None without a GPU."""
-    if not _is_present(device):
-        return None
-    known = torch.cuda.get_device_properties(device)
-    found = tiles.family(known.major, known.minor)
-    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
-
-
-@functools.cache
-def has_tanh(device: torch.device) -> bool:
-    """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
-    return jit_module.find_capability(device) >= (7, 5)
-
-
-@functools.cache
-def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether a GPU has matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
-    return jit_module.find_capability(device) >= (8, 9) or (not _is_present(device) and settings.interprets_kernels())
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """The number of multiprocessors; 1 without a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if _is_present(device) else 1
 
 
 def busy_share(instances: int, many: int) -> float:
@@ -254,7 +215,7 @@ def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
 
 
 def walks_are_short(spec: Spec) -> bool:
-    """Whether conditions on data are expected to leave few tiles of a walk, as packed documents do; long stretches
+    """True when conditions on data are expected to leave few tiles of a loop, as packed documents do; long stretches
     (``mr.jagged``) do not."""
     return bool(spec.bounds and condition_leaves(spec.fold)) and tile_ranges.find_stretches(spec.fold) is None
 

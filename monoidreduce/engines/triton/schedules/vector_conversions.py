@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings
+from ....plan import budget
 from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
@@ -43,8 +43,9 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.accumulators import move_factors_to_weight
-from ..codegen.kernel_spec import TINY, WIDEST, Near, padded, pair_vector_leaves
-from ..launch.jit_module import Kernels, find_capability
+from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, pad_width, pair_vector_leaves
+from ..launch import hardware
+from ..launch.jit_module import Kernels
 
 _TEXT = """@triton.jit
 def high_third(x):
@@ -148,15 +149,7 @@ class Rewritten:
     fold: Fold
     splits: tuple[Split, ...] = ()
     pieces: int = 0  # of every vector that is split
-    near: Near = ()
-
-
-@functools.cache
-def can_split(device: torch.device) -> bool:
-    """True on Hopper and newer, which multiply split weights without moving them between threads."""
-    if device.type != "cuda":
-        return settings.interprets_kernels()
-    return find_capability(device) >= (9, 0)
+    close_pairs: ClosePairs = ()
 
 
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
@@ -167,7 +160,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and can_split(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and hardware.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
@@ -261,7 +254,7 @@ def _drop_broadcast(v: Tensor, batch: int) -> Tensor:
 def _split_vectors(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: bool) -> tuple[Tensor, ...]:
     """The pieces of vectors, their norms and their scales (the latter two only where asked for)."""
     own = _drop_broadcast(v, batch)
-    width, lanes = v.shape[-1], padded(v.shape[-1])
+    width, lanes = v.shape[-1], pad_width(v.shape[-1])
     flat = own.reshape(-1, width)
     count, kind = (2, torch.float16) if halved else (3, torch.bfloat16)
     pieces = torch.empty(*own.shape[:-1], count * lanes, dtype=kind, device=v.device)
@@ -302,8 +295,8 @@ def replace_distances(
     stored = pairs >= max(MANY_STORED, 2) and any(e.is_stored for e in fold.leaves)
     if sizes.compute is not torch.float32 or not (stored or (pairs > 1 and pairs * batch >= MANY_SIXTEEN)):
         return fold, ()
-    sixteen = lambda v: isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN
-    small = {e for e in fold.leaves if e not in fold.packed and (e.is_stored or sixteen(values[e]))}
+    plain = [e for e in fold.leaves if e not in fold.packed]
+    small = {e for e in plain if e.is_stored or getattr(values[e], "dtype", None) in matmul.SIXTEEN}
     wide = {e for e in small if e.feature is not None and TINY < sizes.of(str(e.feature)) <= WIDEST}
     return _replace_distances(fold, frozenset(wide))
 
@@ -371,7 +364,7 @@ class NormRows:
 
     def launch(self, out: Tensor, flat: Tensor) -> Callable[..., None] | None:
         """Compute the norms of ``flat`` rows; what does it again, if there is."""
-        lanes = padded(self.width)
+        lanes = pad_width(self.width)
         constants = dict(WIDTH=self.width, LANES=lanes, ROWS=max(1, 4096 // lanes))
         grid = (-(-self.count // constants["ROWS"]),)
         return _kernels("squared_norms", grid, (out, flat, self.count, *flat.stride()), constants)
@@ -383,11 +376,11 @@ class NormRows:
 _COLS = 128  # columns of an instance
 
 
-def turn_leaves(turned: Iterable[Expr], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
+def transpose_leaves(transposed: Iterable[Expr], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Tensor]:
     """The leaves [*batch, columns, features] as [*batch, features, columns]; features are a power of two, and columns
     padded with zeros to a multiple of 16."""
     found = {}
-    for e in turned:
+    for e in transposed:
         v = values[e]
         own = _drop_broadcast(v, batch)  # once
         flat = own.view(torch.int8)
@@ -414,7 +407,7 @@ class Conversions(NamedTuple):
     splits: tuple[Split, ...] = ()
     casts: tuple[Cast, ...] = ()
     norms: tuple[Norm, ...] = ()
-    turned: tuple[Expr, ...] = ()
+    transposed: tuple[Expr, ...] = ()
 
     def convert(self, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> dict[Expr, Any]:
         """The leaves as the kernel reads them; ``values``: tensors ``[*batch, length(, features)]``, or numbers."""
@@ -431,4 +424,4 @@ class Conversions(NamedTuple):
                 found[e] = kept.expand(*batch, -1, -1)
             else:
                 found[e] = v.to(dtype)
-        return found | turn_leaves(self.turned, found, rank)
+        return found | transpose_leaves(self.transposed, found, rank)

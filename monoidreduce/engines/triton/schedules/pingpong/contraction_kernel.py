@@ -13,8 +13,7 @@ import functools
 from dataclasses import dataclass
 
 from ...codegen import kernel_text
-from .. import gluon_parts
-from ..gluon_parts import GROUP_ROWS, Partitions, allocate, allocate_barriers, fill
+from .. import gluon_parts as gluon
 from .gemm_fold import ORDER_INIT
 
 
@@ -33,7 +32,7 @@ class ContractionSchedule:
     @property
     def tile(self) -> int:
         """Kept indices of a tile."""
-        return self.runs * GROUP_ROWS
+        return self.runs * gluon.GROUP_ROWS
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -122,10 +121,10 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
     name = f"contract_{over}" + ("_added" if add else "")
     arguments = ["weights_box", "vectors_box", "out_box", "blocks", "tiles", "turns"]
     buffers = ["weights_ring", "vectors_ring", "staging", "full", "empty", "order", "loaded"]
-    partitions = Partitions(arguments, buffers)
+    partitions = gluon.Partitions(arguments, buffers)
     kept, transposed = f"row * {s.tile} + r * KEPT", "" if over == "cols" else ".permute((1, 0))"
     weights = [f"weights_ring.index(slot * {s.runs} + {r}){transposed}" for r in range(s.runs)]
-    body = fill(
+    body = gluon.fill(
         _KERNEL,
         parameters=partitions.parameters(),
         stages=s.stages,
@@ -145,17 +144,20 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
         store_pieces=_store_pieces(narrow, add),
     )
     shape = "[{}] + {}_box.block_type.shape".format
-    body += fill(
-        gluon_parts.ENTRY,
+    body += gluon.fill(
+        gluon.ENTRY,
         unspecialized="['blocks', 'tiles', 'turns']",
         name=name,
         arguments=partitions.entry(),
         allocate=[
-            allocate("weights_ring", dtype, shape(s.stages * s.runs, "weights"), "weights_box.layout"),
-            allocate("vectors_ring", dtype, shape(s.stages, "vectors"), "vectors_box.layout"),
-            allocate("staging", dtype, shape(f"2 * {s.slots}", "out"), "out_box.layout"),
-            *(allocate_barriers(x, count) for x, count in (("full", s.stages), ("empty", s.stages), ("order", 2))),
-            allocate_barriers("loaded", f"2 * {s.slots}"),
+            gluon.allocate("weights_ring", dtype, shape(s.stages * s.runs, "weights"), "weights_box.layout"),
+            gluon.allocate("vectors_ring", dtype, shape(s.stages, "vectors"), "vectors_box.layout"),
+            gluon.allocate("staging", dtype, shape(f"2 * {s.slots}", "out"), "out_box.layout"),
+            *(
+                gluon.allocate_barriers(x, count)
+                for x, count in (("full", s.stages), ("empty", s.stages), ("order", 2))
+            ),
+            gluon.allocate_barriers("loaded", f"2 * {s.slots}"),
         ],
         depth=s.stages,
         init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
@@ -170,9 +172,9 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
         ),
     )
     title = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
-    helpers = gluon_parts.in_gluon(kernel_text.copy_device_functions(body))
-    text = title + "\n".join([gluon_parts.STORE_IMPORTS, *helpers, body])
-    return kernel_text.Kernel(name, text, (), staged=True, consumers=2)
+    helpers = gluon.in_gluon(kernel_text.copy_device_functions(body))
+    text = title + "\n".join([gluon.STORE_IMPORTS, *helpers, body])
+    return kernel_text.Kernel(name, text, (), hand_scheduled=True, consumers=2)
 
 
 def _slot(piece: int) -> str:

@@ -19,12 +19,13 @@ from .....program.several import OF_VECTORS
 from .....reductions.kernel_lines import Lines
 from .....reductions.pick import PickLines
 from ...codegen import compiler, k_loop, kernel_text, tile_ranges
-from ...codegen import reductions as kinds
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
-from .. import gluon_parts, kernel_plan
-from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
-from ..kernel_plan import KernelPlan, Rendering
+from ...codegen.reductions import make_lines
+from ...launch import hardware
+from .. import gluon_parts as gluon
+from ..gluon_parts import leaf_name
+from ..kernel_plan import KernelPlan
 
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 #
@@ -59,8 +60,8 @@ class GemmSchedule:
     def __post_init__(self) -> None:
         if self.stages < 2:
             raise ValueError(f"a ring holds at least 2 blocks, so that copies overlap products, not {self.stages}")
-        if self.shared_bytes > gluon_parts.SHARED_BYTES:
-            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {gluon_parts.SHARED_BYTES}")
+        if self.shared_bytes > gluon.SHARED_BYTES:
+            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {gluon.SHARED_BYTES}")
 
     @property
     def folded(self) -> int:
@@ -71,7 +72,7 @@ class GemmSchedule:
     def shared_bytes(self) -> int:
         """All that a kernel takes: the ring of 16-bit blocks, what each consumer stores through, and barriers."""
         ring = self.stages * (TILE + self.folded) * k_loop.DEPTH
-        return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon_parts.SPARE_BYTES
+        return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon.SPARE_BYTES
 
 
 # By whether tiles are wide. A fold walks the folded axis for 256 kept indices of its own; weights go through shared
@@ -245,7 +246,7 @@ def write_gemm(
     arguments, unspecialized = signature
     arguments = [*arguments, "extra_box"] if wide else arguments
     extra = ["extra_ring"] if wide else []
-    partitions = Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
+    partitions = gluon.Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
     narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
     blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
     holes: dict[str, str | int] = {
@@ -258,7 +259,7 @@ def write_gemm(
         "blocks": blocks,
         "stages": stages,
     }
-    body = fill(
+    body = gluon.fill(
         _K_LOOP + template,
         **holes,
         **_tile_holes(wide, blocks),
@@ -266,18 +267,18 @@ def write_gemm(
         **lines,
     )
     rings = [("kept_ring", f"{kept}_box"), ("folded_ring", f"{folded}_box"), *((ring, "extra_box") for ring in extra)]
-    staging = allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
+    staging = gluon.allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
     runs = [("consumer", 0), ("consumer", 1), ("producer", 0)]
     own = "KEPT" if writes else "KEPT // 2"
-    body += fill(
-        gluon_parts.ENTRY,
+    body += gluon.fill(
+        gluon.ENTRY,
         unspecialized=repr(unspecialized),
         name=plain.name,
         arguments=partitions.entry(),
         allocate=[
-            *(allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
+            *(gluon.allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
             staging if writes else "staging = 0",
-            *(allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
+            *(gluon.allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
         ],
         depth=stages,
         init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
@@ -287,7 +288,7 @@ def write_gemm(
         ),
     )
     generated = [line for block in lines.values() for line in block]
-    return gluon_parts.assemble(spec, plain, gluon_parts.STORE_IMPORTS, body, generated, consumers=2)
+    return gluon.assemble(spec, plain, gluon.STORE_IMPORTS, body, generated, consumers=2)
 
 
 ORDER_INIT = ["for k in tl.static_range(2):", "    mbarrier.init(order.index(k), count=1)"]
@@ -358,7 +359,7 @@ def pick_labels(own: str, lines: Sequence[str], wide: bool) -> list[str]:
         own_lines += _rename(lines, {"FOLDED": str(width)})
         own_lines.append(f"next_own = {next_label(own, f'start + {width}')}")
         found.append(f"if next_own < turn * FOLDED + {at + width}:")
-        found += indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
+        found += gluon.indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
     return found
 
 
@@ -368,7 +369,7 @@ def next_label(own: str, start: str) -> str:
 
 
 def holds_label(own: str) -> str:
-    """Whether a tile holds some kept index's label."""
+    """A condition as text: a tile holds some kept index's label."""
     return f"{next_label(own, 'turn * FOLDED')} < (turn + 1) * FOLDED"
 
 
@@ -396,21 +397,20 @@ _NARROW_FEATURES = 512
 
 def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices; None where it has no such kernel."""
-    if not kernel_plan.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
+    if not hardware.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
         return None
     return KEPT, FOLDS[_prefers_wide_tiles(spec)].folded, 4, 1
 
 
 def _prefers_wide_tiles(spec: Spec) -> bool:
-    """Whether a fold is faster in wide tiles. They have no registers for numbers per folded index."""
+    """True when a fold is faster in wide tiles. They have no registers for numbers per folded index."""
     many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
-    return many and not _has_folded_numbers(spec) and kernel_plan.has_registers_for_wide_tiles()
+    return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
-    tile = (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile is one of these kernels'."""
+    return (plan.block_kept, plan.num_warps) == (KEPT, 4) and plan.block_folded in {s.folded for s in FOLDS.values()}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -419,22 +419,22 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 
     ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra folded indices."""
     products = [e for e in topological(spec.fold.reductions) if e.op in OF_VECTORS]
-    if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
+    if not spec.k_loop or spec.bounds or [e.op for e in products] != ["dot"] or not _has_registers(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args
     if spec.width(kept.feature) > (WIDE_DEEPEST if _prefers_wide_tiles(spec) else DEEPEST):
         return None
-    if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
+    if any(spec.descriptor_dims.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
     plain = compiler.compile_fold(spec)
     v = _PairValues(spec)
-    reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
+    reductions = [make_lines(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     whole, cut = (_write_epilogue(v, reductions, wide, masked) for masked in (False, True))
     v.loop(False)
     stores = kernel_text.write_stores(reductions, v)
     begin = _add_row_layout([line for r in reductions for line in r.start()])
     lines = {
-        "opening": _opening(spec),
+        "opening": _write_opening(spec),
         "before": v.before,
         "begin": begin + _find_first_label(v, reductions),
         "whole": whole,
@@ -448,9 +448,9 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 
 
 def _has_registers(spec: Spec) -> bool:
-    """Whether registers suffice beside a product: for one softmax, and a label or a number per folded index."""
+    """True when registers suffice beside a product: for one softmax, and a label or a number per folded index."""
     found = sorted(r.attrs[0] for r in spec.fold.reductions)
-    return not k_loop.draws_random_numbers(spec) and (
+    return not spec.draws_numbers and (
         found == ["soft"] or (found == ["pick", "soft"] and not _has_folded_numbers(spec))
     )
 
@@ -490,9 +490,9 @@ class _PairValues(ExpressionWriter):
         return self.bind((target, "place"), text, False)
 
 
-def _opening(spec: Spec) -> list[str]:
+def _write_opening(spec: Spec) -> list[str]:
     """Which kept tile, and which split of the folded axis."""
-    lines = gluon_parts.scalar_opening(spec)
+    lines = gluon.scalar_opening(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
         lines[-3:] = tile_ranges.SPLIT_RANGE
@@ -500,7 +500,7 @@ def _opening(spec: Spec) -> list[str]:
 
 
 def _add_row_layout(lines: list[str]) -> list[str]:
-    """Generated lines that create one number per kept index, with the layout that Gluon wants to be told."""
+    """Generated lines that create one number per kept index, with the layout that Gluon needs."""
     return [_CREATES.sub(r"\1, ROWS)", line) for line in lines]
 
 

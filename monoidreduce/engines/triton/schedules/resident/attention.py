@@ -30,19 +30,12 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import make, substitute_truths
-from .. import gluon_parts, kernel_plan, spec_from_tensors
-from ..gluon_parts import (
-    Partitions,
-    Ring,
-    TileOrder,
-    VectorRows,
-    fill,
-    indent,
-    leaf_name,
-    suffix,
-)
-from ..kernel_plan import KernelPlan, Rendering
+from ...codegen.reductions import make_lines, substitute_truths
+from ...launch import hardware
+from .. import gluon_parts as gluon
+from .. import spec_from_tensors
+from ..gluon_parts import leaf_name, suffix
+from ..kernel_plan import KernelPlan
 from . import attention_template
 from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
 from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
@@ -56,24 +49,22 @@ _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are small
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile may be one of these kernels'."""
-    kept = plan.num_warps == 4 and any(
-        s.kept == plan.block_kept for s in (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
-    )
-    return plan.rendering == Rendering.HAND_SCHEDULED and kept and kernel_plan.runs_warp_specialized(device)
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile may be one of these kernels'."""
+    schedules = (*SCHEDULES, *STORED_SCHEDULES, *CUT_SCHEDULES)
+    return plan.num_warps == 4 and any(s.kept == plan.block_kept for s in schedules)
 
 
 def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
     """The tile of ``count`` folds of ``length`` kept indices each. None when there is no such kernel, when it would
     leave multiprocessors idle, or when the compiler's schedule is faster.
 
-    Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
+    Conditions on data make loops short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    if not kernel_plan.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
+    if not hardware.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
     short = spec_from_tensors.walks_are_short(spec)
-    few = count * length < schedule.kept * spec_from_tensors.processors(device)
+    few = count * length < schedule.kept * hardware.count_processors(device)
     if spec.listed is not None and spec.listed.folded_block < schedule.folded:  # a tile lies in one block
         tile = (schedule.kept, spec.listed.folded_block, 4, schedule.ring * schedule.folded // spec.listed.folded_block)
         schedule = find_schedule(spec, tile) if tile[1] >= _LEAST_FOLDED else None
@@ -94,7 +85,7 @@ def find_operands(spec: Spec) -> Operands | None:
     """The vectors of a fold that is one softmax-weighted sum, its logits made of one product, and maybe weighted means
     of numbers that are made of the same product and of indices; None for any other."""
     (r, *others) = spec.fold.reductions
-    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.deep:
+    if others or r.attrs[0] != "soft" or len(r.args) < 2 or spec.narrow is None or spec.split or spec.k_loop:
         return None
     if len(r.args) > 2 and not all(_is_made_of_pairs(e) for e in r.args[2:]):
         return None
@@ -107,7 +98,7 @@ def find_operands(spec: Spec) -> Operands | None:
     vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None} - spec.fold.tables
     if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
-    copied = keys in spec.box_of and values in spec.box_of
+    copied = keys in spec.descriptor_dims and values in spec.descriptor_dims
     if spec.is_stored_softmax:  # rounded weights must not be scaled: scales of values are of all columns
         copied &= sums[0].weight is ONE and spec.listed is None and len(r.args) == 2 and not spec.fold.tables
     else:
@@ -131,14 +122,14 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
     numbers = len(_ringed_numbers(spec))
     stored = spec.is_stored_softmax
-    staged = sum(size for _, size in (values if stored else _find_staged(queries, values)))
+    staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
     if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
         return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
         taken = schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, numbers)
-        if suits and taken <= gluon_parts.SHARED_BYTES:
+        if suits and taken <= gluon.SHARED_BYTES:
             if tile is None:
                 return schedule
             with contextlib.suppress(ValueError):  # a tile that breaks a limit
@@ -146,7 +137,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     return None
 
 
-def _find_staged(queries: Slices, values: Slices) -> Slices:
+def _find_staging_slices(queries: Slices, values: Slices) -> Slices:
     """The slices of results for which the resident tile has none of their size: they are stored through another."""
     sizes = [size for _, size in queries]
     found = []
@@ -171,7 +162,8 @@ def write_kernel(
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
-    folded tile holds the nearest index of every kept index of an instance, so that no other tile meets the diagonal."""
+    folded tile holds the nearest index of every kept index of an instance, so that no other tile crosses the
+    diagonal."""
     operands, schedule = find_operands(spec), schedule or find_schedule(spec)
     if operands is None or schedule is None:
         return None
@@ -185,9 +177,11 @@ def write_kernel(
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
-    made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, schedule.groups, functions)
-    turned = operands.values if spec.is_stored_softmax else None
-    return made and replace(made, made=text.softcap.coefficients() if text.softcap else (), turned=turned)
+    made = gluon.assemble(spec, plain, gluon.IMPORTS, body, generated, schedule.groups, functions)
+    transposed = operands.values if spec.is_stored_softmax else None
+    return made and replace(
+        made, coefficients=text.softcap.coefficients() if text.softcap else (), transposed=transposed
+    )
 
 
 class _PairValues(ExpressionWriter):
@@ -196,11 +190,11 @@ class _PairValues(ExpressionWriter):
     ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
     dropout: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     totals: list[str] = []  # the accumulators, one for each slice of features
-    alone = False  # whether this step is of a group that retries, without the producer
+    retries = False  # this step is of a group that retries, without the producer
     pair_layout = "zeros"  # a block that is laid out as all pairs are
 
     def _leaf(self, e: Expr) -> str:
-        if e not in self.ringed or self.alone:
+        if e not in self.ringed or self.retries:
             return f"({super()._leaf(e)} >> 1)" if self.dropout and e is self.dropout.mark else super()._leaf(e)
         x = leaf_name(e)
         return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
@@ -233,7 +227,7 @@ class _Text:
         v.dropout = (
             match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
         )
-        soft = make(0, *spec.fold.scaled[0], v)
+        soft = make_lines(0, *spec.fold.scaled[0], v)
         assert isinstance(soft, SoftmaxLines)
         self.soft = soft
         self.n, v.totals = soft.name, soft.means[0].names
@@ -253,15 +247,16 @@ class _Text:
         self.softcap = match_softcap(soft, logit) if forms else None
         self.alibi = match_alibi(soft, logit) if forms and aligned and spec.listed is None else None
         sloped = self.guesses and soft.sloped and spec.listed is None
-        self.order = TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
-        self.keys = Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
-        self.values = Ring.of(
-            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, turned=self.stored
+        self.order = gluon.TileOrder(spec, schedule.kept if sloped else 0, schedule.kept)
+        self.keys = gluon.Ring.of(operands.keys, spec, schedule.ring, schedule.groups)
+        self.values = gluon.Ring.of(
+            operands.values, spec, schedule.ring + schedule.more_values, schedule.groups, transposed=self.stored
         )
         self.residents = [f"resident{suffix(k)}" for k in range(len(self.keys.slices))]
-        self.staged = self.values.slices if self.stored else _find_staged(self.keys.slices, self.values.slices)
-        self.staging = [f"staged{suffix(k)}" for k in range(len(self.staged))]
-        self.rows = VectorRows.of([self.values.slices, self.keys.slices])
+        queries, values = self.keys.slices, self.values.slices
+        self.staging_slices = values if self.stored else _find_staging_slices(queries, values)
+        self.staging = [f"staged{suffix(k)}" for k in range(len(self.staging_slices))]
+        self.rows = gluon.VectorRows.of([self.values.slices, self.keys.slices])
         self._carry_weights()
 
     def _carry_weights(self) -> None:
@@ -286,7 +281,7 @@ class _Text:
         buffers = [*self.residents, *self.staging, "retry_full", "done", *(ring for r in both for ring in r.rings)]
         buffers += [f"{r.name}_{state}" for r in both for state in ("full", "empty")]
         buffers += [f"{x}_{part}" for x in numbers for part in ("ring", "full")]
-        partitions = Partitions(arguments, buffers)
+        partitions = gluon.Partitions(arguments, buffers)
         consumer, generated = self._consumer(partitions)
         body = self._producer(partitions) + consumer + self._entry(partitions, name, unspecialized)
         return body, generated
@@ -305,57 +300,57 @@ class _Text:
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
-    def kinds(self) -> list[str]:
+    def reduction_lines(self) -> list[str]:
         """The types of queries, keys and values in shared memory."""
         leaves = (self.operands.queries, self.operands.keys, self.operands.values)
         return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
 
-    def _opening(self) -> list[str]:
-        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
+    def _write_opening(self) -> list[str]:
+        return [*gluon.scalar_opening(self.spec), *self.order.opening_lines]
 
-    def _producer(self, partitions: Partitions) -> str:
+    def _producer(self, partitions: gluon.Partitions) -> str:
         store = []
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
             shift = " >> 1" if self.v.dropout and e is self.v.dropout.mark else ""
             store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
-        load, ring = gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
-        return fill(
-            gluon_parts.PRODUCER,
+        load, ring = gluon.load_ahead(self.spec, self.v.ringed, self.schedule.folded // 32), self.schedule.ring
+        return gluon.fill(
+            gluon.PRODUCER,
             parameters=partitions.parameters(),
-            opening=self._opening(),
+            opening=self._write_opening(),
             tile=self.order.any(),
             depth=ring,
             phase=f"(step // {ring}) & 1",
             produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1", ring), *store],
         )
 
-    def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
+    def _entry(self, partitions: gluon.Partitions, name: str, unspecialized: Sequence[str]) -> str:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
         layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
-        queries, keys, values = self.kinds
+        queries, keys, values = self.reduction_lines
         tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
-        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staged, strict=True)]
+        tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staging_slices, strict=True)]
         allocate = [
             *(
-                gluon_parts.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
+                gluon.allocate(name, kind, f"[{groups}, {kept}, {size}]", layout(size, kind))
                 for name, kind, size in tiles
             ),
             *self.keys.allocate_blocks(keys),
             *self.values.allocate_blocks(values),
-            gluon_parts.allocate_barriers("retry_full", groups),
-            gluon_parts.allocate_barriers("done", 1),
+            gluon.allocate_barriers("retry_full", groups),
+            gluon.allocate_barriers("done", 1),
             *(line for r in both for line in r.allocate_barriers()),
         ]
         init = []
         for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
-            allocate.append(gluon_parts.allocate_numbers(x, self.spec.type_of[e], ring, "FOLDED"))
-            allocate.append(gluon_parts.allocate_barriers(f"{x}_full", ring))
+            allocate.append(gluon.allocate_numbers(x, self.spec.type_of[e], ring, "FOLDED"))
+            allocate.append(gluon.allocate_barriers(f"{x}_full", ring))
             init.append(f"mbarrier.init({x}_full.index(k), count=1)")
         runs = [("consumer", k, kept) for k in range(groups)]
         last = [self.values.init_full(), self.values.init_empty()]
-        return fill(
-            gluon_parts.ENTRY,
+        return gluon.fill(
+            gluon.ENTRY,
             unspecialized=repr(unspecialized),
             name=name,
             arguments=partitions.entry(),
@@ -377,7 +372,7 @@ class _Text:
             ),
         )
 
-    def _consumer(self, partitions: Partitions) -> tuple[str, list[str]]:
+    def _consumer(self, partitions: gluon.Partitions) -> tuple[str, list[str]]:
         v, truths = self.v, self.truths
         arithmetic = {
             "first_cut": self._weigh({}, True, first=True),
@@ -395,13 +390,13 @@ class _Text:
         results = self._results()
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
         generated = [*v.before, *begin, *results, *(line for lines in arithmetic.values() for line in lines)]
-        text = fill(
+        text = gluon.fill(
             attention_template.CONSUMER,
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
-            layouts=[*gluon_parts.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
-            opening=self._opening(),
-            lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
+            layouts=[*gluon.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
+            opening=self._write_opening(),
+            lanes=[*gluon.lanes(), *self.rows.lanes()],
             before=v.before,
             residents=[f"{name} = {name}.index(GROUP)" for name in own],
             load=load,
@@ -431,12 +426,12 @@ class _Text:
 
     def _start_scores(self, step: str, queries: Sequence[str]) -> list[str]:
         """First MMAs: queries times the keys of a step, in the background."""
-        return gluon_parts.start_score("score", queries, self.keys.blocks(step))
+        return gluon.start_score("score", queries, self.keys.blocks(step))
 
     def _start_sums(self, step: str, weights: str, before: Sequence[str] = ()) -> list[str]:
         """Second MMAs: weights times the values of a step, added to the accumulators in the background."""
         blocks = self.values.blocks(step)
-        return [self.values.wait(step), *before, *gluon_parts.start_sum(self.v.totals, weights, blocks)]
+        return [self.values.wait(step), *before, *gluon.start_sum(self.v.totals, weights, blocks)]
 
     def _clear_end(self, step: str, at: str, slot: str = "") -> list[str]:
         """Zeros in place of the values beyond the end of a list: what its last block holds there may be NaN. Each group
@@ -483,11 +478,11 @@ class _Text:
         n, before, queries = self.n, list[str](), self.residents
         if self.softcap:
             before.append(f"{n}_capped = {self.softcap.applies()}")
-            whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
+            whole = [f"if {n}_capped > 0:", *gluon.indent(capped), "else:", *gluon.indent(whole)]
         elif not (self.alibi or self.spec.fold.tables or self.means) and self.schedule.holds_queries:
             packed = 4 if self.stored else 2
-            block, held = f"{leaf_name(self.operands.queries)}_block", f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
-            queries = [f"{block}{suffix(k)}" for k in range(len(self.residents))]
+            block, held = leaf_name(self.operands.queries), f"load(tl.DotOperandLayout(0, SCORES, {packed}))"
+            queries = [f"{block}_block{suffix(k)}" for k in range(len(self.residents))]
             before.append("# queries stay in registers")
             before += [f"{q} = {smem}.{held}" for q, smem in zip(queries, self.residents, strict=True)]
         load = " = load_numbers(" if self.v.dropout else " = look_up_band("
@@ -514,7 +509,7 @@ class _Text:
         producer; ``form``: a cheaper form of the logit."""
         soft, v, n = self.soft, self.v, self.n
         v.loop(masked)
-        v.alone = retries
+        v.retries = retries
         soft.guessing, soft.restarted = self.guesses and not retries, retries
         logit, value, *more = (substitute_truths(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
@@ -569,7 +564,7 @@ class _Text:
             most, (low, high) = f"tl.max(tl.cast({n}_largest, tl.float32, bitcast=True), 1)", _IN_RANGE
             rounding.append(f"{n}_most = tl.convert_layout({most}, {rows})")
             right = f" & ({n}_most >= {low}) & ({n}_most <= {high})"
-        text = fill(
+        text = gluon.fill(
             attention_template.RETRY,
             n=n,
             totals=self.totals,
@@ -585,14 +580,14 @@ class _Text:
             ],
             enter=self.order.enter(self.order.any()),
             copy_keys=self.keys.copy("start", "retry_full.index(GROUP)", "GROUP"),
-            scores=gluon_parts.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
+            scores=gluon.start_score("score", self.residents, self.keys.blocks_in("GROUP")),
             arithmetic=arithmetic,
             rescale=self._rescale(),
             weights=self.weights,
             copy_values=self.values.copy("start", "retry_full.index(GROUP)", "GROUP"),
             add=[
                 *self._clear_end("step", "step", "GROUP"),
-                *gluon_parts.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
+                *gluon.start_sum(self.v.totals, self.last, self.values.blocks_in("GROUP")),
             ],
         )
         return text.split("\n")
@@ -612,7 +607,7 @@ class _Text:
     def _find_memory(self) -> list[str]:
         """The shared memory through which each slice of results is stored: a resident tile of its size, or its own."""
         free = [] if self.stored else list(zip(self.keys.slices, self.residents, strict=True))
-        own = dict(zip(self.staged, self.staging, strict=True))
+        own = dict(zip(self.staging_slices, self.staging, strict=True))
         found = []
         for each in self.values.slices:
             at = next((k for k, ((_, size), _) in enumerate(free) if size == each[1] and each not in own), None)

@@ -74,31 +74,36 @@ def _write_assembly() -> str:
         "setp.ne.u32 q1, r, 0;",
         "mov.f32 z, 0f00000000;",
     ]
-    given = lambda m, h, e: f"${32 + 4 * m + 2 * h + e}"
     for m in range(9):
         for e in range(2):
-            rows = [given(m, 0, e)] if m < 8 else []
-            rows += [given(m - 1, 1, e)] if m else []
+            rows = [f"${32 + 4 * m + e}"] if m < 8 else []
+            rows += [f"${32 + 4 * (m - 1) + 2 + e}"] if m else []
             a = f"a{2 * m + e}"
             lines.append(f"add.f32 {a}, {rows[0]}, {rows[1]};" if len(rows) == 2 else f"mov.f32 {a}, {rows[0]};")
             lines.append(f"shfl.sync.idx.b32 b{2 * m + e}, {a}, s{e}, 31, 0xffffffff;")
-    turned = lambda m, e: f"b{2 * m + e}" if 0 <= m < 9 else "z"
+    rotated = [[f"b{2 * m + e}" for e in range(2)] for m in range(9)]
+    rotated = [["z", "z"], *rotated, ["z", "z"]]  # before the first eight, and after the last
     for m in range(10):
-        lines += [f"selp.f32 {x}, {turned(m - 1, e)}, {turned(m, e)}, p{e};" for e, x in enumerate("ut")]
+        pairs = zip("ut", rotated[m], rotated[m + 1], range(2), strict=True)
+        lines += [f"selp.f32 {x}, {before}, {here}, p{e};" for x, before, here, e in pairs]
         lines.append(f"add.f32 w{m}, u, t;")
-    halve = lambda low, high, lane, to, by: [
+    for k in range(5):
+        lines += _halve(f"w{2 * k}", f"w{2 * k + 1}", "q0", f"y{k}", 1)
+    lines.append("mov.f32 y5, z;")
+    for p in range(3):
+        lines += _halve(f"y{2 * p}", f"y{2 * p + 1}", "q1", f"v{p}", 2)
+    lines += [f"mov.f32 ${k}, {f'v{k}' if k < 3 else 'z'};" for k in range(32)]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _halve(low: str, high: str, lane: str, to: str, by: int) -> list[str]:
+    """Add two registers of two threads: one thread keeps the sums of the low ones, the other those of the high ones."""
+    return [
         f"selp.f32 u, {low}, {high}, {lane};",
         f"selp.f32 t, {high}, {low}, {lane};",
         f"shfl.sync.bfly.b32 u, u, {by}, 31, 0xffffffff;",
         f"add.f32 {to}, t, u;",
     ]
-    for k in range(5):
-        lines += halve(f"w{2 * k}", f"w{2 * k + 1}", "q0", f"y{k}", 1)
-    lines.append("mov.f32 y5, z;")
-    for p in range(3):
-        lines += halve(f"y{2 * p}", f"y{2 * p + 1}", "q1", f"v{p}", 2)
-    lines += [f"mov.f32 ${k}, {f'v{k}' if k < 3 else 'z'};" for k in range(32)]
-    return "{ " + " ".join(lines) + " }"
 
 
 # The first eight columns of the result hold what a thread has in its first four registers.

@@ -25,24 +25,13 @@ from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_text, tile_ranges
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import substitute_truths
-from .. import gluon_parts
-from ..gluon_parts import (
-    GROUP_ROWS,
-    PACK_PAIRS,
-    Partitions,
-    Ring,
-    TileOrder,
-    VectorRows,
-    enter_tile,
-    fill,
-    indent,
-    leaf_name,
-)
+from .. import gluon_parts as gluon
+from ..gluon_parts import leaf_name
 from .logit_forms import INDEX_DISTANCE
 from .single_warpgroup import ScoredPairs
 from .work_split import GroupWork, count_features, divide_joint_work, kept_and_folded
 
-KEPT = 2 * GROUP_ROWS
+KEPT = 2 * gluon.GROUP_ROWS
 PART = 64  # rows, and features, of what a group adds to the sums of rows in a step
 
 
@@ -103,7 +92,7 @@ def side_by_side(program, tiles, batches, beside):
 """
 _IMPORTS = f"""from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
-{gluon_parts.STORE_IMPORTS}"""
+{gluon.STORE_IMPORTS}"""
 _PRODUCER = """
 
 @gluon.jit
@@ -188,15 +177,15 @@ def consumer(
 def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
     """Write the kernel of a spec that has ``joint``; None where there is none."""
     work, schedule = divide_joint_work(spec), find_schedule(spec)
-    if work is None or schedule is None or spec.line:
+    if work is None or schedule is None or spec.shift_descriptors:
         return None
     plain = compiler.compile_fold(replace(spec, joint=None))
     text = _Text(spec, work, schedule, plain)
     body, generated = text.write()
     if any("coin(" in line for line in generated):
         return None
-    functions = PACK_PAIRS + _FUNCTIONS + (INDEX_DISTANCE if "index_distance(" in body else "")
-    return gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 2, functions)
+    functions = gluon.PACK_PAIRS + _FUNCTIONS + (INDEX_DISTANCE if "index_distance(" in body else "")
+    return gluon.assemble(spec, plain, _IMPORTS, body, generated, 2, functions)
 
 
 def find_schedule(spec: Spec) -> JointSchedule | None:
@@ -220,15 +209,15 @@ class _Text:
         self.vector = kept_and_folded(work.dots[0], spec)[0]  # of the rows' sums
         self.kept = list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots))
         copied = dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots)
-        self.rings = {e: Ring.of(e, spec, schedule.ring, 2) for e in copied}
-        self.rows = VectorRows.of([spec.slices(self.vector.feature)])
-        self.order = TileOrder(spec, backwards=True)
+        self.rings = {e: gluon.Ring.of(e, spec, schedule.ring, 2) for e in copied}
+        self.rows = gluon.VectorRows.of([spec.slices(self.vector.feature)])
+        self.order = gluon.TileOrder(spec, backwards=True)
         self.numbers = {f"shift{k}": "float32" for k in range(len(plain.shifts))}
         self.numbers |= {leaf_name(e): spec.type_of[e] for e in self.v.ringed}
         names, self.unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
         buffers = [f"{leaf_name(e)}_kept" for e in self.kept]
         buffers += [name for ring in self.rings.values() for name in ring.rings] + [f"{x}_ring" for x in self.numbers]
-        self.partitions = Partitions(
+        self.partitions = gluon.Partitions(
             names, [*buffers, "pairs", "part", "full", "empty", "pairs_full", "part_full", "part_empty", "done"]
         )
         self.generated: list[str] = []  # lines that come from code generation
@@ -238,31 +227,31 @@ class _Text:
         consumer = self._consumer()
         return self._producer() + self._writer() + consumer + self._entry(), self.generated
 
-    def _opening(self) -> list[str]:
-        lines = [line for line in gluon_parts.scalar_opening(self.spec) if "tl.program_id" not in line]
+    def _write_opening(self) -> list[str]:
+        lines = [line for line in gluon.scalar_opening(self.spec) if "tl.program_id" not in line]
         place = "turn, batch = side_by_side(tl.program_id(0), tiles, joint_batches, joint_beside)"
         tile = "tile = turn + flip * (tiles - 1 - 2 * turn)" if self.spec.bounds else "tile = turn"
-        return [place, tile, *lines, *self.order.opening]
+        return [place, tile, *lines, *self.order.opening_lines]
 
     def _producer(self) -> str:
-        return fill(
+        return gluon.fill(
             _PRODUCER,
             parameters=self.partitions.parameters(),
-            opening=self._opening(),
+            opening=self._write_opening(),
             tile=self.order.any(),
             depth=self.schedule.ring,
             group=self.order.enter_group(),
-            load=gluon_parts.load_ahead(self.spec, self.v.ringed, self.schedule.rows // 32, len(self.plain.shifts)),
+            load=gluon.load_ahead(self.spec, self.v.ringed, self.schedule.rows // 32, len(self.plain.shifts)),
             bytes=" + ".join(ring.bytes for ring in self.rings.values()),
             copy=[line for r in self.rings.values() for line in r.copy_counted("start", "full.index(slot)", "slot")],
             store=[f"{x}_ring.index(slot).store({x})" for x in self.numbers],
         )
 
     def _writer(self) -> str:
-        return fill(
+        return gluon.fill(
             _WRITER,
             parameters=self.partitions.parameters(),
-            opening=[*self._opening(), "row_blocks = tl.cdiv(folded_size, FOLDED)"],
+            opening=[*self._write_opening(), "row_blocks = tl.cdiv(folded_size, FOLDED)"],
             writers=self.schedule.writers,
             part=PART,
             tile=self.order.any(),
@@ -280,18 +269,18 @@ class _Text:
         truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         whole, cut = self._step(truths, False, self.order.whole()), self._step({}, True, self.order.cut())
         results = self._results()
-        self.generated += [*self._opening(), *v.before, *whole, *cut]
+        self.generated += [*self._write_opening(), *v.before, *whole, *cut]
         mma = "tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {}, 16])".format
-        return fill(
+        return gluon.fill(
             _CONSUMER,
             parameters=self.partitions.parameters(),
             layouts=[
-                *gluon_parts.layouts(spec.slices(self.vector.feature)),
+                *gluon.layouts(spec.slices(self.vector.feature)),
                 f"ROW_SUMS: tl.constexpr = {mma(PART)}",
                 *self.rows.layouts(),
             ],
-            opening=self._opening(),
-            lanes=[*gluon_parts.lanes(), *self.rows.lanes()],
+            opening=self._write_opening(),
+            lanes=[*gluon.lanes(), *self.rows.lanes()],
             before=v.before,
             load=load,
             begin=[f"sum{p.place} = tl.zeros([KEPT, {features}], tl.float32, SUMS)" for p in self.work.products],
@@ -304,11 +293,11 @@ class _Text:
     def _start_score(self, k: int, slot: str) -> list[str]:
         kept, folded = kept_and_folded(self.work.dots[k], self.spec)
         resident = [f"{leaf_name(kept)}_kept.index(GROUP)"]
-        return gluon_parts.start_score(f"score{k}", resident, self.rings[folded].blocks_in(slot))
+        return gluon.start_score(f"score{k}", resident, self.rings[folded].blocks_in(slot))
 
     def _start_sum(self, k: int) -> list[str]:
         p = self.work.products[k]
-        return gluon_parts.start_sum([f"sum{p.place}"], f"weight{k}", self.rings[p.vector].blocks_in("slot"))
+        return gluon.start_sum([f"sum{p.place}"], f"weight{k}", self.rings[p.vector].blocks_in("slot"))
 
     def _start_part(self, group: str, total: str) -> str:
         """Start the MMAs of the weights of a group's columns: half of the features of all rows, or half of the rows."""
@@ -326,7 +315,7 @@ class _Text:
         writers, buffers = self.schedule.writers, self.schedule.weights
         v.loop(masked)
         first, second = (substitute_truths(p.weight, truths) for p in self.work.products)
-        v.inside += [f"slot = step % {depth}", *enter_tile(tile), *self._start_score(1, "slot")]
+        v.inside += [f"slot = step % {depth}", *gluon.enter_tile(tile), *self._start_score(1, "slot")]
         text = v.mask_columns(v.full(first), "0.0")
         v.inside.append(f"weight0 = tl.convert_layout(({text}).to(tl.{narrow}), WEIGHTS)")
         v.inside += [*self._start_sum(0), "score1 = warpgroup_mma_wait(1, deps=[score1])"]
@@ -340,7 +329,7 @@ class _Text:
             f"narrow_weights = ({text}).to(tl.{narrow})",
             "weight1 = tl.convert_layout(narrow_weights, WEIGHTS)",
             f"if step >= {buffers}:",  # the other group has multiplied what is overwritten
-            *indent([before]),
+            *gluon.indent([before]),
             f"pairs.index(step % {buffers} * 2 + GROUP).store(narrow_weights)",
             "fence_async_shared()",
             f"mbarrier.arrive(pairs_full.index(step % {buffers}))",
@@ -383,27 +372,27 @@ class _Text:
     def _entry(self) -> str:
         narrow, features, depth = f"tl.{self.spec.narrow}", self.schedule.features, self.schedule.ring
         rows, writers, buffers = self.schedule.rows, self.schedule.writers, self.schedule.weights
-        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {{}}], {{}})".format
+        layout = f"tl.NVMMASharedLayout.get_default_for([{gluon.GROUP_ROWS}, {{}}], {{}})".format
         lines = []
         for e in self.kept:
-            shape = f"[2, {GROUP_ROWS}, {features}]"
-            lines.append(gluon_parts.allocate(f"{leaf_name(e)}_kept", narrow, shape, layout(features, narrow)))
+            shape = f"[2, {gluon.GROUP_ROWS}, {features}]"
+            lines.append(gluon.allocate(f"{leaf_name(e)}_kept", narrow, shape, layout(features, narrow)))
         lines += [line for ring in self.rings.values() for line in ring.allocate_blocks(narrow)]
-        lines += [gluon_parts.allocate_numbers(x, kind, depth, rows) for x, kind in self.numbers.items()]
-        shape = f"[{2 * buffers}, {GROUP_ROWS}, {rows}]"
-        lines.append(gluon_parts.allocate("pairs", narrow, shape, layout(rows, narrow)))
+        lines += [gluon.allocate_numbers(x, kind, depth, rows) for x, kind in self.numbers.items()]
+        shape = f"[{2 * buffers}, {gluon.GROUP_ROWS}, {rows}]"
+        lines.append(gluon.allocate("pairs", narrow, shape, layout(rows, narrow)))
         shape = f"[{2 * writers}, {PART}, {PART}]"
-        lines.append(gluon_parts.allocate("part", "tl.float32", shape, "joint_box.layout"))
+        lines.append(gluon.allocate("part", "tl.float32", shape, "joint_box.layout"))
         counts = {"full": (depth, 2), "empty": (depth, 2), "pairs_full": (buffers, 2), "part_full": (writers, 2)}
         counts |= {"part_empty": (writers, 1), "done": (1, 2)}
         init = []
         for name, (many, count) in counts.items():
-            lines.append(gluon_parts.allocate_barriers(name, many))
+            lines.append(gluon.allocate_barriers(name, many))
             init += [f"mbarrier.init({name}.index({k}), count={count})" for k in range(many)]
         runs = [("consumer", k, "KEPT // 2") for k in range(2)] + [("producer", 0, "KEPT")]
         runs += [("writer", k, "KEPT") for k in range(writers)]
-        return fill(
-            gluon_parts.ENTRY,
+        return gluon.fill(
+            gluon.ENTRY,
             unspecialized=repr(self.unspecialized),
             name=self.plain.name,
             arguments=self.partitions.entry(),

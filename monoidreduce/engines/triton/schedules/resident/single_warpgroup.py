@@ -20,24 +20,13 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
-from .. import gluon_parts
-from ..gluon_parts import (
-    GROUP_ROWS,
-    PACK_PAIRS,
-    Ring,
-    TileOrder,
-    VectorRows,
-    enter_tile,
-    fill,
-    indent,
-    leaf_name,
-    suffix,
-)
+from .. import gluon_parts as gluon
+from ..gluon_parts import leaf_name, suffix
 from .logit_forms import INDEX_DISTANCE
-from .work_split import GroupWork, folded_numbers, kept_and_folded
+from .work_split import GroupWork, folded_numbers, kept_and_folded, name_sums
 
 _IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
-{gluon_parts.IMPORTS}"""
+{gluon.IMPORTS}"""
 _RING = 2  # tiles of folded vectors and numbers in shared memory
 
 _KERNEL = """
@@ -91,16 +80,16 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     """Write the kernel; None where there is none. ``even``: whether there is an even number of columns, so that dropout
     can take two at once."""
     text = _Text(spec, work, plain)
-    if spec.line or not text.can_drop_pairs(even):
+    if spec.shift_descriptors or not text.can_drop_pairs(even):
         return None
     body, generated = text.write()
     if any("coin(" in line for line in generated):
         return None
-    functions = PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_columns())
-    functions += write_look_up_band(spec, GROUP_ROWS) if has_bands(spec.fold.tables) else ""
+    functions = gluon.PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_columns())
+    functions += write_look_up_band(spec, gluon.GROUP_ROWS) if has_bands(spec.fold.tables) else ""
     functions += INDEX_DISTANCE if "index_distance(" in body else ""
-    made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
-    return made and replace(made, alone=True)
+    made = gluon.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
+    return made and replace(made, single_warpgroup=True)
 
 
 class ScoredPairs(ExpressionWriter):
@@ -113,16 +102,16 @@ class ScoredPairs(ExpressionWriter):
         self.dots, self.shifts = dots, [*shifts]
         self.ringed = [e for e in folded_numbers(spec) if not any(e in pair for pair in shifts)]
 
-    def here(self, x: str) -> str:
+    def read_number(self, x: str) -> str:
         """One number per folded index of the tile."""
         text = f"{x}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
         return f"{self.bind((x, 'here'), text, True, f'{x}_here')}[None, :]"
 
     def _leaf(self, e: Expr) -> str:
-        return self.here(leaf_name(e)) if e in self.ringed else super()._leaf(e)
+        return self.read_number(leaf_name(e)) if e in self.ringed else super()._leaf(e)
 
     def _shift(self, number: Expr, total: Expr) -> str:
-        return self.here(f"shift{self.shifts.index((number, total))}")
+        return self.read_number(f"shift{self.shifts.index((number, total))}")
 
     def index_gap(self, at: str) -> str:
         return f"index_distance(tl.sum({at}, 1), start, {self.pair_layout})"
@@ -141,7 +130,7 @@ class _PairValues(ScoredPairs):
             return self.full(e)
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.weight(e.args[1])}, 0.0)"
-        row, mark = self.here(leaf_name(found.dropout.row)), self.number(found.dropout.mark)
+        row, mark = self.read_number(leaf_name(found.dropout.row)), self.number(found.dropout.mark)
         mark = self.bind((found.dropout, "mark"), f"{mark} >> 1", False)
         weight = self.full(found.weight)
         left = self.bind((found.weight, "spared"), f"spared({weight}, {row}, {mark})", True)
@@ -156,13 +145,13 @@ class _Text:
     def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
         self.spec, self.work, self.plain, self.v = spec, work, plain, _PairValues(spec, work.dots, plain.shifts)
         kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
-        slices = lambda e: range(len(spec.slices(e.feature)))
-        self.residents = {e: [f"{leaf_name(e)}_kept{suffix(k)}" for k in slices(e)] for e in kept}
+        names = {e: [suffix(k) for k in range(len(spec.slices(e.feature)))] for e in kept}
+        self.residents = {e: [f"{leaf_name(e)}_kept{k}" for k in names[e]] for e in kept}
         copied = dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots)
-        self.rings = {e: Ring.of(e, spec, _RING, 1) for e in copied}
-        self.sums = [[f"sum{p.place}" + (f"_{k}" if k else "") for k in slices(p.vector)] for p in work.products]
-        self.rows = VectorRows.of(spec.slices(e.feature) for e in kept)
-        self.order = TileOrder(spec)
+        self.rings = {e: gluon.Ring.of(e, spec, _RING, 1) for e in copied}
+        self.sums = [name_sums(p, spec) for p in work.products]
+        self.rows = gluon.VectorRows.of(spec.slices(e.feature) for e in kept)
+        self.order = gluon.TileOrder(spec)
         self.dropped = [match_dropped_weight(p.weight, spec) for p in work.products]
         self.dropout = next((found.dropout for found in self.dropped if found is not None), None)
         self.load_numbers, self.store_numbers = self._number_lines()
@@ -189,8 +178,8 @@ class _Text:
         load = []
         for e, smem in self.residents.items():
             load += self.rows.load(v.pointer(e), e, spec.width(e.feature), spec.slices(e.feature), smem)
-        results, running = self._results(), ", ".join(self._running())
-        opening = [*gluon_parts.scalar_opening(spec), *self.order.opening]
+        results, running = self._results(), ", ".join(self._list_running())
+        opening = [*gluon.scalar_opening(spec), *self.order.opening_lines]
         begin = []
         for p, sums, layout in zip(self.work.products, self.sums, self._layout_names(), strict=True):
             for k, (total, (_, size)) in enumerate(zip(sums, spec.slices(p.vector.feature), strict=True)):
@@ -200,16 +189,16 @@ class _Text:
             begin.append(f"weight{k} = pack_pairs(tl.zeros([KEPT, FOLDED], tl.{spec.narrow}, {layout}))")
         self.generated += [*opening, *v.before, *self.store_numbers]
         order = "{}" if self.dropout is None else "neighbours({})"
-        text = fill(
+        text = gluon.fill(
             _KERNEL,
             name=plain.name,
             unspecialized=repr(unspecialized),
-            arguments=[*gluon_parts.wrap_names(names), f"{gluon_parts.CONSTANTS},"],
+            arguments=[*gluon.wrap_names(names), f"{gluon.CONSTANTS},"],
             layouts=self._layouts(),
             allocate=self._allocate(),
             opening=opening,
             # with dropout, a thread's two columns are neighbours, which share random bits
-            lanes=[*gluon_parts.lanes(order), *self.rows.lanes(order)],
+            lanes=[*gluon.lanes(order), *self.rows.lanes(order)],
             before=v.before,
             next_tile=self.order.any("next_step"),
             next_group=self.order.enter_group("next_step"),
@@ -225,7 +214,7 @@ class _Text:
         )
         return text, self.generated
 
-    def _running(self) -> list[str]:
+    def _list_running(self) -> list[str]:
         return [*(name for sums in self.sums for name in sums), "weight0", "weight1"]
 
     def _allocate(self) -> list[str]:
@@ -235,16 +224,16 @@ class _Text:
         lines = []
         for e, smem in self.residents.items():
             for name, (_, size) in zip(smem, self.spec.slices(e.feature), strict=True):
-                shape = f"[{GROUP_ROWS}, {size}]"
-                lines.append(gluon_parts.allocate(name, narrow, shape, layout(shape)))
+                shape = f"[{gluon.GROUP_ROWS}, {size}]"
+                lines.append(gluon.allocate(name, narrow, shape, layout(shape)))
         lines += [line for ring in self.rings.values() for line in ring.allocate_blocks(narrow)]
         for x, (kind, _) in self._number_places().items():
-            lines.append(gluon_parts.allocate_numbers(x, kind, _RING, GROUP_ROWS))
+            lines.append(gluon.allocate_numbers(x, kind, _RING, gluon.GROUP_ROWS))
         return lines
 
     def _number_places(self) -> dict[str, tuple[str, str]]:
         """The numbers of folded indices: their types, and where the next tile's begin."""
-        found, start, group = {}, "tl.cast(next_start, tl.int64)", self.spec.group
+        found, start, group = {}, "tl.cast(next_start, tl.int64)", self.spec.folded_batch_dim
         for k in range(len(self.v.shifts)):
             base = f"shift{k}_ptr + tl.cast({self.spec.batch_number()}, tl.int64) * folded_size"
             if group is None:
@@ -283,11 +272,11 @@ class _Text:
         """One tile: weights of the first score while the second is made, and sums beside the weights that follow.
 
         With dropout weights are used twice, and registers hold nothing else: then both sums are started at the end."""
-        v, running = self.v, ", ".join(self._running())
+        v, running = self.v, ", ".join(self._list_running())
         v.loop(masked)
         v.inside += [
             f"slot = step % {_RING}",
-            *enter_tile(tile),
+            *gluon.enter_tile(tile),
             "next_step = tl.minimum(step + 1, steps - 1)",
             "next_slot = 1 - slot",
             f"next_start = ({self.order.any('next_step')}) * FOLDED",
@@ -298,7 +287,7 @@ class _Text:
             f"{running} = warpgroup_mma_wait({self._count_parts(0)}, deps=[{running}])",
             *self.store_numbers,
             "if step + 1 < steps:",
-            *indent(self._copy_blocks()),
+            *gluon.indent(self._copy_blocks()),
             *self._start_score(1),
         ]
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
@@ -332,7 +321,7 @@ class _Text:
 
     def _start_sum(self, k: int) -> list[str]:
         ring, weights = self.rings[self.work.products[k].vector], self._layout_names("WEIGHTS")[k]
-        return gluon_parts.start_sum(self.sums[k], f"weight{k}", ring.blocks_in("slot"), weights)
+        return gluon.start_sum(self.sums[k], f"weight{k}", ring.blocks_in("slot"), weights)
 
     def _count_parts(self, k: int) -> int:
         """How many MMAs a score has: one for each slice of features."""
@@ -346,12 +335,12 @@ class _Text:
     def _layouts(self) -> list[str]:
         names = self._layout_names("")
         slices = {x: self.spec.slices(p.vector.feature) for x, p in zip(names, self.work.products, strict=True)}
-        lines = [line for other, each in slices.items() for line in gluon_parts.layouts(each, other)]
+        lines = [line for other, each in slices.items() for line in gluon.layouts(each, other)]
         return [*dict.fromkeys(lines), *self.rows.layouts()]
 
     def _start_score(self, k: int) -> list[str]:
         kept, folded = kept_and_folded(self.work.dots[k], self.spec)
-        return gluon_parts.start_score(f"score{k}", self.residents[kept], self.rings[folded].blocks_in("slot"))
+        return gluon.start_score(f"score{k}", self.residents[kept], self.rings[folded].blocks_in("slot"))
 
     def _results(self) -> list[str]:
         lines, free = [], dict(self.residents)

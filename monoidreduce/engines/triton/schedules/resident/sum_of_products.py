@@ -10,6 +10,7 @@ scores and two sums (attention's column gradients) runs in one warp group withou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,22 +26,22 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
-from .. import gluon_parts, kernel_plan, spec_from_tensors
-from ..gluon_parts import (
-    GROUP_ROWS,
-    PACK_PAIRS,
-    Partitions,
-    Ring,
-    TileOrder,
-    VectorRows,
-    enter_tile,
-    fill,
-    leaf_name,
-    suffix,
-)
-from ..kernel_plan import KernelPlan, Rendering
+from ...launch import hardware
+from .. import gluon_parts as gluon
+from .. import spec_from_tensors
+from ..gluon_parts import leaf_name, suffix
+from ..kernel_plan import KernelPlan
 from . import diagonal_sums, single_warpgroup
-from .work_split import GroupWork, Product, count_features, count_kept, divide_work, folded_numbers, kept_and_folded
+from .work_split import (
+    GroupWork,
+    Product,
+    count_features,
+    count_kept,
+    divide_work,
+    folded_numbers,
+    kept_and_folded,
+    name_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -66,21 +67,20 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
     A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
     enough. A single warp group leaves room for another instance, as the compiler's do."""
-    if not kernel_plan.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+    if not hardware.runs_warp_specialized(device) or write_kernel(spec, even) is None:
         return None
-    work, processors = divide_work(spec), spec_from_tensors.processors(device)
+    work, processors = divide_work(spec), hardware.count_processors(device)
     kept = count_kept(work)
     instances = -(-length // kept)
     busy = spec_from_tensors.busy_share(instances, processors)
-    enough = 2 * instances > processors if work[0].alone else busy >= _BUSY[len(work)]
+    enough = 2 * instances > processors if work[0].single_warpgroup else busy >= _BUSY[len(work)]
     return (kept, SCHEDULE.folded, 4, 2) if enough else None
 
 
-def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
-    """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
-    kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
-    tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
-    return plan.rendering == Rendering.HAND_SCHEDULED and tile and kernel_plan.runs_warp_specialized(device)
+def has_tile(plan: KernelPlan) -> bool:
+    """True when a plan's tile is one of these kernels'."""
+    kept = plan.block_kept in (gluon.GROUP_ROWS, 2 * gluon.GROUP_ROWS)
+    return kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
 
 
 def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
@@ -99,13 +99,13 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     plain = compiler.compile_fold(spec)
     if spec.diagonals is not None:
-        if len(work) == 2 or work[0].alone or spec.group is not None:
+        if len(work) == 2 or work[0].single_warpgroup or spec.folded_batch_dim is not None:
             return None
         more = (e for e in topological([spec.diagonals]) if e.op == "leaf")
         plain = replace(plain, leaves=tuple(dict.fromkeys((*plain.leaves, *more))))
-    if work[0].alone:
+    if work[0].single_warpgroup:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
-    if plain.shifts and (spec.line or len(work) == 1):
+    if plain.shifts and (spec.shift_descriptors or len(work) == 1):
         return None
     names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = _KernelText(spec, work, names, plain.shifts, even)
@@ -116,26 +116,19 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     if text.depth < 1 or (text.dropout is not None and spec.diagonals is not None):
         return None
     body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
-    functions = PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_rows())
+    functions = gluon.PACK_PAIRS + ("" if text.dropout is None else text.dropout.by_rows())
     functions += write_look_up_band(spec, SCHEDULE.folded) if has_bands(spec.fold.tables) else ""
     functions += "" if spec.diagonals is None else diagonal_sums.FUNCTION
-    return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
+    return gluon.assemble(spec, plain, gluon.IMPORTS, body, generated, 2, functions)
 
 
-class _PairValues(ExpressionWriter):
-    """Numbers of pairs whose scores the first MMAs made."""
+class _PairValues(single_warpgroup.ScoredPairs):
+    """Numbers of pairs whose scores the first MMAs made; ``_weigh`` reads the rings of numbers."""
 
-    pair_layout = "zeros"  # a block that is laid out as all pairs are
+    index_gap = ExpressionWriter.index_gap
 
-    def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
-        super().__init__(spec)
-        self.dots, self.ringed, self.shifts = dots, folded_numbers(spec), [*shifts]
-
-    def _shift(self, number: Expr, total: Expr) -> str:
-        return f"shift{self.shifts.index((number, total))}_here[None, :]"
-
-    def _leaf(self, e: Expr) -> str:
-        return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
+    def read_number(self, x: str) -> str:
+        return f"{x}_here[None, :]"
 
     def drop_weight(self, e: Expr) -> str:
         """A weight with dropout of two columns at once, without the dropout's factor."""
@@ -148,9 +141,6 @@ class _PairValues(ExpressionWriter):
         row = f"blended({self.number(dropout.row)}, {self.block_of(dropout.col)}).to(tl.int32)"
         pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
         return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(dropout.mark)})", True)
-
-    def product(self, x: Expr, y: Expr) -> str:
-        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
 
 
 class _KernelText:
@@ -176,21 +166,18 @@ class _KernelText:
         self.tiles = self._resident_tiles()
         copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
         self._size_rings(copied)
-        users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
-        self.rings = {e: Ring.of(e, spec, self.depths[e], users(e)) for e in copied}
-        self.order = TileOrder(spec)
-        self.rows = VectorRows.of(
-            spec.slices(e.feature) for e in dict.fromkeys((*self._list_kept(), *self._list_summed()))
+        users = {e: sum(e in self._read(group) for group in work) if self.shares_kept else 2 for e in copied}
+        self.rings = {e: gluon.Ring.of(e, spec, self.depths[e], users[e]) for e in copied}
+        self.order = gluon.TileOrder(spec)
+        self.rows = gluon.VectorRows.of(
+            spec.slices(e.feature) for e in dict.fromkeys((*itertools.chain(*self.kept), *self._list_summed()))
         )
         ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
         ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
         self.bands = [] if spec.diagonals is None else ["band0", "band1"]
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
-        self.partitions = Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
-
-    def _list_kept(self) -> list[Expr]:
-        return [e for each in self.kept for e in each]
+        self.partitions = gluon.Partitions(names, [*self.tiles, *ringed, *sent, *self.bands])
 
     def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]
@@ -217,9 +204,9 @@ class _KernelText:
         """How many blocks of each operand are in flight: as many as shared memory holds. Where it holds fewer than two
         of each, blocks that only scores read (which are released early) have one."""
         block = {e: 2 * SCHEDULE.folded * count_features(e, self.spec) for e in copied}
-        room = SCHEDULE.shared_bytes - 2 * GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
+        room = SCHEDULE.shared_bytes - 2 * gluon.GROUP_ROWS * sum(self.tiles.values()) * (1 if self.shares_kept else 2)
         room -= 0 if self.spec.diagonals is None else 2 * diagonal_sums.SHARED_BYTES
-        room -= self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
+        room -= self.sent * 2 * gluon.GROUP_ROWS * SCHEDULE.folded * (4 if self.sent_type == "float32" else 2)
         self.depth = min(SCHEDULE.deepest_ring, room // sum(block.values()))
         self.depths = dict.fromkeys(copied, self.depth)
         if self.depth == 1:
@@ -230,22 +217,22 @@ class _KernelText:
         """The folded vectors that a group reads."""
         return [*(kept_and_folded(e, self.spec)[1] for e in group.dots), *(p.vector for p in group.products)]
 
-    def opening(self) -> list[str]:
-        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
+    def opening_lines(self) -> list[str]:
+        return [*gluon.scalar_opening(self.spec), *self.order.opening_lines]
 
     def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
         """The kernel, given its consumers' functions."""
         produce = [line for ring in self.rings.values() for line in ring.produce("phase", self.depth)]
-        producer = fill(
-            gluon_parts.PRODUCER,
+        producer = gluon.fill(
+            gluon.PRODUCER,
             parameters=self.partitions.parameters(),
-            opening=self.opening(),
+            opening=self.opening_lines(),
             tile=self.order.any(),
             depth=self.depth,
             phase=f"((step // {self.depth}) & 1) ^ 1",
             produce=[
                 *self.order.enter_group(),
-                *gluon_parts.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
+                *gluon.load_ahead(self.spec, self.numbers, 2, len(self.shifts)),
                 *produce,
                 *self._store_numbers(),
             ],
@@ -263,11 +250,11 @@ class _KernelText:
 
     def _entry(self, name: str, unspecialized: Sequence[str]) -> str:
         narrow, depth, folded = f"tl.{self.spec.narrow}", self.depth, SCHEDULE.folded
-        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {{}}], {narrow})".format
+        layout = f"tl.NVMMASharedLayout.get_default_for([{gluon.GROUP_ROWS}, {{}}], {narrow})".format
         count = 1 if self.shares_kept else 2
         allocate, init, init_single = [], [], []
         for tile, size in self.tiles.items():
-            allocate.append(gluon_parts.allocate(tile, narrow, f"[{count}, {GROUP_ROWS}, {size}]", layout(size)))
+            allocate.append(gluon.allocate(tile, narrow, f"[{count}, {gluon.GROUP_ROWS}, {size}]", layout(size)))
         for ring in self.rings.values():
             allocate += [*ring.allocate_blocks(narrow), *ring.allocate_barriers()]
             if ring.depth == depth:
@@ -275,22 +262,22 @@ class _KernelText:
             else:
                 init_single += [line.replace("index(k)", "index(0)") for line in (ring.init_full(), ring.init_empty())]
         for x, kind in self.ringed_numbers.items():
-            allocate.append(gluon_parts.allocate_numbers(x, kind, depth, folded))
-            allocate += [gluon_parts.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
+            allocate.append(gluon.allocate_numbers(x, kind, depth, folded))
+            allocate += [gluon.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
             init += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
         for k in range(self.sent):
-            shape, layout_of = f"[2, {GROUP_ROWS}, {folded}]", _SENT_LAYOUTS[self.sent_type == "float32"]
-            allocate.append(gluon_parts.allocate(f"sent{k}", f"tl.{self.sent_type}", shape, layout_of))
+            shape, layout_of = f"[2, {gluon.GROUP_ROWS}, {folded}]", _SENT_LAYOUTS[self.sent_type == "float32"]
+            allocate.append(gluon.allocate(f"sent{k}", f"tl.{self.sent_type}", shape, layout_of))
         if self.sent:
-            allocate += [gluon_parts.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
+            allocate += [gluon.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
             allocate += [
                 f"mbarrier.init(sent_{state}.index({k}), count=1)" for state in ("full", "empty") for k in range(2)
             ]
         allocate += map(diagonal_sums.allocate, self.bands)
         own = "KEPT" if self.shares_kept else "KEPT // 2"
         runs = [(f"consumer{k if self.shares_kept else 0}", k, own) for k in range(2)]
-        return fill(
-            gluon_parts.ENTRY,
+        return gluon.fill(
+            gluon.ENTRY,
             unspecialized=repr(unspecialized),
             name=name,
             arguments=self.partitions.entry(),
@@ -384,7 +371,7 @@ class _ConsumerText:
         begin = []
         for p in {p.place: p for p in work.products}.values():
             for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
-                begin.append(f"{self._sums(p)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
+                begin.append(f"{name_sums(p, self.spec)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
         truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
@@ -393,18 +380,18 @@ class _ConsumerText:
             title = (
                 f"a consumer warp group {'is sent' if work.takes else 'sends'} factors of weights, and has its own sums"
             )
-        body = fill(
+        body = gluon.fill(
             _CONSUMER,
             function=f"consumer{self.at}",
             title=title,
             parameters=text.partitions.parameters(),
             layouts=[*self._layouts(), *text.rows.layouts(), *(diagonal_sums.LAYOUTS if text.bands else [])],
-            opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
-            lanes=[*gluon_parts.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
+            opening=[*text.opening_lines(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
+            lanes=[*gluon.lanes(text.order_kept), *text.rows.lanes(text.order_kept), *self._enter_bands()],
             before=v.before,
             load=load,
             begin=begin,
-            enter_first=enter_tile(text.order.any()),
+            enter_first=gluon.enter_tile(text.order.any()),
             first_scores=[*self._start_scores(self.residents), *self._wait_scores(0, [])],
             first_cut=[*cut, *self._rename_weights()],
             first_whole=[*whole, *self._rename_weights()],
@@ -414,7 +401,7 @@ class _ConsumerText:
             last=[*self._start_sums(work.products), self._wait_sums([])],
             results=results,
         )
-        return body, [*text.opening(), *v.before, *whole, *cut]
+        return body, [*text.opening_lines(), *v.before, *whole, *cut]
 
     def _enter_bands(self) -> list[str]:
         """Where sums along diagonals go."""
@@ -431,12 +418,7 @@ class _ConsumerText:
     def _layouts(self) -> list[str]:
         """The layouts of scores, and of the sums, which are alike (``work_split.py``) or have one width each."""
         (found,) = {self.spec.slices(p.vector.feature) for p in self.work.products}
-        return gluon_parts.layouts(found)
-
-    def _sums(self, p: Product) -> list[str]:
-        """The accumulators of a product's reduction."""
-        count = len(self.spec.slices(p.vector.feature))
-        return [f"sum{p.place}_{k}" if k else f"sum{p.place}" for k in range(count)]
+        return gluon.layouts(found)
 
     def _step(self, blocks: Mapping[Expr, Sequence[str]], arithmetic: list[str], tile: str) -> list[str]:
         """One tile: start its scores and the sums of the tile before, make weights of the scores while the sums run."""
@@ -445,12 +427,12 @@ class _ConsumerText:
         ahead = [line for line in arithmetic if " = look_up_band(" in line]  # while the scores are made
         arithmetic = [line for line in arithmetic if line not in ahead]
         return [
-            *enter_tile(tile),
+            *gluon.enter_tile(tile),
             *self._start_sums(products[:early]),
             *self._start_scores(blocks),
             *self._start_sums(products[early:]),
             *ahead,
-            *self._wait_scores(sum(len(self._sums(p)) for p in products[early:]), self.weights[:early]),
+            *self._wait_scores(sum(len(name_sums(p, self.spec)) for p in products[early:]), self.weights[:early]),
             *arithmetic,
             self._wait_sums(self.weights[early:]),
             *(self.text.rings[e].release("(step - 1)") for e in used),
@@ -469,7 +451,7 @@ class _ConsumerText:
             if folded not in waited:
                 lines.append(ring.wait())
                 waited.add(folded)
-            lines += gluon_parts.start_score(self._score(e), blocks[kept], ring.blocks())
+            lines += gluon.start_score(self._score(e), blocks[kept], ring.blocks())
         return lines
 
     def _score(self, e: Expr) -> str:
@@ -494,11 +476,11 @@ class _ConsumerText:
                 lines.append(ring.wait("(step - 1)"))
                 waited.add(p.vector)
             weight = self.weights[self.work.products.index(p)]
-            lines += gluon_parts.start_sum(self._sums(p), weight, ring.blocks("(step - 1)"))
+            lines += gluon.start_sum(name_sums(p, self.spec), weight, ring.blocks("(step - 1)"))
         return lines
 
     def _wait_sums(self, more: list[str]) -> str:
-        sums = dict.fromkeys(name for p in self.work.products for name in self._sums(p))
+        sums = dict.fromkeys(name for p in self.work.products for name in name_sums(p, self.spec))
         names = ", ".join([*sums, *more])
         return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
 
@@ -507,7 +489,10 @@ class _ConsumerText:
         work, v, narrow, depth = self.work, self.v, self.spec.narrow, self.text.depth
         v.loop(masked)
         write = v.full if self.text.dropout is None else v.drop_weight
-        seen = lambda e: v.bind_masked(write(substitute_truths(e, truths)), "0.0")
+
+        def weigh(e: Expr) -> str:
+            return v.bind_masked(write(substitute_truths(e, truths)), "0.0")
+
         for x in self.text.ringed_numbers:
             v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
             v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
@@ -519,16 +504,16 @@ class _ConsumerText:
             v.inside += [f"{leaf_name(e)}_wide = {leaf_name(e)}.to(tl.float32)" for e in work.takes]
             v.inner |= {e: f"{leaf_name(e)}_wide" for e in work.takes}
         if work.sends:
-            texts = [seen(f) for f in work.sends]
+            texts = [weigh(f) for f in work.sends]
             v.inside.append("mbarrier.wait(sent_empty.index(step % 2), ((step // 2) & 1) ^ 1)")
             kind = self.text.sent_type
             v.inside += [f"sent{k}.index(step % 2).store(({t}).to(tl.{kind}))" for k, t in enumerate(texts)]
             v.inside.append("mbarrier.arrive(sent_full.index(step % 2))")
         for k, p in enumerate(work.products):
-            v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
+            v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({weigh(p.weight)}).to(tl.{narrow}), WEIGHTS))")
         if self.spec.diagonals is not None:
             place = f"band_at + start // FOLDED * {diagonal_sums.SUMS}"
-            v.inside += diagonal_sums.add_tile(seen(self.spec.diagonals), "band", place)
+            v.inside += diagonal_sums.add_tile(weigh(self.spec.diagonals), "band", place)
         return v.inside
 
     def _results(self) -> list[str]:
@@ -538,7 +523,7 @@ class _ConsumerText:
             factors = [] if self.text.dropout is None else [literal(self.text.dropout.factor)]
             factors += [] if scale is ONE else [self.v.number(scale)]
             totals = []
-            for k, total in enumerate(self._sums(p)):
+            for k, total in enumerate(name_sums(p, self.spec)):
                 for factor in factors:
                     kept = scale is not ONE and factor == factors[-1] and self.spec.keeps(scale)
                     total = f"({total} * {f'tl.convert_layout({factor}, SUMS{suffix(k)})' if kept else factor})"

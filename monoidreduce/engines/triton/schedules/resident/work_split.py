@@ -62,13 +62,8 @@ class GroupWork:
     takes: tuple[Expr, ...] = ()
     early: int = 0  # how many of its sums are started before a tile's scores, instead of after
     held: int = 0  # kept operands that are multiplied from registers
-    alone: bool = False  # whether it is an instance by itself
+    single_warpgroup: bool = False  # whether it is an instance by itself
     sent: str = ""  # the type in which factors are sent; by default that of matrix products
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The reductions whose sums it has."""
-        return tuple(dict.fromkeys(p.place for p in self.products))
 
     def fits(self, spec: Spec) -> bool:
         """True when registers hold its scores and sums, and its weights while they are made and multiplied."""
@@ -76,7 +71,13 @@ class GroupWork:
         operands = [count_features(kept_and_folded(e, spec)[0], spec) for e in self.dots][: self.held]
         held = sum(sums.values()) // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
         held += sum(operands) // 4 - self.early * FOLDED // 4
-        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and _have_one_width(self.products, spec)
+        one_width = len({spec.slices(p.vector.feature) for p in self.products}) == 1
+        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT and one_width
+
+
+def name_sums(p: Product, spec: Spec) -> list[str]:
+    """The names of a product's accumulators, one for each slice of features."""
+    return [f"sum{p.place}_{k}" if k else f"sum{p.place}" for k in range(len(spec.slices(p.vector.feature)))]
 
 
 def count_features(e: Expr, spec: Spec) -> int:
@@ -88,7 +89,7 @@ def count_features(e: Expr, spec: Spec) -> int:
 def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     """The work of the consumer groups: one that both do on kept indices of their own, or two on the same kept indices.
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
-    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
+    if spec.narrow != "bfloat16" or spec.split or spec.k_loop or spec.fold.raised:
         return ()
     if spec.listed is not None and spec.listed.ends:  # what blocks hold beyond the end of a list is not cleared
         return ()
@@ -121,7 +122,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
 def divide_joint_work(spec: Spec) -> GroupWork | None:
     """The work of each of two consumer groups on kept indices of their own, beside a sum over these (``Spec.joint``);
     None where there is no such kernel."""
-    if spec.split or spec.deep or spec.fold.raised or spec.listed or spec.fold.tables:
+    if spec.split or spec.k_loop or spec.fold.raised or spec.listed or spec.fold.tables:
         return None
     if spec.narrow not in ("bfloat16", "float16"):
         return None
@@ -151,12 +152,12 @@ def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product
         return ()
     (lead,) = needs[first]
     ordered = lead, *(e for e in dots if e is not lead)
-    return (GroupWork(ordered, (products[first], products[1 - first]), alone=True),)
+    return (GroupWork(ordered, (products[first], products[1 - first]), single_warpgroup=True),)
 
 
 def count_kept(found: Sequence[GroupWork]) -> int:
     """How many kept indices an instance has."""
-    return GROUP_ROWS if len(found) == 2 or found[0].alone else 2 * GROUP_ROWS
+    return GROUP_ROWS if len(found) == 2 or found[0].single_warpgroup else 2 * GROUP_ROWS
 
 
 def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
@@ -169,10 +170,6 @@ def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequenc
     divisions = (_sender_and_receiver, _weights_and_receiver)
     pairs = (divide(e, dots, products) for divide in divisions for e in dots)
     return next((found for found in pairs if found and all(group.fits(spec) for group in found)), ())
-
-
-def _have_one_width(products: Sequence[Product], spec: Spec) -> bool:
-    return len({spec.slices(p.vector.feature) for p in products}) == 1
 
 
 def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
@@ -208,7 +205,7 @@ def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
 def _is_copied(e: Expr, spec: Spec, least: int) -> bool:
     """True for a leaf of the folded axis, of so many features (0: as many as gain), whose blocks descriptors copy."""
     least = least or (_NARROW_TABLES if spec.fold.tables else _NARROW) + 1
-    return e in spec.box_of and spec.folds(e) and count_features(e, spec) >= least
+    return e in spec.descriptor_dims and spec.folds(e) and count_features(e, spec) >= least
 
 
 def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:

@@ -1,4 +1,9 @@
-"""The lists of one direction as kernels read them, and what their text and plans depend on."""
+"""What kernels over lists are given: the lists of one direction as tensors, and the fold as they run it.
+
+In that fold a pair is an entry of a list, and is folded as often as it is listed. Labels are sums over all pairs, since
+a listed column may be its label several times, or never. The gradient of a table is two numbers for each entry: what is
+added, and where.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,15 @@ import torch
 from torch import Tensor
 
 from ....domains import ColumnLists
+from ....program import constructors
+from ....program.constructors import ONE
+from ....program.expression import Expr, const, index, node, reduce_node, topological
+from ....program.lower import Fold
 from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
+from ..codegen.listed import ONCE
+
+FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")  # which of equal entries it is
 
 
 class ListForm(NamedTuple):
@@ -67,7 +79,7 @@ class Lists:
         items = 1 << (len(self.items) - 1).bit_length()
         return ListForm(self.kept_block, self.folded_block, *some, len(self.offsets) - 1, items, kinds)
 
-    def own(self, given: Sequence[Tensor]) -> Lists:
+    def without_memory_of(self, given: Sequence[Tensor]) -> Lists:
         """The same lists without the memory of these tensors: what is cached for a tensor must not keep it alive."""
         theirs = {t.untyped_storage()._cdata for t in given}
         mine = {n: getattr(self, n) for n in ("offsets", "items", "ends", "entry")}
@@ -97,3 +109,64 @@ def make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) 
 @functools.lru_cache(maxsize=64)
 def _multiples(step: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * step
+
+
+# The fold, rewritten for entries of lists
+
+
+class LocalFold(NamedTuple):
+    """A fold as a kernel over lists runs it."""
+
+    fold: Fold
+    places: tuple[int, ...]  # of its leaves, among those of the whole fold
+    logical: bool  # it reads positions along lists
+    once: bool  # its last leaf says which of equal entries of a list are the first
+    # Per reduction of the whole fold, its own reductions: two for the gradient of a table, whose numbers and indices
+    # are written for each entry of the lists
+    parts: tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def localize(fold: Fold) -> LocalFold | None:
+    """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
+    as they are listed. None where numbers of pairs are not numbers of entries, or where equal entries of a list have
+    numbers of their own and are told apart, which is an error if there are any."""
+    nodes = topological([*fold.reductions, *fold.scales])
+    once = [e for e in nodes if e.op == "listed_once"]
+    edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
+    if any(e.is_pair for e in fold.leaves) and (once or not edges):
+        return None
+    positions = {e: index("col") for e in nodes if e.op == "listed_position"}
+    changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: FIRST for e in once}}
+    scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)
+    found: dict[Expr, Expr] = {}  # reductions and their scales
+    parts = []
+    for r, (_, scale) in scaled:
+        per_entry = [reduce_node("pair", "cols", (), (a,)) for a in r.args[:2]]
+        own = per_entry if r.attrs[0] == "histogram" else [_as_kernels_fold(r)]
+        if (len(own) == 1 and own[0] in found) or (len(own) == 2 and not edges):
+            return None
+        parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))
+        found |= dict.fromkeys(own, constructors.substitute((scale,), changed)[0])
+    reductions, scales = tuple(found), tuple(found.values()) if fold.scales else ()
+    used = {*topological([*reductions, *scales])}
+    places = tuple(k for k, e in enumerate(fold.leaves) if e in used)
+    mapped = {r: reductions[own[0]] for r, own in zip(fold.reductions, parts, strict=True)}
+    gradients = tuple((mapped[r], e) for r, e in fold.gradients if r in mapped and e in used)
+    leaves = (*(fold.leaves[k] for k in places), *([FIRST] if once else []))
+    made = replace(fold, leaves=leaves, reductions=reductions, scales=scales, gradients=gradients)
+    return LocalFold(made, places, bool(positions), bool(once), tuple(parts))
+
+
+def _as_kernels_fold(r: Expr) -> Expr:
+    """A label's number as a sum over all pairs: a listed column may be its label several times, or never. Numbers of
+    entries are written where rows walk their lists."""
+    if r.attrs[0] == "pair":
+        return reduce_node("pair", "cols", r.attrs[2], r.args)
+    if r.attrs[0] != "pick":
+        return r
+    target, value, vector = r.args
+    _, over, (axis,) = r.attrs
+    number = constructors.apply("where", constructors.apply("eq", index(axis), target), value, const(0.0))
+    number = number if number.feature is None else constructors.fsum(number)
+    return reduce_node("sum", over, (), (number if vector is ONE else constructors.apply("mul", number, vector),))
