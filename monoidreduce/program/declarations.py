@@ -371,11 +371,10 @@ def _move_indices(outputs: tuple[Expr, ...], form: Form, inputs: dict[str, Expr]
     Where rows and columns are packed alike and indices are only compared with or subtracted from each other, packed
     ones give the same numbers, and kernels know their ranges. Random numbers are those of the packed call."""
     row, col = index("row"), index("col")
-    stop = lambda e: e.op in DRAWS
-    order = topological(outputs, stop=stop)
-    used = [e for e in order if not stop(e) and not {row, col}.isdisjoint(e.args)]
+    order = topological(outputs, stop=lambda e: e.op in DRAWS)
+    used = [e for e in order if e.op not in DRAWS and not {row, col}.isdisjoint(e.args)]
     apart = [e for e in used if e.op not in _COMPARED or set(e.args) != {row, col}]
     if form[1] and not apart and row not in outputs and col not in outputs:
         return outputs
     moved = {row: inputs["_cols_row_position"], col: inputs["_cols_col_position"]}
-    return constructors.substitute(outputs, moved | {e: e for e in order if stop(e)})
+    return constructors.substitute(outputs, moved | {e: e for e in order if e.op in DRAWS})

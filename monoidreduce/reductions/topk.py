@@ -222,7 +222,10 @@ class TopKLines(Lines):
         values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
-        pick = lambda text, zero, f: f"tl.sum(tl.where({n}_slots == {f}, {text}, {zero}), 1)"
+
+        def pick(text: str, zero: str, slot: int) -> str:
+            return f"tl.sum(tl.where({n}_slots == {slot}, {text}, {zero}), 1)"
+
         return [
             ([pick(values, "0" if self.is_integer else "0.0", f) for f in range(self.k)], feature),
             ([pick(places, "0", f) for f in range(self.k)], feature),

@@ -409,24 +409,23 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
     if found is None:  # the program is kept, so that its id stays its own
-        faster = not _runs_in_cpp(program, given, sizes, backward) and _is_dense_faster(
-            program, given, longest, backward
+        faster = not _runs_in_cpp(program, given, longest, backward)
+        faster = (
+            faster and estimate_program(program, given, longest, backward, closely=False).chosen.schedule == "dense"
         )
         found = _PREDICTED.keep(key, (program, faster))
     return found[1]
-
-
-def _is_dense_faster(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
-    return estimate_program(program, inputs, sizes, backward, closely=False).chosen.schedule == "dense"
 
 
 def _runs_in_cpp(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
     """True if all folds of a call run as generated C++, which no dense form is faster than."""
     if sizes.device.type != "cpu" or any(not cpp.is_worthwhile(p.fold, sizes) for p in program.passes):
         return False
-    passes = dry_run_passes(program, require_gradients(inputs) if backward else inputs, sizes, backward)
-    numbers = lambda n: frozenset(e for e, v in zip(n.fold.leaves, n.leaves, strict=True) if not isinstance(v, Tensor))
-    return all(cpp.describe(n.fold, n.sizes, numbers(n)) == "C++" for n in passes.folds)
+    for call in dry_run_passes(program, require_gradients(inputs) if backward else inputs, sizes, backward).folds:
+        numbers = frozenset(e for e, v in zip(call.fold.leaves, call.leaves, strict=True) if not isinstance(v, Tensor))
+        if cpp.describe(call.fold, call.sizes, numbers) != "C++":
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -298,9 +298,11 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            shape, both = (self.sizes.rows, self.sizes.cols), kind_of(e).both_axes
-            sides: Any = shape
-            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, sides if both else size)
+            shape: Any = (self.sizes.rows, self.sizes.cols)
+
+            def dense(fields: list[Tensor], size: int) -> list[Tensor]:
+                return KINDS[kind].dense(fields, vectors, over, params, shape if kind_of(e).both_axes else size)
+
             return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
