@@ -40,7 +40,7 @@ from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
 from .launch import hardware, jit_module
 from .launch.jit_module import compile_only, skip_launches, watch_resources
-from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
+from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
 from .panel import epilogue
 from .panel.arena import MemoryPlan
 from .panel.kernel_step import KernelStep, MetaStep
@@ -63,6 +63,8 @@ __all__ = [
     "ProgramReplay",
     "RecordedLaunches",
     "Rendering",
+    "ReplayNames",
+    "ReplayViews",
     "Unsupported",
     "as_for",
     "compile_only",
