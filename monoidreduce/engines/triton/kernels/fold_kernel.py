@@ -71,6 +71,11 @@ WIDE_GAIN = 8
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
+def describe_tensor(v: Tensor) -> tuple:
+    """What kernels depend on in a tensor besides its numbers."""
+    return v.dtype, v.shape, v.stride(), v.data_ptr() & 15
+
+
 def describe_numbers(numbers: Sequence[Any]) -> tuple:
     """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
     return tuple([found for v in numbers for found in (v > 0, abs(v) >= SMALL)])

@@ -26,13 +26,12 @@ from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
-from .. import describe_leaves
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
-from .fold_kernel import Leaves, describe_numbers
+from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
 from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
@@ -404,8 +403,8 @@ def _prepare_launches(
 ) -> PreparedListedFold | None:
     """The launches of a fold on leaves like these, along the lists of each direction; None where it has no kernel."""
     key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
-    key += (overriding_plans(), describe_leaves(leaves), entries, *(one.form for one in lists.values()))
-    key += describe_numbers([v for v in leaves if not isinstance(v, Tensor)])
+    key += (overriding_plans(), entries, *(one.form for one in lists.values()))
+    key += tuple([describe_tensor(v) if isinstance(v, Tensor) else (type(v), *describe_numbers([v])) for v in leaves])
     if (found := _PREPARED.find(key, _MISSING)) is not _MISSING:
         return found
     try:
