@@ -48,7 +48,7 @@ _ABILITIES = ["descriptors", "tanh", "fast_epilogues"]  # that an H200 has
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = auto.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
+    bare, form, line = auto.case_without_leaves, saved_row_gradients.find_form, descriptors.make_shift_descriptor
     repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes = lambda *given: True
@@ -58,7 +58,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (descriptors, dict(make_shift_descriptor=on_cpu)),
         (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
         (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
-        (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
+        (saved_row_gradients, dict(find_form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),

@@ -43,7 +43,6 @@ try:
         from .plan import cache
         from .plan.budget import budget
         from .program.declarations import Batch, Col, Pair, Row, Table
-        from .program.draws import dropout, gumbel, uniform
         from .program.symbol import functions
         from .program.tables import lookup
         from .program.vocabulary import all as all
@@ -53,6 +52,8 @@ try:
             argmin,
             col_index,
             count,
+            dropout,
+            gumbel,
             logsumexp,
             mean,
             num_cols,
@@ -65,6 +66,7 @@ try:
             sqdist,
             topk,
             topk_mean,
+            uniform,
             var,
             weighted_mean,
         )

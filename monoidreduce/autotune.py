@@ -14,7 +14,7 @@ from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
 from .runtime import registry
-from .runtime.torch_replay import tensors_in
+from .runtime.recorder import tensors_in
 from .sources import progress
 from .tuning import Tuned
 
@@ -71,8 +71,8 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
     border = Border()
     args = tuple(border.take(v, f"argument {k}") for k, v in enumerate(args))
     kwargs = {name: border.take(v, name) for name, v in kwargs.items()}
-    met = record_call(function, args, kwargs, backward)
-    trials = _Trials(met)
+    recorded = record_call(function, args, kwargs, backward)
+    trials = _Trials(recorded)
     for _ in progress(trials, quiet, what="tuning"):
         pass
     return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.tuned_calls))
@@ -81,19 +81,19 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
 def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuning.Recording:
     """The folds that a call and its gradient run, with their leaves; run by the default plans, nothing dense."""
     given, named = _require_gradients(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), follow({"call": Choice("flash")}), tuning.record() as met:
+    with registry.automatic(), follow({"call": Choice("flash")}), tuning.record() as recorded:
         result = function(*given, **named)
         if backward:
             _run_backward(result, [*given, *named.values()])
-    return met
+    return recorded
 
 
 class _Trials:
     """All trials of a recording, with a length for the progress bar."""
 
-    def __init__(self, met: tuning.Recording):
-        self.sessions = list(tuning.make_sessions(met.folds))
-        self.calls = {id(call[0]): call for call in met.calls}.values()
+    def __init__(self, recorded: tuning.Recording):
+        self.sessions = list(tuning.make_sessions(recorded.folds))
+        self.calls = {id(call[0]): call for call in recorded.calls}.values()
         self.tuned_calls: list[Tuned] = []
 
     def __len__(self) -> int:

@@ -27,11 +27,7 @@ from .saved_runs import THE_OP, SavedRun, join_blocks, note_interrupt, temporary
 from .sources import AlongAxis, Chunks, Meter, format_count
 
 BUDGET = 2**30  # bytes of a run without a budget
-_ROWS, _COLUMNS, _TILES = (
-    4,
-    16,
-    2,
-)  # what of the budget a block of rows, a chunk of columns and tiles may take: 1 / this
+_ROWS, _COLUMNS, _TILES = 4, 16, 2  # a block of rows, a chunk of columns and tiles take 1 / this of the budget each
 
 
 @dataclass(frozen=True)
@@ -52,15 +48,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an op tells of a call: the walk over its passes, its program's name, how columns become inputs, its results
+    """What an op tells of a call: its passes over chunks, its program's name, how columns become inputs, its results
     in order, the form that its caller sees, and the axis of rows and the bytes of each result. It holds no column: a
     chunk is not to outlive its turn."""
 
-    walk: ChunkedProgram
+    chunked: ChunkedProgram
     name: str
     inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     results: Callable[[list[Any], Sizes], list[Tensor]]
     pack: Callable[[Sequence[Tensor], Mapping[str, Any], int], Any]  # the results, all rows, the number of columns
+    check: Callable[[int], None]  # raises what so many columns in all are too few for
     axes: tuple[int, ...] = ()
     bytes_each: int = 0  # of all results of one row
 
@@ -82,7 +79,7 @@ class ChunkMaker:
             check_same_program(prepared.name, again.name)
             self.last = kind, again
         again = self.last[1]
-        return at, again.walk.sizes.cols, again.inputs(named)
+        return at, again.chunked.sizes.cols, again.inputs(named)
 
 
 def check_same_program(name: str, other: str) -> None:
@@ -103,8 +100,8 @@ class Rows:
         lengths = {n: len(a) for n, a in files.items()}
         lengths |= {n: v.shape[self._axis(n, v.dim())] for n, v in self.cut.items()}
         if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{n} has {count}" for n, count in lengths.items())
-            raise ShapeError(detail=f"the rows differ in number: {said}", fix="Give equally many rows in each")
+            counts = ", ".join(f"{n} has {count}" for n, count in lengths.items())
+            raise ShapeError(detail=f"the rows differ in number: {counts}", fix="Give equally many rows in each")
         self.total = next(iter(lengths.values()), None)
 
     def _axis(self, name: str, rank: int) -> int:
@@ -176,7 +173,7 @@ class Columns:
             reader = iter(self.source)
             first = next(reader, None)
             if first is None:
-                raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+                raise stream.source_is_empty()
             if self.once:
                 self.begun.append(reader)
             self.first.append(first)
@@ -316,6 +313,8 @@ class BlockRun:
             return found["plan"], _Progress(**found["progress"])
         plan: dict[str, Any] = {"budget": budget.requested() or BUDGET, "memo": self.memo}
         plan["columns"] = getattr(self.columns.source, "size", 0)
+        if self.columns.total is not None:
+            self._prepare_one().check(self.columns.total)
         plan["rows"] = self._rows_per_block(plan["budget"])
         if self.columns.once and self.rows.total is not None and plan["rows"] < self.rows.total:
             raise StreamError(
@@ -365,23 +364,23 @@ class BlockRun:
         rows, example, place = self._arguments(block)
         prepared = self.prepare(rows, example, place)
         del example
-        walk, maker = prepared.walk, ChunkMaker(lambda chunk: self.prepare(rows, chunk, place))
-        if self.columns.once and _passes(walk) > 1:
+        chunked, maker = prepared.chunked, ChunkMaker(lambda chunk: self.prepare(rows, chunk, place))
+        if self.columns.once and _passes(chunked) > 1:
             raise StreamError(
                 detail="this op reads its columns more than once, but the source is read only once",
                 fix="Give columns that can be read again: a file, a list, mr.chunks(...)",
             )
         if progress.total is None:  # what pays to be compiled is decided by it too
-            counts = any(walk.needs_count(p) for p in walk.program.passes)
+            counts = any(chunked.needs_count(p) for p in chunked.program.passes)
             progress.total = self._count_columns(prepared, maker) if counts else self.columns.total
         try:
-            for k in range(progress.stage, len(walk.program.passes)):
+            for k in range(progress.stage, len(chunked.program.passes)):
                 self._fold_columns(prepared, maker, k, progress, plan, meter, max(1, block[1] - block[0]))
         except BaseException:
             with contextlib.suppress(StreamError):
                 self._save(plan, progress)
             raise
-        return prepared.results(*walk.finish(progress.found, progress.total or 0)), prepared
+        return prepared.results(*chunked.finish(progress.found, progress.total or 0)), prepared
 
     def _fold_columns(
         self,
@@ -393,12 +392,12 @@ class BlockRun:
         meter: Meter,
         height: int,
     ) -> None:
-        walk, p = prepared.walk, prepared.walk.program.passes[stage]
-        fed = walk.row_feeds(p, walk.known(progress.found), progress.total)
+        chunked, p = prepared.chunked, prepared.chunked.program.passes[stage]
+        fed = chunked.row_feeds(p, chunked.known(progress.found), progress.total)
         for named in self.columns.read(progress.chunk):
             chunk = maker.make(prepared, named, progress.seen)
             del named
-            mine = walk.fold(p.fold, walk.leaves(p, fed, chunk, progress.total), chunk, progress.total)
+            mine = chunked.fold(p.fold, chunked.leaves(p, fed, chunk, progress.total), chunk, progress.total)
             states = stream.merge_states(p.fold, progress.states, mine)
             count = chunk[1]
             del chunk, mine
@@ -407,7 +406,7 @@ class BlockRun:
             if self.saved is not None and self.saved.is_due():
                 self._save(plan, progress)
         if progress.states is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         if progress.total not in (None, progress.seen):
             raise StreamError(
                 detail=f"the source gave {progress.total} columns before, and now {progress.seen}",
@@ -443,6 +442,6 @@ class BlockRun:
         self.saved.save({"fingerprint": self._own, "plan": plan, "sums": self.columns.sums, "progress": state})
 
 
-def _passes(walk: ChunkedProgram) -> int:
+def _passes(chunked: ChunkedProgram) -> int:
     """How often a source is read."""
-    return len(walk.program.passes) + any(walk.needs_count(p) for p in walk.program.passes)
+    return len(chunked.program.passes) + any(chunked.needs_count(p) for p in chunked.program.passes)

@@ -31,7 +31,7 @@ class MonoidReduceError(Exception):
 
     def __reduce__(self) -> tuple:
         """Errors cross processes (a DataLoader's worker, a rank): by class, text and place."""
-        return _restored, (type(self), self.text, self.place)
+        return _restore_error, (type(self), self.text, self.place)
 
     def at(self, place: str) -> "MonoidReduceError":
         """Add where it happened (once): the op, its arguments and the user's line."""
@@ -41,7 +41,7 @@ class MonoidReduceError(Exception):
         return self
 
 
-def _restored(cls: type[MonoidReduceError], text: str, place: str) -> MonoidReduceError:
+def _restore_error(cls: type[MonoidReduceError], text: str, place: str) -> MonoidReduceError:
     error = cls.__new__(cls)
     error.details, error.text, error.place = {}, text, ""
     error.args = (text,)
@@ -119,7 +119,7 @@ class DTypeError(MonoidReduceError, TypeError):
     monoidreduce.errors.DTypeError: arguments mix floating types: x is float32, p is float16, q is float32. ...
     """
 
-    fix = "Cast them to one floating type first (for example with .to(x.dtype))"
+    fix = "Cast them to one floating type first, with .to(x.dtype), or .astype(x.dtype) of a numpy array"
 
 
 class DeviceError(MonoidReduceError, ValueError):

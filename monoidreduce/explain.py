@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .engines import eager, triton
+from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
-from .engines.common.others import describe_blocks, estimate_gradient
 from .plan import budget
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
@@ -25,12 +25,12 @@ from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Fold, Lowered
 from .program.trace import Traced
 from .reductions import kind_of
-from .reductions.derived_gradient import gradient_road
+from .reductions.derived_gradient import gradient_source
 from .runtime import call_cost, registry
 from .runtime.call_cost import ListedPairs
 from .runtime.dry_run import LiveMemory
-from .runtime.registry import stepper
-from .runtime.torch_replay import tensors_in
+from .runtime.recorder import tensors_in
+from .runtime.registry import choose_step_class
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 
@@ -82,7 +82,7 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     if not subject.backward:
         return found
     inputs = call_cost.require_gradients(subject.inputs)
-    total = call_cost.estimate_total(subject.traced.outputs, inputs, sizes, stepper("auto", sizes.device))
+    total = call_cost.estimate_total(subject.traced.outputs, inputs, sizes, choose_step_class("auto", sizes.device))
     return found if total is None else found.with_schedule(total)
 
 
@@ -235,10 +235,10 @@ def _derived_lines(program: Lowered, sizes: Sizes, rates: DeviceRates) -> Iterat
     """Where the gradients of monoids come from that bring none."""
     for p in program.passes:
         for r in p.fold.reductions:
-            road = gradient_road(r.attrs[2][0]) if r.attrs[0] == "user" else ""
-            if road == "trace":
+            source = gradient_source(r.attrs[2][0]) if r.attrs[0] == "user" else ""
+            if source == "trace":
                 yield f"  backward: {r.attrs[2][0].__name__}'s pullback is derived from the trace of its combine"
-            elif road == "others":
+            elif source == "others":
                 kept, folded, held = describe_blocks(r, sizes)
                 cost = estimate_gradient(Fold(p.fold.leaves, (r,)), sizes, rates)
                 again = "once" if folded >= (sizes.cols if r.attrs[1] == "cols" else sizes.rows) else "twice"

@@ -8,6 +8,7 @@ read does not stay in the process's memory. A file that is changed between two s
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import glob
 import hashlib
@@ -25,6 +26,7 @@ from .arrays import check_mapped, check_type, to_tensor
 from .errors import ArgumentError, DTypeError, MonoidReduceError, ShapeError, StreamError, shown
 
 Names = str | Sequence[str]  # an array of a file by its name; of a table, also several columns that are its features
+_DECODED = 2**20  # bytes of a Parquet column that are decoded at a time; decoding lists takes several times as many
 _SAMPLE = 2**16  # bytes at the beginning and at the end of a file that its fingerprint is made of
 
 
@@ -64,7 +66,7 @@ def open_arrays(given: Any, names: Sequence[Names] = ()) -> list[Any]:
     if len(matched) != 1 or matched[0] != str(given):
         return open_arrays(matched, names)
     path = Path(given)
-    reader = _READERS.get(path.suffix)
+    reader = _READERS.get(path.suffix.lower())
     if reader is None:
         fix = "Give its files, as a list or a pattern" if path.is_dir() else "Read it to an array first"
         raise ArgumentError(detail=f"{path} is no file of {', '.join(_READERS)}", fix=fix)
@@ -77,9 +79,9 @@ def open_arrays(given: Any, names: Sequence[Names] = ()) -> list[Any]:
 
 
 def find_files(given: Any, what: str = "") -> list[str]:
-    """The files that a path or a pattern (``"x/*.npy"``) names, in the order of their names; ``what``: whose they
-    are."""
-    text = str(given)
+    """The files that a path or a pattern (``"x/*.npy"``, ``"~/x.npy"``) names, in the order of their names; ``what``:
+    whose they are."""
+    text = os.path.expanduser(str(given))
     if not glob.has_magic(text) or os.path.exists(text):
         return [text]
     found = sorted(glob.glob(text))
@@ -222,47 +224,78 @@ _SAFETENSOR_TYPES = {
 
 class ParquetColumn(_File):
     """One column of a ``.parquet`` file, of numbers or of lists of one length, or several columns of numbers as the
-    features of one array; the group of rows that was read last is kept, for the next slice."""
+    features of one array. It is decoded a slice at a time, so a group of a million rows is not held; a slice that
+    begins where the last one ended goes on from there."""
 
     def __init__(self, path: Path, name: Names):
         super().__init__(path)
         self.columns = [name] if isinstance(name, str) else list(name)
         self.name = name if isinstance(name, str) else ", ".join(name)
         self.joined = not isinstance(name, str)
-        file = _import_parquet().ParquetFile(path)
-        counts = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+        metadata = _import_parquet().ParquetFile(path).metadata
+        counts = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
-        self.kept: tuple[int, Any] = (-1, None)
-        group = next((g for g, n in enumerate(counts) if n), None)  # to know the type and the lists' length
-        first = numpy.empty(0, numpy.float32) if group is None else self._group(group)
-        self.shape, self.dtype = (self.starts[-1], *first.shape[1:]), to_tensor(first[:0]).dtype
+        self.shape: tuple[int, ...] = (self.starts[-1],)
+        self.dtype, self.at_once = torch.float32, 1
+        self.at = -1  # the next row that is decoded
+        self.rest: numpy.ndarray | None = None  # what has been decoded from there on
+        self.batches: Iterator[Any] = iter(())
+        first = self[0:1]  # to know the type and the lists' length
+        self.shape, self.dtype = (self.starts[-1], *first.shape[1:]), to_tensor(first).dtype
+        self.at_once = max(1, _DECODED // max(1, self.dtype.itemsize * math.prod(self.shape[1:])))
+        self._close()
 
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {self.name}"
 
     def __getitem__(self, which: slice) -> Any:
-        start, stop = which.start, which.stop
-        groups = [g for g in range(len(self.starts) - 1) if self.starts[g] < stop and self.starts[g + 1] > start]
-        cut = [self._group(g)[max(0, start - self.starts[g]) : stop - self.starts[g]] for g in groups]
-        return numpy.concatenate(cut) if cut else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-
-    def _group(self, g: int) -> Any:
-        if self.kept[0] != g:
-            self.kept = -1, None  # only one group is held
-            self.check_unchanged()
+        start, stop, _ = which.indices(self.shape[0])
+        if start >= stop:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        self.check_unchanged()
+        try:
             with report_read_errors(self.filename):
-                file = _import_parquet().ParquetFile(self.filename)
-                table = file.read_row_group(g, columns=self.columns)
-                found = [self._as_numbers(table.column(n).combine_chunks(), n) for n in self.columns]
-                values = self._join(found) if self.joined else found[0]
-            check_type(values, f"{self.name} in {self.filename}")
-            if hasattr(self, "shape") and values.shape[1:] != self.shape[1:]:
-                raise ShapeError(
-                    detail=f"{self.name} in {self.filename} holds lists of {self.shape[1:]} and of {values.shape[1:]}",
-                    fix="Write lists of one length",
-                )
-            self.kept = g, values
-        return self.kept[1]
+                if self.at != start:
+                    self._seek(start)
+                parts = []
+                while self.at < stop:
+                    values = self._decode(next(self.batches)) if self.rest is None else self.rest
+                    parts.append(values[: stop - self.at])
+                    self.rest = values[len(parts[-1]) :] if len(parts[-1]) < len(values) else None
+                    self.at += len(parts[-1])
+        except BaseException:
+            self._close()
+            raise
+        if stop == self.shape[0]:
+            self._close()
+        return numpy.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _seek(self, start: int) -> None:
+        """Read from row ``start`` on."""
+        group = bisect.bisect_right(self.starts, start) - 1
+        opened = _import_parquet().ParquetFile(self.filename, buffer_size=_SAMPLE, pre_buffer=False)
+        groups = range(group, len(self.starts) - 1)
+        self.batches = opened.iter_batches(batch_size=self.at_once, row_groups=groups, columns=self.columns)
+        self.at, self.rest = self.starts[group], None
+        while self.at < start:
+            batch = next(self.batches)
+            ahead = min(start - self.at, len(batch))
+            self.rest = self._decode(batch.slice(ahead)) if ahead < len(batch) else None
+            self.at += ahead
+
+    def _close(self) -> None:
+        self.at, self.rest, self.batches = -1, None, iter(())
+
+    def _decode(self, batch: Any) -> numpy.ndarray:
+        found = [self._as_numbers(batch.column(n), n) for n in self.columns]
+        values = self._join(found) if self.joined else found[0]
+        check_type(values, f"{self.name} in {self.filename}")
+        if self.shape[1:] != values.shape[1:] and self.shape[1:]:
+            raise ShapeError(
+                detail=f"{self.name} in {self.filename} holds lists of {self.shape[1:]} and of {values.shape[1:]}",
+                fix="Write lists of one length",
+            )
+        return values
 
     def _join(self, columns: list[numpy.ndarray]) -> numpy.ndarray:
         """Columns of numbers as the features of one array, in the type that holds all of them."""
@@ -368,8 +401,18 @@ def _import_parquet() -> Any:
 
 
 def _open_parquet(path: Path, names: list[Names]) -> list[Any]:
-    there = _import_parquet().ParquetFile(path).schema_arrow.names
-    return [ParquetColumn(path, n) for n in _pick_names(names, there, path)]
+    schema = _import_parquet().ParquetFile(path).schema_arrow
+    found = _pick_names(names, schema.names, path)
+    if not names:  # texts and dates beside the numbers are no arrays
+        found = [n for n in found if _holds_numbers(schema.field(n).type)] or found
+    return [ParquetColumn(path, n) for n in found]
+
+
+def _holds_numbers(kind: Any) -> bool:
+    """Whether a column of Arrow's type is of numbers, or of lists of them."""
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return any(word in str(kind) for word in ("int", "float", "double", "bool"))
 
 
 def _pick_names(names: list[Names], there: list[str], path: Path) -> list[Names]:

@@ -41,16 +41,16 @@ from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
 from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
-from .runtime.bind import check_kind, check_sizes, inputs_of, output_form, sizes_of
-from .runtime.call import CallForm, CallPlan, Plans, Programs, formed
+from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
+from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
 
 MYPY = False  # mypy takes it for True
 Result = TypeVar("Result")  # what a body returns: tensors, in whatever form
 Calls = list[tuple["Op", tuple, Mapping[str, Any]]]
-listening: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
-    "listening", default=None
+explained_calls: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
+    "explained_calls", default=None
 )  # to calls without a key
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
@@ -83,7 +83,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             self.parameters = domain_call.parameters_over(domain, self.parameters)
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
-        self._sides = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
+        self._axes = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters, domain)
         self._plans = Plans(self.parameters, self.signature)
@@ -96,45 +96,45 @@ class Op(dynamo.Compiled, Generic[Result]):
         if declarations.RESERVED in kwargs and kwargs[declarations.RESERVED] is None:  # all pairs
             del kwargs[declarations.RESERVED]
         if torch.compiler.is_dynamo_compiling():
-            if _any_scaled(args, kwargs):
-                op, call = self._store(args, kwargs)
+            if _has_scaled(args, kwargs):
+                op, call = self._find_stored_variant(args, kwargs)
                 return op(**call.values)
             if arrays.are_traced(args, kwargs):
-                return arrays.call_traced(self._compiled_call, args, kwargs)
+                return arrays.call_traced(self._call_compiled, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
-                return torch._dynamo.disable(self._divided_call)(*args, **kwargs)
+                return torch._dynamo.disable(self._call_divided)(*args, **kwargs)
             if nested.any_nested([*args, *kwargs.values()]):
-                return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
-            return self._compiled(args, kwargs)
+                return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+            return self._run_compiled(args, kwargs)
         if declarations.RESERVED in kwargs:
             return self._call_variant(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         try:
-            return self._anew(args, kwargs, key) if plan is None else plan(values)
+            return self._run_uncached(args, kwargs, key) if plan is None else plan(values)
         except TableError as error:
             raise error.at(self._describe(args, kwargs)) from None
 
-    def _compiled_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(args, kwargs)
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_compiled(args, kwargs)
 
-    def _divided_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._anew(args, kwargs, None)
+    def _call_divided(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_uncached(args, kwargs, None)
 
     @property
     def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
         return self._programs.traces
 
-    def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+    def _run_uncached(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
-        if key is None and _any_scaled(args, kwargs):
+        if key is None and _has_scaled(args, kwargs):
             return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
-            return nested.call_with_values(self, self._sides, list(self.parameters), args, kwargs)
-        if listening.get() is not None:
-            return self._listed_call(args, kwargs)
+            return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+        if explained_calls.get() is not None:
+            return self._list_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
@@ -142,15 +142,15 @@ class Op(dynamo.Compiled, Generic[Result]):
         if device is not None:
             return call_context.call_in_autocast(self, self.parameters, device, args, kwargs)
         if call_context.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):
-            return self._divided(args, kwargs)
-        plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
+            return self._run_divided(args, kwargs)
+        plan, bound = self._make_plan(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
             self._plans.keep(key, plan)
         return plan(bound)
 
-    def _listed_call(self, args: tuple, kwargs: dict) -> Any:
+    def _list_call(self, args: tuple, kwargs: dict) -> Any:
         """A call of a layer that is explained: listed, and answered with zeros."""
-        calls = listening.get()
+        calls = explained_calls.get()
         assert calls is not None
         calls.append((self, args, kwargs))
         traced, bound, sizes, out = self._prepare(args, kwargs)
@@ -174,11 +174,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if torch.compiler.is_dynamo_compiling() and not _any_scaled(args, kwargs):
-            return self._compiled(args, kwargs, total=True)
-        if (found := self._variant(args, kwargs)) is not None:
-            op, call = found
-            return op.total(**call.values)
+        if torch.compiler.is_dynamo_compiling() and not _has_scaled(args, kwargs):
+            return self._run_compiled(args, kwargs, total=True)
+        op, args, kwargs = self._resolve(args, kwargs)
+        if op is not self:
+            return op.total(*args, **kwargs)
         given = (*args, *kwargs.values())
         key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
@@ -187,18 +187,18 @@ class Op(dynamo.Compiled, Generic[Result]):
             return arrays.call_with_tensors(self.total, list(self.parameters), args, kwargs)
         form = self._plans.form(len(args), kwargs)
         if key is not None or not _is_wide(form, given):
-            plan = self._total(args, kwargs, form, key)
-            return _summed(self(*args, **kwargs)) if plan is None else plan(given)
-        if listening.get() is not None:
-            return _summed(self(*args, **kwargs))
+            plan = self._make_total_plan(args, kwargs, form, key)
+            return _sum_results(self(*args, **kwargs)) if plan is None else plan(given)
+        if explained_calls.get() is not None:
+            return _sum_results(self(*args, **kwargs))
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
         device = call_context.autocast_device(given)
         if device is not None:
             return call_context.call_in_autocast(self.total, self.parameters, device, args, kwargs)
         engine, divided = registry.engine(), call_context.is_divided() or dtensors.any_dtensor(given)
         if divided or engine == "reference":
-            return _summed(self(*args, **kwargs))
-        plan, bound = self._planned(args, kwargs, engine, total=True)
+            return _sum_results(self(*args, **kwargs))
+        plan, bound = self._make_plan(args, kwargs, engine, total=True)
         return plan.traced.pack(plan.sums(bound))
 
     def within(self, limit: int | str) -> Callable[..., Result]:
@@ -224,37 +224,27 @@ class Op(dynamo.Compiled, Generic[Result]):
         True
         """
         if declarations.RESERVED in kwargs:
-            raise ArgumentError(
-                detail="tune was given cols",
-                fix="Call the op: listed pairs have one schedule",
-            )
+            raise ArgumentError(detail="tune was given cols", fix="Call the op: listed pairs have one schedule")
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> CallPlan | None:
+    def _make_total_plan(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> CallPlan | None:
         """The plan of an ordinary call's sums, where they are of numbers per row."""
         if form is None or key is None:
             return None
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if not _are_row_numbers(traced):
             return None
-        plan = CallPlan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        plan = CallPlan.make(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
         return plan
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
-        if (found := self._variant(args, kwargs)) is not None:
-            op, call = found
-            return op.program(**call.values)
-        return compile_program(self._prepare(args, kwargs)[0].outputs)
+        op, args, kwargs = self._resolve(args, kwargs)
+        return compile_program(op._prepare(args, kwargs)[0].outputs)
 
     def cost(
-        self,
-        *args: Any,
-        backward: bool = True,
-        device: torch.device | str | None = None,
-        ranks: int = 1,
-        **kwargs: Any,
+        self, *args: Any, backward: bool = True, device: torch.device | str | None = None, ranks: int = 1, **kwargs: Any
     ) -> Cost:
         """What this call would cost by every schedule: floating operations, bytes, seconds, memory, as data.
 
@@ -271,10 +261,8 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
         (True, True, True)
         """
-        if (found := self._variant(args, kwargs)) is not None:
-            op, call = found
-            return op.cost(**call.values, backward=backward, device=device, ranks=ranks)
-        return cost_of(self.subject(args, kwargs, backward), device, ranks)
+        op, args, kwargs = self._resolve(args, kwargs)
+        return cost_of(op.subject(args, kwargs, backward), device, ranks)
 
     def explain(
         self, *args: Any, backward: bool = True, measure: bool = False, passes: bool = False, **kwargs: Any
@@ -295,9 +283,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
         return best[cols](sqdist(x, y), False).value
         """
-        if (found := self._variant(args, kwargs)) is not None:
-            op, call = found
-            return op.explain(**call.values, backward=backward, measure=measure, passes=passes)
+        op, args, kwargs = self._resolve(args, kwargs)
+        if op is not self:
+            return op.explain(*args, **kwargs, backward=backward, measure=measure, passes=passes)
         subject = self.subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
@@ -309,7 +297,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     def subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         """A call, as it is explained."""
         traced, bound, sizes, _ = self._prepare(args, kwargs)
-        inputs = inputs_of(self.parameters, bound, sizes)
+        inputs = bind_inputs(self.parameters, bound, sizes)
         found = call_cost.count_pairs(traced.outputs, inputs, sizes)
         if found is not None:
             average = max(1, round(found.average))
@@ -319,7 +307,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     # Over ranks, and over columns that come in chunks
 
-    def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _run_divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The call on this rank's part, where rows or columns are divided over ranks; in a stream, what it asks for."""
         streamed = agreement.streamed_call()
         if self.domain is not None and streamed is not None:
@@ -333,9 +321,9 @@ class Op(dynamo.Compiled, Generic[Result]):
             return streamed.call(self, self._bind(args, kwargs))
         if dtensors.any_dtensor((*args, *kwargs.values())):
             return dtensors.run_on_dtensors(
-                self.parameters, self._bind(args, kwargs), lambda local: self._part((), local)
+                self.parameters, self._bind(args, kwargs), lambda local: self._run_shard((), local)
             )
-        _, results, _, pack = self._part(args, kwargs)
+        _, results, _, pack = self._run_shard(args, kwargs)
         return pack(results)
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream:
@@ -363,27 +351,29 @@ class Op(dynamo.Compiled, Generic[Result]):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if _any_scaled(args, kwargs):
-            op, call = self._store((), given)
+        if _has_scaled(args, kwargs):
+            op, call = self._find_stored_variant((), given)
             return op.stream(**call.values)
-        rows = {n: _argument(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
-        cut = {n: _argument(p, "cols") for n, p in columns.items()}
-        return Stream(self._streamed, cut, given, rows)
+        rows = {n: _describe_axis(p, "rows") for n, p in self.parameters.items() if p.axis == "rows"}
+        cut = {n: _describe_axis(p, "cols") for n, p in columns.items()}
+        return Stream(self._prepare_chunk, cut, given, rows)
 
-    def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any], place: Place | None = None) -> Prepared:
+    def _prepare_chunk(
+        self, given: Mapping[str, Any], chunk: Mapping[str, Any], place: Place | None = None
+    ) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
-        inputs = inputs_of(self.parameters, bound, sizes)
+        inputs = bind_inputs(self.parameters, bound, sizes)
         engine = registry.FOLDERS["eager" if (name := registry.engine()) == "reference" else name]
 
         def results(found: list[Any], sizes: Sizes) -> list[Tensor]:
             check_sizes(traced.outputs, sizes)
-            return formed(found, traced, sizes, out)
+            return format_results(found, traced, sizes, out)
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
-        columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
+        columns = functools.partial(bind_inputs, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
+        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
         where = () if place is None else (place.first, place.total)
         forms = [output_form(e, sizes, out) for e in traced.outputs]
         return Prepared(
@@ -392,30 +382,39 @@ class Op(dynamo.Compiled, Generic[Result]):
             columns,
             results,
             lambda found, rows, total: traced.pack(found),
+            lambda total: check_sizes(traced.outputs, replace(sizes, cols=total)),
             tuple(-1 - (e.feature is not None) for e in traced.outputs),
             sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms) // max(1, sizes.rows),
         )
 
-    def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
+    def _run_shard(
+        self, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        inputs = inputs_of(self.parameters, bound, sizes)
+        inputs = bind_inputs(self.parameters, bound, sizes)
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
-        program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
+        needed = call_context.names_needing_gradient(inputs)
+        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
         results = distributed_fold.execute_program(program, inputs, sizes, registry.sharded_folder())
-        return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
+        return traced.outputs, format_results(results, traced, sizes, out), sizes, traced.pack
 
     # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own
 
-    def _variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall] | None:
+    def _find_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall] | None:
         """The op that runs a call with stored arguments or listed columns, and what it is called with; None where that
         is this one."""
-        if _any_scaled(args, kwargs):
-            return self._store(args, kwargs)
+        if _has_scaled(args, kwargs):
+            return self._find_stored_variant(args, kwargs)
         if kwargs.get(declarations.RESERVED) is not None:
-            return self._restrict(args, kwargs)
+            return self._find_domain_variant(args, kwargs)
         kwargs.pop(declarations.RESERVED, None)
         return None
+
+    def _resolve(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, tuple, dict[str, Any]]:
+        """The op that runs a call, and its arguments there: this one but for stored arguments and listed columns."""
+        found = self._find_variant(args, kwargs)
+        return (self, args, kwargs) if found is None else found[0]._resolve((), dict(found[1].values))
 
     @functools.cached_property
     def _stored_calls(self) -> layer_replay.LayerReplay:
@@ -423,12 +422,12 @@ class Op(dynamo.Compiled, Generic[Result]):
         return layer_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        found = self._variant(args, kwargs)
+        found = self._find_variant(args, kwargs)
         assert found is not None
         op, call = found
         return call.finish(op(**call.values))
 
-    def _store(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+    def _find_stored_variant(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, domain_call.DomainCall]:
         """The op for arguments of which some are stored (``stored_vectors.py``)."""
         if len(args) > len(self.parameters):
             raise ArgumentError(
@@ -439,7 +438,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         op = getattr(self, self._name_variant("stored", *forms)) if forms else self
         return op, domain_call.DomainCall((), given)
 
-    def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+    def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
         """The op over the pairs that the keyword ``cols`` says."""
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
@@ -466,13 +465,13 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     # Plans
 
-    def _planned(
+    def _make_plan(
         self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None, total: bool = False
     ) -> tuple[CallPlan, Sequence[Any]]:
         """A plan by the long way, through every check, and the values in its order; ``total``: of the sums of the
         outputs, where these are numbers per row."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = CallPlan.made(
+        plan = CallPlan.make(
             traced, self.parameters, bound, sizes, out, engine, order, total and _are_row_numbers(traced)
         )
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
@@ -496,7 +495,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         try:
             values = self._bind(args, kwargs)
             divided = call_context.is_divided()
-            sizes, out = sizes_of(self.parameters, values, divided and agreement.pairs_have_all_columns())
+            sizes, out = find_sizes(self.parameters, values, divided and agreement.pairs_have_all_columns())
             traced = self._programs.trace(values)
             sizes = agreement.place_call(sizes, traced.outputs, values) if divided else sizes
             if whole:  # of a stream's chunks only all together are
@@ -549,11 +548,11 @@ class Op(dynamo.Compiled, Generic[Result]):
         return f"{find_place(self.function).split(':')[0]}, {told}"
 
 
-def _any_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+def _has_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     return True in [isinstance(v, Scaled) for v in (*args, *kwargs.values())]
 
 
-def _argument(p: declarations.Parameter, axis: str) -> Argument:
+def _describe_axis(p: declarations.Parameter, axis: str) -> Argument:
     """How an argument of rows or columns is cut."""
     behind = len(p.tail) - p.tail.index(axis)
     return Argument(p.optional, lambda rank: rank - behind)
@@ -570,13 +569,13 @@ def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:
     return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panel_layout.NARROW for v in given]
 
 
-def _summed(value: Any) -> Any:
+def _sum_results(value: Any) -> Any:
     """Every tensor of a result added up."""
     if isinstance(value, Tensor):
         return value.sum()
     if isinstance(value, dict):
-        return type(value)({k: _summed(v) for k, v in value.items()})
-    parts = [_summed(v) for v in value]
+        return type(value)({k: _sum_results(v) for k, v in value.items()})
+    parts = [_sum_results(v) for v in value]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 

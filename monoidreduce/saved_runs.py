@@ -45,7 +45,9 @@ class SavedRun:
     @staticmethod
     def open(given: Any, every: float) -> SavedRun:
         """The run of a folder, which is made if there is none; refuses what is not a run of this user's."""
-        folder = Path(given)
+        folder = Path(given).expanduser()
+        if isinstance(every, bool) or not isinstance(every, (int, float)) or not every >= 0:
+            raise ArgumentError(detail=f"every was given {every!r}", fix="Give the seconds between two saves, from 0")
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
@@ -60,8 +62,7 @@ class SavedRun:
             raise StreamError(detail=f"{folder} is not a folder of this user", fix="Give state= another folder")
         if there and "progress" not in there and any(not n.startswith((disk.PREFIX, "rows-")) for n in there):
             raise StreamError(
-                detail=f"{folder} holds other things than the state of a stream",
-                fix="Give state= a folder of its own",
+                detail=f"{folder} holds other things than the state of a stream", fix="Give state= a folder of its own"
             )
         folder.chmod(0o700)
         return SavedRun(folder, every=every)
@@ -186,7 +187,7 @@ def _read(path: Path) -> Any:
 
 def check_out(out: Any) -> Path:
     """The path that results are to be written to; raises before any work if that cannot be."""
-    path = Path(out)
+    path = Path(out).expanduser()
     if path.suffix != ".npy":
         raise ArgumentError(detail=f"out was given {str(out)!r}", fix='Give the path of a .npy file: out="result.npy"')
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():

@@ -154,16 +154,12 @@ class Chunks:
     """A source that can be read again; made by :func:`chunks`."""
 
     def __init__(
-        self,
-        arrays: list[AlongAxis],
-        size: int,
-        device: torch.device | None,
-        names: tuple[str, ...] | None = None,
+        self, arrays: list[AlongAxis], size: int, device: torch.device | None, names: tuple[str, ...] | None = None
     ):
         self.arrays, self.size, self.device, self.names = arrays, size, device, names
 
     def __len__(self) -> int:
-        return -(-len(self.arrays[0]) // self.size)
+        return max(1, -(-len(self.arrays[0]) // self.size))  # of no columns too there is a chunk
 
     def __repr__(self) -> str:
         what = ", ".join(a.name for a in self.arrays)
@@ -191,7 +187,7 @@ class Chunks:
         return found if self.names is None else (dict(zip(self.names, values, strict=True)) for values in found)
 
     def _cut(self, chunk: int) -> Iterator[tuple[Any, ...]]:
-        for at in range(chunk * self.size, len(self.arrays[0]), self.size):
+        for at in range(chunk * self.size, max(1, len(self.arrays[0])), self.size):
             yield tuple(a[at : at + self.size] for a in self.arrays)
 
 

@@ -154,9 +154,9 @@ class Stream:
             prepared = self._ready(named)
             chunk = self._maker.make(prepared, named, self._next)
             ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
-            walk, p = prepared.walk, _single_pass(prepared.walk)
-            leaves = walk.leaves(p, walk.row_feeds(p, {}, None), chunk, None)
-            self._states = stream.merge_states(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
+            chunked, p = prepared.chunked, _single_pass(prepared.chunked)
+            leaves = chunked.leaves(p, chunked.row_feeds(p, {}, None), chunk, None)
+            self._states = stream.merge_states(p.fold, self._states, chunked.fold(p.fold, leaves, chunk, None))
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 
     def merge(self, other: Stream) -> Stream:
@@ -174,7 +174,7 @@ class Stream:
         with torch.no_grad():
             prepared = self._ready(other._empty, other._prepared.name)
             ranges = _join_ranges(self._ranges, other._ranges)
-            fold = _single_pass(prepared.walk).fold
+            fold = _single_pass(prepared.chunked).fold
             if self._states is None:
                 self._states = list(other._states)
             else:
@@ -193,10 +193,10 @@ class Stream:
         """
         if self._states is None or self._prepared is None:
             raise StreamError(detail="no columns have been folded", fix="Call update first, if only with no columns")
-        walk = self._prepared.walk
+        chunked = self._prepared.chunked
         with torch.no_grad():
-            found = closed(_single_pass(walk).fold, self._states)
-            return self._give(self._prepared, *walk.finish({0: found}, sum(b - a for a, b in self._ranges)))
+            found = closed(_single_pass(chunked).fold, self._states)
+            return self._give(self._prepared, *chunked.finish({0: found}, sum(b - a for a, b in self._ranges)))
 
     def _give(self, prepared: Prepared, outputs: list[Any], sizes: Sizes) -> Any:
         return self._border.give(prepared.pack(prepared.results(outputs, sizes), self._rows, sizes.cols))
@@ -247,17 +247,21 @@ class Stream:
                 )
             for values in progress(source, quiet, None):
                 self.update(**self._named(values))
+            if self._states is None:
+                raise stream.source_is_empty()
             return self.result()
         first = next(reader, None)
         if first is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+            raise stream.source_is_empty()
         named = self._named(first)
         prepared = self._prepare(named)
+        if isinstance(source, Chunks):
+            prepared.check(source.columns)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
         begun = [chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
         asked = torch.is_grad_enabled() and (self._rows_ask() or gradients is not None or columns_ask)
-        readings = Readings(_source_name(source), asked or _reads_again(prepared.walk), verify)
+        readings = Readings(_source_name(source), asked or _reads_again(prepared.chunked), verify)
         at_once = gradients is not None or columns_ask  # a chunk's gradient is not given to another chunk
         del first, named, reader
 
@@ -273,7 +277,7 @@ class Stream:
                 yield chunk
                 del chunk
 
-        return self._give(prepared, *stream.run_over_source(prepared.walk, read, gradients, columns_ask))
+        return self._give(prepared, *stream.run_over_source(prepared.chunked, read, gradients, columns_ask))
 
     def _run(self, source: Any, own: bool, gradients: Any, quiet: bool, out: Any, state: Any, every: float) -> Any:
         """A run in blocks of rows, or one that is kept on disk."""
@@ -289,7 +293,7 @@ class Stream:
         inputs = self._mapped + [p for a in self._opened.values() for p in a.paths]
         if isinstance(source, Chunks):
             inputs += [p for a in source.arrays for p in a.paths]
-        check_apart(inputs, path, None if state is None else Path(state))
+        check_apart(inputs, path, None if state is None else Path(state).expanduser())
         saved = None if state is None else SavedRun.open(state, every)
         files = {**self._opened, **self._files}  # those that would fit as well: a saved run keeps its blocks
         rows = Rows({n: v for n, v in self._rows.items() if n not in files}, files, self._row_arguments)
@@ -347,7 +351,8 @@ class Stream:
             array = array if isinstance(array, numpy.ndarray) else to_tensor(array, name)
         elif isinstance(array, Tensor):
             self._border.of_others = True
-        rank = len(getattr(array, "shape", ()))
+        shape = getattr(array, "shape", None)
+        rank = len(shape) if isinstance(shape, tuple) else 0  # what is no array may have a shape too
         axis = self._columns[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
             raise ShapeError(
@@ -438,8 +443,8 @@ class Stream:
         _check_not_sharded()
         if self._prepared is None:
             prepared = self._prepare(named)
-            p = _single_pass(prepared.walk)
-            if prepared.walk.needs_count(p):
+            p = _single_pass(prepared.chunked)
+            if prepared.chunked.needs_count(p):
                 raise StreamError(
                     detail="this op asks for the number of columns before they have all come",
                     fix="Use .over(source) with a source that can be read again",
@@ -521,13 +526,13 @@ def _check_not_sharded() -> None:
         )
 
 
-def _single_pass(walk: ChunkedProgram) -> Any:
-    if len(walk.program.passes) != 1:
+def _single_pass(chunked: ChunkedProgram) -> Any:
+    if len(chunked.program.passes) != 1:
         raise StreamError(
-            detail=f"this op passes {len(walk.program.passes)} times over its columns",
+            detail=f"this op passes {len(chunked.program.passes)} times over its columns",
             fix="Use .over(source) with a source that can be read again",
         )
-    return walk.program.passes[0]
+    return chunked.program.passes[0]
 
 
 def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:
@@ -565,6 +570,6 @@ def _source_name(source: Any) -> str:
     return str(source) if isinstance(source, Chunks) else f"the source ({type(source).__name__})"
 
 
-def _reads_again(walk: ChunkedProgram) -> bool:
+def _reads_again(chunked: ChunkedProgram) -> bool:
     """Whether a source is read more than once even without gradients."""
-    return len(walk.program.passes) > 1 or any(walk.needs_count(p) for p in walk.program.passes)
+    return len(chunked.program.passes) > 1 or any(chunked.needs_count(p) for p in chunked.program.passes)

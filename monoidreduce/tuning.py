@@ -294,7 +294,7 @@ class Session:
         self.trials: list[Trial] = []
         self.done: Tuned | None = None
         self.busy = threading.Lock()
-        self._proposals = self._propose()
+        self._proposals = self._iterate_candidates()
         self._next: Choice | None = next(self._proposals, None)
 
     def __len__(self) -> int:
@@ -326,7 +326,7 @@ class Session:
         """What is varied, in order: the tile of each kernel; then the schedule, and tiles in torch (None)."""
         return (*(folded_axes(self.case.fold) if self.case.kernels else ()), None)
 
-    def _propose(self) -> Iterator[Choice]:
+    def _iterate_candidates(self) -> Iterator[Choice]:
         seen = {self.safe}
         for way in self._list_axes():
             for choice in self._list_close(way):
@@ -376,7 +376,7 @@ class Session:
 
     def _pick_tuned(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
         """Time the best few and the safe plan again, in turns since devices warm up, and store the fastest."""
-        final = [*self._finalists(), self.safe]
+        final = [*self._list_finalists(), self.safe]
         times = {self.safe: self.times[self.safe]}
         if len(final) > 1:
             spend = LONGER * default_spend(self.device)
@@ -391,7 +391,7 @@ class Session:
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, tuned, mine, safe, tuple(self.trials), lasting)
 
-    def _finalists(self) -> list[Choice]:
+    def _list_finalists(self) -> list[Choice]:
         """The candidates closest to the best, at most three."""
         ranked = sorted(self.times, key=lambda c: self.times[c])
         close = [c for c in ranked if self.times[c] <= FINAL * self.times[ranked[0]] and c != self.safe]

@@ -344,7 +344,16 @@ def approximately(a: Any, b: Any, scale: Mapping[str, Any]) -> bool:
 def combined(a: Any, b: Any) -> Any:
     """``a ⊙ b``, insisting that the monoid's ``combine`` answers with an element of the monoid."""
     monoid = type(a)
-    c = monoid.combine(a, b)
+    try:
+        c = monoid.combine(a, b)
+    except RuntimeError as error:
+        if not str(error).startswith("Boolean value of Tensor"):
+            raise
+        raise DeclarationError(
+            detail=f"{monoid.__name__}.combine decides by a Python if, and, or, min() or max() on its fields, which "
+            "are tensors of many elements",
+            fix="Use torch.where, &, |, torch.minimum",
+        ) from error
     if not isinstance(c, monoid):
         names = ", ".join(f"{name}=..." for name in monoid.fields())
         raise DeclarationError(

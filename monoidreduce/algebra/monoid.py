@@ -238,7 +238,7 @@ class Monoid(metaclass=MonoidType):
     components: ClassVar[tuple[type[Monoid], ...]] = ()  # of a product: its factors
     component_fields: ClassVar[tuple[Mapping[str, str], ...]] = ()  # of each factor: its field -> the product's
     has_gradient: ClassVar[bool] = False
-    gradient_road: ClassVar[str] = "none"  # "pullback", "remove" or "none"
+    gradient_source: ClassVar[str] = "none"  # "pullback", "remove" or "none"
     fold_tile: ClassVar[Any] = None  # optional: fold_tile(x, dim), all of one axis at once (dim >= 0)
     _fields: ClassVar[dict[str, Field]] = {}
 
@@ -251,10 +251,10 @@ class Monoid(metaclass=MonoidType):
         cls._fields = {**inherited, **own}
         _check_declaration(cls)
         if cls.pullback is not Monoid.pullback:
-            cls.gradient_road = "pullback"
+            cls.gradient_source = "pullback"
         elif cls.remove is not Monoid.remove:
-            cls.gradient_road = "remove"
-        cls.has_gradient = cls.gradient_road != "none"
+            cls.gradient_source = "remove"
+        cls.has_gradient = cls.gradient_source != "none"
 
     def __init__(self, /, **values: Any) -> None:
         if values.keys() != self._fields.keys():
@@ -351,7 +351,7 @@ class Monoid(metaclass=MonoidType):
         ``x = a``, by autograd on concrete tensors.
         """
         monoid = type(c)
-        if monoid.gradient_road != "remove":
+        if monoid.gradient_source != "remove":
             raise _no_gradient(monoid)
         rest = monoid.remove(c, a)
         return vjp(lambda x: monoid.combine(x, rest), a, g)

@@ -36,8 +36,8 @@ from ..op import Op
 from ..program.constructors import Term, terms
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
-from ..runtime.bind import inputs_of
-from ..runtime.call import formed
+from ..runtime.bind import bind_inputs
+from ..runtime.call import format_results
 from .command import CommandError
 from .layers import EXPLAINED, LOGIT, SEED, Layer, Size, find_ready_made
 
@@ -502,8 +502,8 @@ def make_dense(op: Op) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         traced, bound, sizes, out = op._prepare(args, {})
         own = replace(sizes, compute=out or sizes.compute)
-        evaluate = DenseEvaluator(own, inputs_of(op.parameters, bound, sizes))
-        return traced.pack(formed([evaluate(e) for e in traced.outputs], traced, own, out))
+        evaluate = DenseEvaluator(own, bind_inputs(op.parameters, bound, sizes))
+        return traced.pack(format_results([evaluate(e) for e in traced.outputs], traced, own, out))
 
     return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,8 +26,6 @@ class Domain:
     """
 
     kind: ClassVar[str]
-    # What was made of the tensors, for one size of the axes: lists, and that they were checked.
-    _memo: dict[str, tuple] = field(default_factory=dict, init=False, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The domain's tensors, in a fixed order."""
@@ -106,17 +104,21 @@ class Domain:
         return self.listing(rows, cols).multiplicity(rows, cols)
 
     def _once(self, name: str, key: tuple, make: Callable[[], T]) -> T:
-        """What was made for this key, unless a tensor has changed since; only the last key's is held."""
+        """What was made for this key, unless a tensor has changed since; only the last key's is held.
+
+        It is held beside the fields, not in one: torch 2.6's ``torch.compile`` gives the first argument to a field that
+        the constructor does not take."""
         if any(t.is_inference() for t in self.tensors()):  # these have no version
             return make()
         key = (*key, *(t._version for t in self.tensors()))
-        found = self._memo.get(name)
+        memo = self.__dict__.setdefault("_memo", {})
+        found = memo.get(name)
         if found is None or found[0] != key:
-            found = self._memo[name] = (key, make())
+            found = memo[name] = (key, make())
         return found[1]
 
     def __reduce__(self) -> tuple:
-        return _restored, (type(self), self.form, self.tensors())
+        return _restore_domain, (type(self), self.form, self.tensors())
 
     def __repr__(self) -> str:
         where = "" if self.device.type == "cpu" else f", on {self.device}"
@@ -126,14 +128,14 @@ class Domain:
         raise NotImplementedError
 
 
-def _restored(kind: type[Domain], form: tuple, tensors: tuple[Tensor, ...]) -> Domain:
+def _restore_domain(kind: type[Domain], form: tuple, tensors: tuple[Tensor, ...]) -> Domain:
     return kind._restore(form, tensors)
 
 
 def build(kind: type[D], **fields: Any) -> D:
     """A domain with these fields, without the checks of its constructor."""
     made = object.__new__(kind)
-    for name, value in (*fields.items(), ("_memo", {})):
+    for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made
 
@@ -158,7 +160,9 @@ def is_plain(*tensors: Tensor) -> bool:
     )
 
 
-def not_a_domain(name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages", "jagged", "edges")) -> ArgumentError:
+def wrong_domain_error(
+    name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages", "jagged", "edges")
+) -> ArgumentError:
     """The error of ``value``, given where a domain of one of these ``kinds`` belongs."""
     fix = "Give " + " or ".join(f"mr.{kind}(...)" for kind in kinds)
     if hasattr(value, "kv_num_blocks") and "blocks" in kinds:
@@ -174,7 +178,7 @@ def not_a_domain(name: str, value: Any, kinds: Sequence[str] = ("blocks", "pages
     return ArgumentError(detail=f"{name} was given {given}", fix=fix)
 
 
-def integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
+def check_integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
     """Raise unless ``value`` is an int32 or int64 tensor with ``least`` to ``most`` dimensions, as ``shape`` shows."""
     if not isinstance(value, Tensor):
         raise ArgumentError(
@@ -194,20 +198,20 @@ def integers(name: str, value: Any, shape: str, least: int, most: int | None = N
         raise ShapeError(detail=f"{name} has shape {tuple(value.shape)}", fix=f"{shape} was expected")
 
 
-def one_device(**tensors: Tensor) -> None:
+def check_one_device(**tensors: Tensor) -> None:
     """Raise DeviceError unless all are on one device."""
     if len({t.device for t in tensors.values()}) > 1:
         mixed = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise DeviceError(detail=f"arguments are on different devices: {mixed}")
 
 
-def whole(name: str, value: Any) -> None:
+def check_whole_number(name: str, value: Any) -> None:
     """Raise ArgumentError unless ``value`` is a whole number from 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ArgumentError(detail=f"{name} was given {shown(value)}", fix="Give a whole number from 1")
 
 
-def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None = None, else_fix: str = "") -> None:
+def check_range(name: str, value: Tensor, last: int, what: str, seen: Tensor | None = None, else_fix: str = "") -> None:
     """Raise ColumnListError unless all numbers (those that are ``seen``) are from 0 to ``last``. ``else_fix``: what
     else a user may do."""
     flat = value if seen is None else value[seen.expand_as(value)]
@@ -229,7 +233,7 @@ def within(name: str, value: Tensor, last: int, what: str, seen: Tensor | None =
 _TOTALS = "Offsets are running totals of lengths, from 0: F.pad(lengths.cumsum(0), (1, 0)) makes them"
 
 
-def offsets_rise(name: str, offsets: Tensor, last: int, what: str) -> None:
+def check_offsets(name: str, offsets: Tensor, last: int, what: str) -> None:
     """Raise ColumnListError unless offsets [..., S + 1] start at 0, never decrease and end at ``last`` or before."""
     if int(offsets[..., 0].abs().max() if offsets.numel() else 0):
         raise ColumnListError(detail=f"{name} starts at {int(offsets[..., 0].abs().max())}", fix=_TOTALS)
@@ -237,10 +241,7 @@ def offsets_rise(name: str, offsets: Tensor, last: int, what: str) -> None:
     if bool(falls.any()):
         *lead, at = falls.nonzero()[0].tolist()
         pair = offsets[(*lead, slice(at, at + 2))].tolist()
-        raise ColumnListError(
-            detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}",
-            fix=_TOTALS,
-        )
+        raise ColumnListError(detail=f"{name} decreases from {pair[0]} to {pair[1]} at position {at + 1}", fix=_TOTALS)
     if offsets.numel() and int(offsets[..., -1].max()) > last:
         raise ColumnListError(
             detail=f"{name} ends at {int(offsets[..., -1].max())}, but there are {last} {what}",

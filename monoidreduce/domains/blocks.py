@@ -39,12 +39,12 @@ class Blocks(base.Domain):
     cols: int = 128
 
     def __post_init__(self) -> None:
-        base.whole("rows", self.rows)
-        base.whole("cols", self.cols)
-        base.integers("index", self.index, "[..., row blocks, most]", 2)
+        base.check_whole_number("rows", self.rows)
+        base.check_whole_number("cols", self.cols)
+        base.check_integers("index", self.index, "[..., row blocks, most]", 2)
         if self.count is not None:
-            base.integers("count", self.count, "[..., row blocks]", 1)
-            base.one_device(index=self.index, count=self.count)
+            base.check_integers("count", self.count, "[..., row blocks]", 1)
+            base.check_one_device(index=self.index, count=self.count)
             if self.count.shape != self.index.shape[:-1]:
                 raise ShapeError(
                     detail=f"count has shape {tuple(self.count.shape)}, but index {tuple(self.index.shape)}",
@@ -90,7 +90,7 @@ class Blocks(base.Domain):
                 detail=f"mask was given {shown(mask)}",
                 fix="Give a torch.nn.attention.flex_attention.BlockMask; mr.blocks.from_mask takes booleans",
             )
-        if not partial and not _hides_nothing(mask) and (not base.is_plain(counted) or bool(counted.any())):
+        if not partial and not _is_unmasked(mask) and (not base.is_plain(counted) or bool(counted.any())):
             raise ArgumentError(
                 detail="the BlockMask has partial blocks, inside which its mask_mod hides pairs, and lists do not",
                 fix="Say that condition in the body with torch.where(..., s, -torch.inf), or with causal=, window= or "
@@ -144,7 +144,7 @@ class Blocks(base.Domain):
                 )
             used = torch.arange(most, device=self.index.device) < self.count.unsqueeze(-1)
         fix = ", or leave entries at the end of a list out with count="
-        base.within("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used, fix)
+        base.check_range("index", self.index, -(-cols // self.cols) - 1, f"column blocks of {self.cols}", used, fix)
 
     def _make_listing(self, rows: int, cols: int) -> ColumnLists:
         index = self.index.flatten(0, -2)
@@ -164,6 +164,6 @@ class Blocks(base.Domain):
         )
 
 
-def _hides_nothing(mask: Any) -> bool:
+def _is_unmasked(mask: Any) -> bool:
     """Whether the condition of a BlockMask is the one that FlexAttention gives a mask without any."""
     return getattr(getattr(mask, "mask_mod", None), "__name__", "") == "noop_mask"

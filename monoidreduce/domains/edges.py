@@ -41,9 +41,9 @@ class Edges(base.Domain):
                 fix="Give rowptr and index; of a CSR tensor, PyG's edge_index or columns [M, K], mr.edges.from_csr, "
                 "from_edge_index and from_neighbours make them",
             )
-        base.integers("rowptr", self.rowptr, "[..., M + 1]", 1)
-        base.integers("index", self.index, "[..., E]", 1)
-        base.one_device(rowptr=self.rowptr, index=self.index)
+        base.check_integers("rowptr", self.rowptr, "[..., M + 1]", 1)
+        base.check_integers("index", self.index, "[..., E]", 1)
+        base.check_one_device(rowptr=self.rowptr, index=self.index)
         if self.rowptr.shape[:-1] != self.index.shape[:-1] or not self.rowptr.shape[-1]:
             raise ShapeError(
                 detail=f"rowptr has shape {tuple(self.rowptr.shape)} and index {tuple(self.index.shape)}",
@@ -62,11 +62,11 @@ class Edges(base.Domain):
         >>> mr.edges.from_neighbours(near)
         mr.edges(5 rows, 20 edges)
         """
-        base.integers("index", index, "[..., M, K]", 2, None if count is None else 2)
+        base.check_integers("index", index, "[..., M, K]", 2, None if count is None else 2)
         *lead, rows, most = index.shape
         if count is not None:
-            base.integers("count", count, "[M]", 1, 1)
-            base.one_device(index=index, count=count)
+            base.check_integers("count", count, "[M]", 1, 1)
+            base.check_one_device(index=index, count=count)
             if len(count) != rows:
                 raise ShapeError(detail=f"count has {len(count)} numbers, but index {rows} rows", fix="Give one a row")
             if base.can_inspect(count) and len(count) and not 0 <= int(count.min()) <= int(count.max()) <= most:
@@ -108,14 +108,14 @@ class Edges(base.Domain):
         >>> edges.rowptr, edges.index, order
         (tensor([0, 1, 3]), tensor([1, 3, 2]), tensor([1, 0, 2]))
         """
-        base.integers("edge_index", edge_index, "[2, E]", 2, 2)
+        base.check_integers("edge_index", edge_index, "[2, E]", 2, 2)
         if edge_index.shape[0] != 2:
             raise ShapeError(detail=f"edge_index has shape {tuple(edge_index.shape)}", fix="[2, E] was expected")
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
             raise ArgumentError(detail=f"rows was given {shown(rows)}", fix="Give the number of targets")
         source, target = edge_index.unbind()
         if base.can_inspect(edge_index):
-            base.within("edge_index[1]", target, rows - 1, "rows")
+            base.check_range("edge_index[1]", target, rows - 1, "rows")
         target, order = target.sort(stable=True)
         rowptr = torch.searchsorted(target, torch.arange(rows + 1, device=target.device, dtype=target.dtype))
         return cls(rowptr.to(target.dtype), source[order]), order
@@ -145,10 +145,10 @@ class Edges(base.Domain):
 
     def _check_values(self, rows: int, cols: int) -> None:
         edges = self.index.shape[-1]
-        base.offsets_rise("rowptr", self.rowptr, edges, "edges")
+        base.check_offsets("rowptr", self.rowptr, edges, "edges")
         self._check_elements()
         used = None if self.batch else torch.arange(edges, device=self.index.device) < self.rowptr[-1]
-        base.within("index", self.index, cols - 1, "columns", used)
+        base.check_range("index", self.index, cols - 1, "columns", used)
 
     def _check_elements(self) -> None:
         """Raise ColumnListError unless the lists of every element of the batch end with its last edge."""

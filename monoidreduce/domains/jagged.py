@@ -40,8 +40,8 @@ class Jagged(base.Domain):
         if self.col_offsets is None:
             object.__setattr__(self, "col_offsets", self.row_offsets)
         for name, offsets in (("row_offsets", self.row_offsets), ("col_offsets", self.col_offsets)):
-            base.integers(name, offsets, "[S + 1]", 1, 1)
-        base.one_device(row_offsets=self.row_offsets, col_offsets=self.col_offsets)
+            base.check_integers(name, offsets, "[S + 1]", 1, 1)
+        base.check_one_device(row_offsets=self.row_offsets, col_offsets=self.col_offsets)
         if self.row_offsets.shape != self.col_offsets.shape or not len(self.row_offsets):
             raise ShapeError(
                 detail=f"row_offsets has {len(self.row_offsets)} numbers and col_offsets {len(self.col_offsets)}",
@@ -73,8 +73,8 @@ class Jagged(base.Domain):
             )
 
     def _check_values(self, rows: int, cols: int) -> None:
-        base.offsets_rise("row_offsets", self.row_offsets, rows, "rows")
-        base.offsets_rise("col_offsets", self.col_offsets, cols, "columns")
+        base.check_offsets("row_offsets", self.row_offsets, rows, "rows")
+        base.check_offsets("col_offsets", self.col_offsets, cols, "columns")
 
     def row_sequences(self, rows: int) -> Tensor:
         """The sequence of each row; S for rows of none."""

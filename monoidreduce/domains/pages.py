@@ -39,10 +39,10 @@ class Pages(base.Domain):
     page: int = 64
 
     def __post_init__(self) -> None:
-        base.whole("page", self.page)
-        base.integers("table", self.table, "[S, most]", 2, 2)
-        base.integers("lengths", self.lengths, "[S]", 1, 1)
-        base.one_device(table=self.table, lengths=self.lengths)
+        base.check_whole_number("page", self.page)
+        base.check_integers("table", self.table, "[S, most]", 2, 2)
+        base.check_integers("lengths", self.lengths, "[S]", 1, 1)
+        base.check_one_device(table=self.table, lengths=self.lengths)
         if len(self.table) != len(self.lengths):
             raise ShapeError(
                 detail=f"table has {len(self.table)} sequences and lengths {len(self.lengths)}",
@@ -72,9 +72,9 @@ class Pages(base.Domain):
 
     def _check_values(self, rows: int, cols: int) -> None:
         """``cols``: places in all pages, pages × page."""
-        _lengths_fit("lengths", self.lengths, self.most)
-        used = self._used(self.lengths)
-        base.within("table", self.table, cols // self.page - 1, "pages", used)
+        _check_lengths("lengths", self.lengths, self.most)
+        used = self._find_used_slots(self.lengths)
+        base.check_range("table", self.table, cols // self.page - 1, "pages", used)
         owned = torch.where(used, self.table, -1 - torch.arange(self.table.shape[1], device=self.device))
         owned = owned.sort(-1).values
         twice = owned[:, 1:] == owned[:, :-1]
@@ -84,7 +84,7 @@ class Pages(base.Domain):
                 detail=f"sequence {s} has page {int(owned[s, at])} twice", fix="Give each position a page of its own"
             )
 
-    def _used(self, lengths: Tensor) -> Tensor:
+    def _find_used_slots(self, lengths: Tensor) -> Tensor:
         first = torch.arange(self.table.shape[1], device=self.device) * self.page
         return first < lengths.unsqueeze(1)
 
@@ -113,7 +113,7 @@ class Pages(base.Domain):
         """
         self._check_store("store", store)
         seen = torch.arange(self.most, device=self.device) < self.lengths.unsqueeze(1)
-        table = torch.where(self._used(self.lengths), self.table, 0)
+        table = torch.where(self._find_used_slots(self.lengths), self.table, 0)
         found = store[table.long()].flatten(1, 2)  # [S, most, heads, f]
         return torch.where(seen[..., None, None], found, 0).transpose(1, 2)
 
@@ -185,7 +185,7 @@ class Pages(base.Domain):
                 detail=f"{name} has shape {tuple(store.shape)}, but a page holds {self.page}",
                 fix="[pages, page, heads, features] was expected; mr.pages(page=) says the size of a page",
             )
-        base.one_device(cols=self.table, **{name: store})  # no parameter of an op is called cols
+        base.check_one_device(cols=self.table, **{name: store})  # no parameter of an op is called cols
 
     def _check_new(self, stores: tuple[Tensor, ...], news: tuple[Tensor, ...], counts: Tensor | None) -> int:
         """How many columns come."""
@@ -202,22 +202,22 @@ class Pages(base.Domain):
                 )
             if fresh.dtype != held.dtype:
                 raise DTypeError(detail=f"new is {shown(fresh)}, but the pages are {shown(held)}")
-            base.one_device(store=held, new=fresh)
+            base.check_one_device(store=held, new=fresh)
         steps = news[0].shape[2]
         if counts is not None:
-            base.integers("counts", counts, "[S]", 1, 1)
-            base.one_device(table=self.table, counts=counts)
+            base.check_integers("counts", counts, "[S]", 1, 1)
+            base.check_one_device(table=self.table, counts=counts)
             if len(counts) != sequences:
                 raise ShapeError(detail=f"counts has {len(counts)} numbers", fix=f"Give one a sequence: {sequences}")
             if base.can_inspect(counts):
-                _lengths_fit("counts", counts, steps)
+                _check_lengths("counts", counts, steps)
         return steps
 
     def _check_room(self, lengths: Tensor, pages: int) -> None:
         """Raise unless the positions from the old to the new lengths have pages, of which each is one sequence's."""
-        _lengths_fit("the new lengths", lengths, self.most)
-        used = self._used(lengths)
-        base.within("table", self.table, pages - 1, "pages", used)
+        _check_lengths("the new lengths", lengths, self.most)
+        used = self._find_used_slots(lengths)
+        base.check_range("table", self.table, pages - 1, "pages", used)
         touched = used & (
             torch.arange(1, self.table.shape[1] + 1, device=self.device) * self.page > self.lengths[:, None]
         )
@@ -236,7 +236,7 @@ class Pages(base.Domain):
         return f"{len(self.table)} sequences, at most {self.table.shape[1]} pages of {self.page} each"
 
 
-def _lengths_fit(name: str, lengths: Tensor, most: int) -> None:
+def _check_lengths(name: str, lengths: Tensor, most: int) -> None:
     low, high = map(int, torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if low < 0 or high > most:
         raise ColumnListError(

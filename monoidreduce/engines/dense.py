@@ -2,7 +2,7 @@
 
 It runs the program in normal form, as all engines do, so that sums of vectors are matrix products, written once as
 straight-line torch code (``torch_code.py``). The backward recomputes nothing: autograd saves a few numbers per pair.
-The planner decides whether that is worth its memory. ``reference.py`` is the oracle that this is compared with.
+The planner decides whether that is worth its memory. Tests compare it with ``reference.py``.
 """
 
 from __future__ import annotations

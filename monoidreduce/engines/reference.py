@@ -1,4 +1,4 @@
-"""The dense oracle: builds every pair, differentiates with autograd, and refuses to grow past a limit.
+"""The engine ``reference``: builds every pair, differentiates with autograd, and refuses to grow past a limit.
 
 It runs the program as traced, before any rewriting, so that normal form, passes, symbolic gradients and tiles are all
 checked against something that has none of them.

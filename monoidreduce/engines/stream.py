@@ -1,4 +1,4 @@
-"""Folds over columns that arrive in chunks."""
+"""Folds over columns that arrive in chunks: the passes over a source, and the check that it reads the same again."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..program.expression import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from ..program.normal_form import is_pass
 from .common import combine, subproblem
+from .common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from .common.combine import State
 from .common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from .common.gradient_program import (
     GradientProgram,
-    as_gradient,
     build_gradient_program,
     detach_views,
     load_saved,
+    to_gradient,
     zero_gradient,
 )
-from .common.others import Blocks, add_gradients, each_reduction, split_cotangents
 from .common.shard import Axis, Shard
 from .common.subproblem import Engine, Subproblem
 
@@ -143,7 +143,7 @@ class Readings:
             sums = [torch.stack([s for k in pending if (s := each[k].sums) is not None]) for each in (first, seen)]
             equal = (sums[0] == sums[1]).all(-1).tolist()
             if not all(equal):
-                raise self._different(pending[equal.index(False)], seen)
+                raise self._changed_source_error(pending[equal.index(False)], seen)
 
     def _look(self, start: int, count: int, columns: Mapping[str, Any]) -> _ChunkRecord:
         if not (self.again and self.verify):
@@ -162,16 +162,16 @@ class Readings:
             )
         before = first[k]
         if before.kinds != now.kinds or before.count != now.count:
-            raise self._different(k, seen)
+            raise self._changed_source_error(k, seen)
         if before.sums is None or now.sums is None:
             return True
         if now.sums.device.type != "cpu" and not at_once:
             return False
         if not torch.equal(before.sums, now.sums):
-            raise self._different(k, seen)
+            raise self._changed_source_error(k, seen)
         return True
 
-    def _different(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
+    def _changed_source_error(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
         before, now = (self._first or [])[k], seen[k]
         if before.count != now.count:
             what = f"it had {before.count} columns, and has {now.count}"
@@ -299,7 +299,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
 class SourcePass:
     """One pass over a source: what its forward and its backward share."""
 
-    walk: ChunkedProgram
+    chunked: ChunkedProgram
     place: int
     read: Read
     on_gradient: OnGradient | None
@@ -307,11 +307,16 @@ class SourcePass:
 
     @property
     def stage(self) -> Pass:
-        return self.walk.program.passes[self.place]
+        return self.chunked.program.passes[self.place]
+
+
+def source_is_empty() -> StreamError:
+    """The error of a source that gave no chunk at all."""
+    return StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
 
 
 def run_over_source(
-    walk: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
+    chunked: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
 ) -> tuple[list[Any], Sizes]:
     """Run all passes over a source that can be read again; differentiable.
 
@@ -319,15 +324,15 @@ def run_over_source(
     """
     found: dict[int, list[Tensor]] = {}
     total: int | None = None
-    for k, p in enumerate(walk.program.passes):
-        if total is None and walk.needs_count(p):
+    for k, p in enumerate(chunked.program.passes):
+        if total is None and chunked.needs_count(p):
             total = sum(count for _, count, _ in read())
-        job = SourcePass(walk, k, read, on_gradient, total)
-        kept = walk.row_feeds(p, walk.known(found), total)
+        job = SourcePass(chunked, k, read, on_gradient, total)
+        kept = chunked.row_feeds(p, chunked.known(found), total)
         anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
         total = job.total
-    return walk.finish(found, total or 0)
+    return chunked.finish(found, total or 0)
 
 
 class _Pass(torch.autograd.Function):
@@ -356,18 +361,18 @@ class _Pass(torch.autograd.Function):
 
 def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
     """Read the source once and return the results of a pass."""
-    p, walk = job.stage, job.walk
+    p, chunked = job.stage, job.chunked
     rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
     states: list[State] | None = None
     seen = 0
     for chunk in job.read():
         states = merge_states(
-            p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total)
+            p.fold, states, chunked.fold(p.fold, chunked.leaves(p, rows, chunk, job.total), chunk, job.total)
         )
         seen += chunk[1]
         del chunk  # so that its memory is free while the next one is read
     if states is None:
-        raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+        raise source_is_empty()
     job.total = seen
     return subproblem.finish_states(p.fold, states)
 
@@ -376,9 +381,9 @@ class _SourceBackward:
     """Reads the source again: row gradients are summed over chunks, column gradients belong to their chunk."""
 
     def __init__(
-        self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]
+        self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, row_needs: tuple[bool, ...]
     ):
-        self.job, self.kept, self.results, self.asked = job, kept, results, asked
+        self.job, self.kept, self.results, self.row_needs = job, kept, results, row_needs
         self.fold = job.stage.fold
         self.cotangents, others = split_cotangents(self.fold, cotangents)
         self.others = OtherChunks(self.fold, others)
@@ -393,68 +398,69 @@ class _SourceBackward:
             wanted = {n: v for n, v in chunk[2].items() if isinstance(v, Tensor) and v.is_floating_point()}
             wanted = wanted if self.job.on_gradient else {n: v for n, v in wanted.items() if v.requires_grad}
             columns = {n: v.detach().requires_grad_() if n in wanted else v for n, v in chunk[2].items()}
-            fed = self._feeds((*chunk[:2], columns))
-            program = self._program(bool(wanted))
+            fed = self._evaluate_feeds((*chunk[:2], columns))
+            program = self._build_program(bool(wanted))
             leaves = [v.detach() if isinstance(v, Tensor) else v for v in fed]
             grads: dict[int, Tensor] = {}
             if program.program.passes:
-                states, grads = self._chunk(program, chunk, leaves, states)
+                states, grads = self._fold_chunk(program, chunk, leaves, states)
             if self.others.parts:
                 self._add_others(number, chunk, leaves, bool(wanted), grads)
             if wanted and (program.program.passes or self.others.parts):
-                self._deliver(chunk, wanted, columns, fed, grads)
-        found = self._rows(program, states)
-        return [self._plus(g, self.more.get(k)) for k, g in enumerate(found)]
+                self._backpropagate_to_columns(chunk, wanted, columns, fed, grads)
+        found = self._finish_rows(program, states)
+        return [self._add(g, self.more.get(k)) for k, g in enumerate(found)]
 
     def _read_others(self) -> None:
         """The first reading of gradients that come from all others."""
-        walk, total = self.job.walk, self.job.total
+        chunked, total = self.job.chunked, self.job.total
         for chunk in self.job.read():
-            fed = [v.detach() if isinstance(v, Tensor) else v for v in self._feeds(chunk)]
-            self.others.read(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
-        self.others.fold(fed, walk.chunk_sizes(chunk[0], chunk[1], total))
+            fed = [v.detach() if isinstance(v, Tensor) else v for v in self._evaluate_feeds(chunk)]
+            self.others.read(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
+        self.others.fold(fed, chunked.chunk_sizes(chunk[0], chunk[1], total))
 
     def _add_others(
         self, number: int, chunk: Chunk, leaves: list[Any], columns: bool, grads: dict[int, Tensor]
     ) -> None:
         """The second reading: gradients of columns are added to those of the chunk, those of rows to one another."""
-        sizes = self.job.walk.chunk_sizes(chunk[0], chunk[1], self.job.total)
-        found = self.others.gradients(number, leaves, sizes, self._wanted(columns))
+        sizes = self.job.chunked.chunk_sizes(chunk[0], chunk[1], self.job.total)
+        found = self.others.gradients(number, leaves, sizes, self._find_wanted(columns))
         for k, g in enumerate(found):
             if g is not None:
                 into = grads if self.fold.leaves[k].cols else self.more
                 into[k] = g if k not in into else into[k] + g
 
     @staticmethod
-    def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
         return one if other is None else other if one is None else one + other
 
-    def _feeds(self, chunk: Chunk) -> list[Any]:
+    def _evaluate_feeds(self, chunk: Chunk) -> list[Any]:
         rows = {k: v for k, v in enumerate(self.kept) if not self.job.stage.feeds[k].cols}
         with torch.enable_grad():
-            return self.job.walk.leaves(self.job.stage, rows, chunk, self.job.total)
+            return self.job.chunked.leaves(self.job.stage, rows, chunk, self.job.total)
 
-    def _wanted(self, columns: bool) -> tuple[bool, ...]:
+    def _find_wanted(self, columns: bool) -> tuple[bool, ...]:
         """The feeds whose gradients are wanted; ``columns``: those of columns too."""
         return tuple(
-            columns and e.dtype == "float" if e.cols else a for e, a in zip(self.fold.leaves, self.asked, strict=True)
+            columns and e.dtype == "float" if e.cols else a
+            for e, a in zip(self.fold.leaves, self.row_needs, strict=True)
         )
 
-    def _program(self, columns: bool) -> GradientProgram:
+    def _build_program(self, columns: bool) -> GradientProgram:
         given = tuple(g is not None for g in self.cotangents)
-        return build_gradient_program(self.fold, self._wanted(columns), given)
+        return build_gradient_program(self.fold, self._find_wanted(columns), given)
 
-    def _evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
+    def _make_evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
         return Evaluator(sizes, program.bind(leaves, self.results, self.cotangents))
 
-    def _chunk(
+    def _fold_chunk(
         self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[list[State]] | None
     ) -> tuple[list[list[State]], dict[int, Tensor]]:
-        walk, total = self.job.walk, self.job.total
-        evaluate = self._evaluator(program, walk.chunk_sizes(chunk[0], chunk[1], total), leaves)
+        chunked, total = self.job.chunked, self.job.total
+        evaluate = self._make_evaluator(program, chunked.chunk_sizes(chunk[0], chunk[1], total), leaves)
         folded: list[list[State]] = []
         for p in program.program.passes:  # each of pairs and saved results alone, so none waits for another
-            mine = walk.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
+            mine = chunked.fold(p.fold, [evaluate.feed(f) for f in p.feeds], chunk, total)
             results = subproblem.finish_states(p.fold, mine)
             for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
                 for n in nodes if r.attrs[1] not in ("cols", "both") else ():
@@ -470,13 +476,15 @@ class _SourceBackward:
                 ]
             )
         grads = {
-            k: as_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
+            k: to_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
             for k, e in program.outputs
             if e is not None and self.fold.leaves[k].cols
         }
         return folded, grads
 
-    def _deliver(self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]) -> None:
+    def _backpropagate_to_columns(
+        self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]
+    ) -> None:
         """Backpropagate from the feeds to the chunk's own tensors, and store or report their gradients."""
         live = [k for k in grads if isinstance(fed[k], Tensor) and fed[k].requires_grad]
         inputs = [columns[n] for n in wanted]
@@ -492,12 +500,14 @@ class _SourceBackward:
         if self.job.on_gradient is not None:
             self.job.on_gradient(chunk[0], named)
 
-    def _rows(self, program: GradientProgram | None, states: list[list[State]] | None) -> list[Tensor | None]:
+    def _finish_rows(self, program: GradientProgram | None, states: list[list[State]] | None) -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * len(self.kept)
         if program is None:
             return grads
-        walk, total = self.job.walk, self.job.total or 0
-        evaluate = self._evaluator(program, replace(walk.sizes, cols=total), [0 if v is None else v for v in self.kept])
+        chunked, total = self.job.chunked, self.job.total or 0
+        evaluate = self._make_evaluator(
+            program, replace(chunked.sizes, cols=total), [0 if v is None else v for v in self.kept]
+        )
         for p, mine in zip(program.program.passes, states or [], strict=states is not None):
             for (r, _), value, nodes in zip(
                 p.fold.outputs, subproblem.finish_states(p.fold, mine), p.results, strict=True
@@ -505,17 +515,17 @@ class _SourceBackward:
                 for n in nodes if r.attrs[1] in ("cols", "both") else ():
                     evaluate.memo[n] = to_layout(value, n)
         for k, e in program.outputs:
-            if self.asked[k]:
+            if self.row_needs[k]:
                 leaf = self.kept[k]
                 grads[k] = (
                     zero_gradient(leaf)
                     if e is None
-                    else as_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
+                    else to_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
                 )
         return grads
 
 
-# Gradients of monoids that have no local one (``common/others.py``), over columns that arrive in chunks.
+# Gradients of monoids that have no local one (``common/block_gradients.py``), over columns that arrive in chunks.
 # A chunk is one more block: a first reading keeps a state of each chunk, whose fold gives every chunk its cotangent;
 # a second one goes back through the pairs of each chunk. So such a gradient reads the source twice, and holds as many
 # numbers per row as a state has, for each chunk.
@@ -525,19 +535,19 @@ class OtherChunks:
     """The reductions of one pass whose gradients come from all others, with their cotangents."""
 
     def __init__(self, fold: Fold, cotangents: Sequence[Tensor | None]):
-        self.parts = [*each_reduction(fold, cotangents)]
+        self.parts = [*iterate_block_reductions(fold, cotangents)]
         self.states: list[list[list[Tensor]]] = [[] for _ in self.parts]  # of each reduction and chunk
         self.given: list[list[tuple[Tensor, ...]]] = []  # likewise, the cotangents
 
     def read(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         """The first reading of a chunk."""
         for (fold, _), states in zip(self.parts, self.states, strict=True):
-            states.append(_job(fold, leaves, sizes, (False,) * len(leaves)).states())
+            states.append(_make_blocks(fold, leaves, sizes, (False,) * len(leaves)).states())
 
     def fold(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         """After the first reading: the cotangent of each chunk."""
         for (fold, given), states in zip(self.parts, self.states, strict=True):
-            job = _job(fold, leaves, sizes, (False,) * len(leaves))
+            job = _make_blocks(fold, leaves, sizes, (False,) * len(leaves))
             stacked = [torch.stack(ts) for ts in zip(*states, strict=True)]
             pulled = torch.func.vjp(job.merge(0), *stacked)[1](tuple(job.fill_cotangents(given)))
             self.given.append([*zip(*(t.unbind() for t in pulled), strict=True)])
@@ -549,10 +559,10 @@ class OtherChunks:
         """The second reading of chunk ``number``: the gradients of its leaves."""
         grads: list[Tensor | None] = [None] * len(leaves)
         for (fold, _), given in zip(self.parts, self.given, strict=True):
-            job = _job(fold, leaves, sizes, wanted)
+            job = _make_blocks(fold, leaves, sizes, wanted)
             add_gradients(grads, job, job.gradients(given[number]))
         return grads
 
 
-def _job(fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]) -> Blocks:
+def _make_blocks(fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool]) -> Blocks:
     return Blocks(fold, sizes, tuple(leaves), tuple(wanted))

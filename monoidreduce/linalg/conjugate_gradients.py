@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..errors import ArgumentError, ConvergenceError, ShapeError, shown
+from ..errors import ArgumentError, ConvergenceError, MonoidReduceError, ShapeError, shown
 from . import matrices
 from .matrices import Product, not_positive
 
@@ -260,8 +260,8 @@ def cg(
     ``ridge`` is a number, a 0-dim tensor, or a diagonal [N]. ``x0`` is where to start. Iterations end where
     ``|b - K x| ≤ tol |b|`` (1e-4 for float32, 1e-10 for float64 if left out), by the true residual.
     ``preconditioner`` gives an approximation of ``(K + ridge)⁻¹ v`` for v [N, k]: see :func:`nystroem`. With
-    ``progress=True`` a line on stderr shows iterations and residual; or give a function of both. numpy arrays give a
-    numpy array.
+    ``progress=True`` a line on stderr shows iterations and residual; or give a function of both. A numpy array b gives
+    a numpy array, and the functions are called with arrays.
 
     Raises :class:`ConvergenceError` where ``maxiter`` iterations, or the precision, do not suffice,
     :class:`ArgumentError` for a matrix that is not symmetric or not positive definite, and :class:`ShapeError`,
@@ -279,7 +279,8 @@ def cg(
     True
     """
     if arrays.has_arrays((b, ridge, x0)):
-        named: Any = dict(tol=tol, maxiter=maxiter, preconditioner=preconditioner, progress=progress, check=check)
+        helper = on_tensors(preconditioner, "the preconditioner")
+        named: Any = dict(tol=tol, maxiter=maxiter, preconditioner=helper, progress=progress, check=check)
         border = arrays.Border()
         taken = {n: border.take(v, n) for n, v in (("b", b), ("ridge", ridge), ("x0", x0))}
         return border.give(cg(on_tensors(matrix), taken.pop("b"), **taken, **named))
@@ -316,14 +317,42 @@ def check_options(b: Tensor, tol: Any, maxiter: Any, preconditioner: Any, progre
             detail=f"progress was given {shown(progress)}", fix="Give True, or a function of iteration and residual"
         )
     show = progress if callable(progress) else print_progress(tol, maxiter) if progress else None
-    return Options(float(tol), maxiter, preconditioner, show)
+    return Options(float(tol), maxiter, _checked(preconditioner), show)
 
 
-def on_tensors(matrix: Any) -> Any:
-    """A matrix that may answer with numpy arrays, as a function of tensors."""
-    if not callable(matrix):
-        return matrix
-    return lambda v: arrays.to_tensor(got, "the product") if arrays.is_array(got := matrix(v)) else got
+def _checked(preconditioner: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+    if preconditioner is None:
+        return None
+
+    def call(v: Tensor) -> Tensor:
+        found: Any = preconditioner(v)
+        if not isinstance(found, Tensor) or found.shape != v.shape or found.dtype != v.dtype:
+            raise ShapeError(
+                detail=f"the preconditioner gave {shown(found)} for v {shown(v)}", fix="Give the same shape and type"
+            )
+        return found
+
+    return call
+
+
+def on_tensors(function: Any, what: str = "the matrix") -> Any:
+    """A function of numpy arrays, as one of tensors; it may answer with either."""
+    if not callable(function):
+        return function
+
+    def call(v: Tensor) -> Any:
+        try:
+            found = function(arrays.to_numpy(v))
+        except TypeError as error:
+            if isinstance(error, MonoidReduceError):
+                raise
+            raise ArgumentError(
+                detail=f"{what} was called with a numpy array, as b is one, and raised: {error}",
+                fix="Write a function of numpy arrays, or give a tensor in place of the array",
+            ) from error
+        return arrays.to_tensor(found, f"the result of {what}") if arrays.is_array(found) else found
+
+    return call
 
 
 def solve_with_gradient(system: System, b: Tensor, start: Tensor | None = None) -> Tensor:
@@ -383,6 +412,9 @@ class Nystroem:
         self.eigenvalues, self.eigenvectors, self.ridge = eigenvalues, eigenvectors, ridge
         # Beyond the eigenvalues found all are taken to be the smallest of these: the result is scaled by that.
         self._scale = (eigenvalues[-1] + ridge) / (eigenvalues + ridge) - 1
+
+    def __repr__(self) -> str:
+        return f"<preconditioner of rank {len(self.eigenvalues)}, {shown(self.eigenvectors)}, ridge {self.ridge}>"
 
     @overload
     def __call__(self, v: Tensor) -> Tensor: ...

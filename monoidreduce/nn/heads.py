@@ -243,9 +243,7 @@ class TwoHeads(Head):
         reduction: str = "mean",
         **options: Any,
     ) -> None:
-        options |= {
-            "softcap": softcap, "teacher_softcap": teacher_softcap, "temperature": temperature, "reduction": reduction
-        }  # fmt: skip
+        options.update(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature, reduction=reduction)
         super().__init__(in_features, num_classes, bias, device, dtype, options)
         width = in_features if teacher_features is None else teacher_features
         self.teacher = nn.Linear(width, num_classes, bias=teacher_bias, device=device, dtype=dtype)

@@ -334,10 +334,10 @@ def _attend(
         _check_domain(cols, lengths=lengths, documents=documents, blocks=blocks, bias=bias, attn_mask=attn_mask)
     scale = default_scale(q) if scale is None else scale
     options: dict[str, Any] = dict(chosen_options(causal, is_causal, window, softcap, dropout_p))
-    options |= score_options(
+    options.update(score_options(
         q, k, attn_mask, mask_hides, bias, cols, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         lengths=lengths, documents=documents,
-    )  # fmt: skip
+    ))  # fmt: skip
     if blocks is not None:
         options["row_blocks"], options["col_blocks"] = _documents(blocks, q, k)
     if dropout_p > 0:
@@ -493,7 +493,7 @@ def score_options(
         if matrix is not None:
             options[name] = _matrix(name, matrix, name == "attn_mask", cols)
             options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
-    options |= {name: value for name, value in per_head.items() if value is not None}
+    options.update({name: value for name, value in per_head.items() if value is not None})
     if lengths is not None:
         options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:

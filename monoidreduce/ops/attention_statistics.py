@@ -141,10 +141,10 @@ def attention_statistics(
     names = _check_statistics(statistics, v)
     checks.floating(q=q, k=k, v=v)
     options: dict[str, Any] = dict(chosen_options(causal, False, window, softcap, 0.0))
-    options |= score_options(
+    options.update(score_options(
         q, k, attn_mask, mask_hides, bias, cols, softcap=softcap, alibi_slopes=alibi_slopes, lengths=lengths,
         documents=documents,
-    )  # fmt: skip
+    ))  # fmt: skip
     list_options(cols, q, options, lengths=lengths)
     scale = default_scale(q) if scale is None else scale
     layout = grouping.Groups.of(q, k, k if v is None else v) if enable_gqa else None
@@ -267,7 +267,7 @@ def attention_kl(
             detail="attn_mask holds numbers to add", fix="Give truth values: a mask hides pairs from both attentions"
         )
     options: dict[str, Any] = dict(chosen_options(causal, False, window, softcap, 0.0))
-    options |= score_options(q, k, attn_mask, mask_hides, None, cols, lengths=lengths, documents=documents)
+    options.update(score_options(q, k, attn_mask, mask_hides, None, cols, lengths=lengths, documents=documents))
     list_options(cols, q, options, lengths=lengths)
     student = (q, k, default_scale(q) if scale is None else scale, softcap)
     teacher = (
@@ -281,7 +281,7 @@ def attention_kl(
         layout, student, teacher, options = _split_heads(student, teacher, options)
     ours, theirs = (teacher, student) if direction == "reverse" else (student, teacher)
     caps = {"softcap": ours[3], "teacher_softcap": theirs[3]}
-    options |= {name: cap for name, cap in caps.items() if cap is not None}
+    options.update({name: cap for name, cap in caps.items() if cap is not None})
     loss = _kl(*ours[:2], *theirs[:2], ours[2], theirs[2], **options)
     return loss if layout is None else loss.flatten(-3, -2)
 

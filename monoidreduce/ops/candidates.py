@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..domains import Edges
-from ..domains.base import can_inspect, within
+from ..domains.base import can_inspect, check_range
 from ..errors import ShapeError, TopKError
 from . import checks, heads
 from . import language as mr
@@ -105,7 +105,7 @@ def sampled_cross_entropy(
     shared = samples.dim() == 1
     chosen = samples.long() if shared else samples.reshape(len(rows), -1).long()
     if can_inspect(samples):
-        within("samples", samples, len(weight) - 1, "classes")
+        check_range("samples", samples, len(weight) - 1, "classes")
     if sparse_grad:
         used, place = torch.unique(torch.cat([classes, chosen.flatten()]), return_inverse=True)
         weight = F.embedding(used, weight, sparse=True)
@@ -117,7 +117,7 @@ def sampled_cross_entropy(
     if log_q is not None:  # a number for each pair
         options["log_q"] = log_q[chosen.unsqueeze(0) if shared else chosen.flatten()]
     if remove_hits:
-        options |= {"target": classes, "ids": chosen if shared else None}
+        options["target"], options["ids"] = classes, chosen if shared else None
     if shared:
         weight, options["bias"] = F.embedding(chosen, weight), None if bias is None else bias[chosen]
     else:

@@ -11,7 +11,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from .. import arrays
 from ..domains import Domain, nested
-from ..domains.base import not_a_domain
+from ..domains.base import wrong_domain_error
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
@@ -257,7 +258,7 @@ def vectors(name: str, value: Any, shape: str, least: int, most: int | None = No
 def domain(name: str, value: Any, *kinds: str) -> None:
     """Raise ArgumentError unless ``value`` says which columns exist; ``kinds``: in one of these ways."""
     if not isinstance(value, Domain) or (kinds and value.kind not in kinds):
-        raise not_a_domain(name, value, *((kinds,) if kinds else ()))
+        raise wrong_domain_error(name, value, *((kinds,) if kinds else ()))
 
 
 def listed(cols: Any) -> dict[str, Any]:
@@ -522,7 +523,7 @@ def public_layer(
 
 
 def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
-    sides = dict.fromkeys(rows, "rows") | dict.fromkeys(cols, "cols")
+    sides = {**dict.fromkeys(rows, "rows"), **dict.fromkeys(cols, "cols")}
     names = list(inspect.signature(layer).parameters)
 
     def of_nested(*args: Any, **kwargs: Any) -> Any:
@@ -551,7 +552,7 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
             try:
                 return replay(args, kwargs)
             except TypeError as error:
-                _explain_keywords(error, layer, names, kwargs)
+                _explain_arguments(error, layer, names, args, kwargs)
                 raise
         if arrays.has_arrays((*args, *kwargs.values())):
             return replay.call_with_arrays(args, kwargs)
@@ -569,16 +570,36 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
     return checked
 
 
-def _explain_keywords(error: TypeError, layer: Callable, names: list[str], kwargs: Mapping[str, Any]) -> None:
-    """Raise ArgumentError in place of Python's bare error for a keyword that the layer does not have."""
-    unknown = next((n for n in kwargs if n not in names), None)
-    if isinstance(error, MonoidReduceError) or unknown is None or "unexpected keyword" not in str(error):
+def _explain_arguments(error: TypeError, layer: Callable, names: list[str], args: tuple, kwargs: Mapping) -> None:
+    """Raise ArgumentError in place of Python's bare error for arguments that are unknown, missing or too many."""
+    if isinstance(error, MonoidReduceError):
         return
-    near = difflib.get_close_matches(unknown, names, 1)
-    raise ArgumentError(
-        detail=f"{layer.__name__} has no argument {unknown!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-        fix=f"It takes {', '.join(names)}",
-    ) from None
+    takes = f"It takes {', '.join(names)}"
+    unknown = next((n for n in kwargs if n not in names), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, names, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError(detail=f"{layer.__name__} has no argument {unknown!r}{meant}", fix=takes) from None
+    try:
+        inspect.signature(layer).bind(*args, **kwargs)
+    except TypeError as wrong:
+        raise ArgumentError(detail=f"{layer.__name__}: {wrong}", fix=takes) from None
+
+
+def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of tensors that are broadcast together, if they can be.
+
+    >>> largest_shape([(3, 1), (5,), ()])
+    (3, 5)
+    """
+    behind = zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
+    return tuple(max(sizes) for sizes in behind)[::-1]
+
+
+def expands(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of a shape can be broadcast to another, which stays as it is."""
+    behind = whole[len(whole) - len(shape) :]
+    return len(shape) <= len(whole) and all(m in (1, n) for m, n in zip(shape, behind, strict=True))
 
 
 def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:

@@ -266,7 +266,7 @@ def linear_cross_entropy(
         "low_cols": low_cols,
         **heads.options(bias, softcap, temperature),
     }
-    options = checks.drop_unset(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
+    options = {**checks.drop_unset(options), "lse": bool(return_lse), "accuracy": bool(return_accuracy)}
     rows, kept, alone = checks.flatten_rows(x), None, False
     if given:
         found = _fold_against_probabilities(rows, weight, checks.flatten_rows(target), options)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..explain import Explanation, measure
-from ..op import Calls, listening
+from ..op import Calls, explained_calls
 from ..plan.budget import format_ceil
 
 
@@ -51,10 +51,10 @@ def explain_layer(
 def _list_calls(layer: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Calls:
     """The calls of ops that a layer makes."""
     calls: Calls = []
-    token = listening.set(calls)
+    token = explained_calls.set(calls)
     try:
         with _Watched():
             layer(*args, **kwargs)
     finally:
-        listening.reset(token)
+        explained_calls.reset(token)
     return calls

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from ..op import op
 from ..program.declarations import Batch, Col, Pair, Row
-from ..program.draws import dropout, gumbel
 from ..program.vocabulary import (  # fmt: skip
     argmax,
     argmin,
     col_index,
     count,
+    dropout,
+    gumbel,
     logsumexp,
     max,
     min,

@@ -196,12 +196,12 @@ def linear_logprobs(
     kept = _rows_that_count(None if mask is None else mask.reshape(-1), labels[0] if alone else None)
     given = {"target": None if labels[0] is None else labels[0].classes, "ids": labels[1], **_row_numbers(head, x)}
     if low_rank is not None:
-        given |= {"low_rows": checks.flatten_rows(low_rows), "low_cols": low_cols}
+        given.update(low_rows=checks.flatten_rows(low_rows), low_cols=low_cols)
     if kept is not None:
         rows, given = rows.index_select(0, kept), {n: _select_rows(y, n, kept) for n, y in given.items()}
     elif mask is not None:  # what rows that do not count hold must not reach a gradient
         clear = lambda y: y.masked_fill(~mask.reshape(-1, 1), 0.0)
-        rows, given = clear(rows), given | {n: clear(y) for n, y in given.items() if n == "low_rows"}
+        rows, given = clear(rows), {n: clear(y) if n == "low_rows" else y for n, y in given.items()}
     no_ids = ids is not None and ids.shape[-1] == 0
     if no_ids:
         given["ids"] = None
@@ -222,7 +222,7 @@ def _check_head(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any) 
     head = heads.check(x, weight, bias, softcap)
     checks.per_row("temperature", temperature, x)
     checks.floating(temperature=temperature)
-    return head | {"temperature": temperature}
+    return {**head, "temperature": temperature}
 
 
 def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any) -> tuple[Any, Any]:
@@ -273,9 +273,9 @@ def _row_numbers(head: dict[str, Any], x: Any) -> dict[str, Any]:
         return head
     rest = {name: value for name, value in head.items() if name != "temperature"}
     if each.dtype == x.dtype:
-        return rest | {"row_temperature": each.reshape(-1)}
+        return {**rest, "row_temperature": each.reshape(-1)}
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    return rest | {"wide_temperature": each.reshape(-1, 1).to(wide)}
+    return {**rest, "wide_temperature": each.reshape(-1, 1).to(wide)}
 
 
 _PER_ROW = ("target", "ids", "row_temperature", "wide_temperature", "low_rows")

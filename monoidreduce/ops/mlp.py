@@ -106,7 +106,7 @@ def mlp(
     True
     """
     checks.floating(x=x, p=p, q=q)
-    out_bias = _out(out_bias, q)
+    out_bias = _out(out_bias, q, x, p)
     options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed), **checks.listed(cols)}
     rows = checks.flatten_rows(x, p, q) if cols is None else x
     y = checks.unflatten_rows(_mlp(rows, p, q, _function(activation), **options), x, rows)
@@ -170,9 +170,9 @@ def gated_mlp(
     True
     """
     checks.floating(x=x, gate=gate, up=up, down=down)
-    out_bias = _out(out_bias, down)
-    options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
-    options |= _dropout(dropout_p, seed) | checks.listed(cols)
+    out_bias = _out(out_bias, down, x, gate, up)
+    biases = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
+    options = {**biases, **_dropout(dropout_p, seed), **checks.listed(cols)}
     rows = checks.flatten_rows(x, gate, up, down) if cols is None else x
     y = checks.unflatten_rows(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
     return y if out_bias is None else y + out_bias
@@ -192,8 +192,8 @@ def _dropout(p: Any, seed: Any) -> dict[str, Any]:
     return {"dropout_p": float(p), "seed": checks.draw_seed() if seed is None else seed}
 
 
-def _out(bias: Any, last: Any) -> Any:
-    """A bias for the output features, those of the last weight."""
+def _out(bias: Any, last: Any, x: Any, *weights: Any) -> Any:
+    """A bias for the output features, those of the last weight; it may differ where the result has other axes."""
     if bias is not None:
         checks.tensor("out_bias", bias, "[N]", 1)
         checks.tensor("the last weight", last, "[K, N]", 2)
@@ -203,6 +203,14 @@ def _out(bias: Any, last: Any) -> Any:
                 detail=f"out_bias has {bias.shape[-1]} numbers, but the result has {last.shape[-1]} features",
                 fix="Give one for each output feature",
             )
+        if bias.dim() > 1 and isinstance(x, Tensor):
+            batch = [t.shape[:-2] for t in (x, *weights, last) if isinstance(t, Tensor)]
+            whole = (*checks.largest_shape(batch), *x.shape[-2:-1], last.shape[-1])
+            if not checks.expands(bias.shape, whole):
+                raise ShapeError(
+                    detail=f"out_bias has shape {tuple(bias.shape)}, but the result {whole}",
+                    fix="Give [N], one number for each output feature, or axes of the result",
+                )
     return bias
 
 

@@ -294,7 +294,8 @@ def maxsim(
         for name, t in (("q", q), ("d", d)):
             checks.tensor(name, t, "[count, tokens, f]", 3, 3)
         q = q.unsqueeze(1)
-        options |= {"q_lengths": options["q_lengths"].unsqueeze(1)} if "q_lengths" in options else {}
+        if "q_lengths" in options:
+            options["q_lengths"] = options["q_lengths"].unsqueeze(1)
     return _maxsim(q, d, bool(normalize), **options)
 
 

@@ -257,5 +257,5 @@ def graph_attention(
     options: dict[str, Any] = {} if bias is None else {"bias": bias}
     if dropout_p > 0:
         checks.whole("seed", 0 if seed is None else seed)
-        options |= {"dropout_p": float(dropout_p), "seed": checks.draw_seed() if seed is None else seed}
+        options.update(dropout_p=float(dropout_p), seed=checks.draw_seed() if seed is None else seed)
     return _graph_attention(target, source, values, float(negative_slope), **options, cols=cols)

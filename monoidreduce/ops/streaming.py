@@ -112,7 +112,7 @@ class LayerStreams:
                 detail=f"{self.layer.__name__} was given numbers for every pair, and rows that are read in blocks",
                 fix="Give the rows in memory",
             )
-        found = op._streamed(stays, columns, place)
+        found = op._prepare_chunk(stays, columns, place)
         forms = {n: (v.dtype, v.shape, v.device) for n, v in chunk.items() if isinstance(v, Tensor)}
 
         def inputs(named: Mapping[str, Any]) -> dict[str, Any]:

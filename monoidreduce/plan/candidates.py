@@ -130,10 +130,7 @@ def least_memory_choice(case: Case) -> Choice:
 
 
 def _kernel_candidates(
-    case: Case,
-    over: str | None,
-    seconds: Callable[[Choice], float],
-    others: Sequence[tuple[int, ...]] | None = None,
+    case: Case, over: str | None, seconds: Callable[[Choice], float], others: Sequence[tuple[int, ...]] | None = None
 ) -> list[Choice]:
     """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
     base = default_choice(case)

@@ -155,10 +155,7 @@ def _estimate_gathers(case: Case) -> Estimate:
     """Single pairs per row or column, gathered in chunks by torch (``engines/common/label_gather.py``)."""
     work, rates, chunks, held = count_work(case), case.ceilings, 0, 0
     for r in case.fold.reductions:
-        side, wide = (
-            case.rows if r.attrs[2] == ("col",) else case.cols,
-            case.features(r.args[0]) * case.widest,
-        )
+        side, wide = (case.rows if r.attrs[2] == ("col",) else case.cols, case.features(r.args[0]) * case.widest)
         step = max(1, tiling.ELEMENTS // (case.batch * wide))
         chunks += -(-side // step)
         held = max(held, min(side, step) * case.batch * wide * case.wide)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from ..program.constructors import ONE, Contraction
-from ..program.expression import Expr, topological
+from ..program.expression import Expr, letters, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
-from ..program.several import DOTS, is_product, letters
+from ..program.several import DOTS, is_product
 from ..reductions import kind_of, outputs_of
 from . import settings
 from .tiles import family_name

@@ -116,12 +116,7 @@ def installed_versions() -> str:
 
 
 def make_key(
-    program: str,
-    kind: str,
-    lengths: Iterable[int],
-    letters: Iterable[tuple[str, int]],
-    types: str,
-    device: str,
+    program: str, kind: str, lengths: Iterable[int], letters: Iterable[tuple[str, int]], types: str, device: str
 ) -> Key:
     """The key of a tuned plan under the budget in force.
 

@@ -7,20 +7,16 @@ same is written there. What has no row is answered with a name that is spelt ali
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import NoReturn
 
 from ..errors import ArgumentError, TraceError, UnknownFunctionError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _DISTANCE = "Write (x - y).norm() for the distance of a pair, mr.sqdist(x, y) for its square"
 _PRODUCT = "A body is one pair: write x @ y for the product of a row's and a column's vector"
 _JOIN = "Take both as arguments and add: x @ y + u @ v is the product of the joined vectors"
-_BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y)"
+_BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y), or to the result"
 _ORDER = "mr.topk(x, k) gives the k largest, or with largest=False the smallest, in order"
 _RUNNING = "A running total is a sum under a condition: mr.sum(torch.where(mr.col_index <= mr.row_index, s, 0.0))"
 _READ = "Read one column's value with mr.sum(torch.where(mr.col_index == i, value, 0.0)), which is a gather"
@@ -192,6 +188,9 @@ REFUSED_ATTRIBUTES = dict.fromkeys(
     "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
 ) | dict.fromkeys(
     ("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values",
+) | dict.fromkeys(
+    ("values", "indices"),
+    "mr.max and mr.min are the number itself, mr.argmax and mr.argmin its index; mr.topk has both",
 )  # fmt: skip
 
 
@@ -238,7 +237,7 @@ _NOT_OF_TRUTHS = (
 
 def check_truth_values(name: str, truths: Sequence[bool]) -> None:
     """Refuse the arithmetic on truth values that torch refuses; ``truths``: which of the arguments are such."""
-    if name in ("sub", "neg") and any(truths):
+    if name in ("sub", "neg"):
         fix = "Negate a truth value with ~, compare two with ^, or take it as a number with .int() or .float()"
         raise TraceError(detail=f"{name} was asked of a truth value, which torch does not do either", fix=fix)
     if name in _NOT_OF_TRUTHS and all(truths):
@@ -261,25 +260,14 @@ _KEYWORDS = {
 }
 
 
-def check_call(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; a call that does not fit its signature says what to write."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            name = function.__name__
-            unknown = [k for k in kwargs if k not in signature.parameters]
-            given = f"mr.{name} has no keyword {unknown[0]!r}" if unknown else f"mr.{name}: {error}"
-            shown = f"mr.{name}({', '.join(map(_parameter_text, signature.parameters.values()))})"
-            advice = _KEYWORDS.get(unknown[0]) if unknown else _OVER if "too many positional" in str(error) else None
-            fix = f"It is {shown}" if advice is None else f"{advice}. It is {shown}"
-            raise ArgumentError(detail=given, fix=fix.replace("{", "{{").replace("}", "}}")) from None
-        return function(*args, **kwargs)
-
-    return call
+def explain_call(name: str, signature: inspect.Signature, keywords: Iterable[str], error: TypeError) -> ArgumentError:
+    """The error of a call of the language's function ``name`` that does not fit its signature."""
+    unknown = [k for k in keywords if k not in signature.parameters]
+    given = f"mr.{name} has no keyword {unknown[0]!r}" if unknown else f"mr.{name}: {error}"
+    shown = f"mr.{name}({', '.join(map(_parameter_text, signature.parameters.values()))})"
+    advice = _KEYWORDS.get(unknown[0]) if unknown else _OVER if "too many positional" in str(error) else None
+    fix = f"It is {shown}" if advice is None else f"{advice}. It is {shown}"
+    return ArgumentError(detail=given, fix=fix.replace("{", "{{").replace("}", "}}"))
 
 
 def _parameter_text(p: inspect.Parameter) -> str:

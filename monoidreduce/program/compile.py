@@ -44,7 +44,7 @@ def run_passes(source: Source, observe: Observe = lambda name, result: None) -> 
     observe("group reductions", groups)
     program = hoist_one_sided(outputs, groups)
     observe("hoist one-sided", program)
-    return program.having(source.fold.exact) if isinstance(source, FoldGradient) else program
+    return program.with_exactness(source.fold.exact) if isinstance(source, FoldGradient) else program
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ from .expression import (
     Expr,
     Feature,
     apply,
+    are_several,
     const,
     fit,
     is_constant,
@@ -36,7 +37,6 @@ from .expression import (
     widest,
 )
 from .primitives import PRIMITIVES
-from .several import split_products
 
 __all__ = [
     "ONE",
@@ -248,7 +248,7 @@ def dot(a: Expr, b: Expr) -> Expr:
                 detail=f"@ contracts two vectors, but {side!r} is one number",
                 fix='Declare it as a vector, for example Row["f"], or use * for a product of numbers',
             )
-    if not fit(a.feature, b.feature) and (several.are_several(a) or several.are_several(b)):
+    if not fit(a.feature, b.feature) and (are_several(a) or are_several(b)):
         return several.product(a, b)
     if not fit(a.feature, b.feature):
         raise ShapeError(
@@ -292,7 +292,7 @@ def component(x: Expr, k: int) -> Expr:
         elif e.op == "spread":
             found[e] = e.args[0]
         elif e.op == "einsum" and e.attrs[0] in several.DOTS:
-            found[e] = dot(*(several.part(a, k) if several.are_several(a) else a for a in e.args))
+            found[e] = dot(*(several.part(a, k) if are_several(a) else a for a in e.args))
         else:
             found[e] = node("component", (e,), (k,), rows=e.rows, cols=e.cols, feature=None, dtype=e.dtype)
     return found[x]
@@ -414,6 +414,13 @@ class Contraction:
     vector: Expr | None
     walk: bool = False
     minus: Expr | None = None
+
+
+def split_products(e: Expr) -> tuple[list[Expr], Expr | None]:
+    """A vector per pair as a sum of products of several vectors (``several.py``), and what is left (None: nothing)."""
+    if any(n.op == "einsum" for n in topological([e], stop=lambda n: n.op not in _LINEAR)):
+        return several.split_products(e)
+    return [], e
 
 
 def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:

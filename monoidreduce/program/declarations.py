@@ -22,9 +22,8 @@ from ..errors import DeclarationError
 from ..reductions import kind_of
 from . import constructors
 from .constructors import apply, listed_node
-from .expression import Expr, Feature, index, node, reduce_node, size, topological
+from .expression import Expr, Feature, index, letters, node, reduce_node, size, topological
 from .philox import DRAWS
-from .several import letters
 
 
 class _Side(type):

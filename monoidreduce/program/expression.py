@@ -23,6 +23,21 @@ from .primitives import PRIMITIVES
 
 Feature = str | int | None  # the letter (or the fixed size) of a vector's features; None for one number
 
+
+def letters(feature: Feature) -> tuple[str, ...]:
+    """The letters of a feature: none of a number, one of a vector, two of several vectors (``several.py``).
+
+    >>> letters(None), letters("f"), letters("h*f")
+    ((), ('f',), ('h', 'f'))
+    """
+    return () if feature is None else tuple(str(feature).split("*"))
+
+
+def are_several(e: Expr) -> bool:
+    """Whether a value is several vectors."""
+    return "*" in str(e.feature)
+
+
 _SHOWN = 200  # characters of an expression in a message
 _CLASS_ORDER = {"bool": 0, "int": 1, "float": 2}
 

@@ -18,7 +18,7 @@ from . import constructors
 from .constructors import ONE, ZERO, apply, rebuild
 from .expression import Expr, node, topological
 from .lower import Fold
-from .reverse_mode import pull
+from .reverse_mode import backpropagate
 from .symbol import Symbol, calls_torch
 
 
@@ -26,15 +26,15 @@ from .symbol import Symbol, calls_torch
 class FoldGradient:
     """The gradient of a fold, to be compiled: a program of its leaves, its results and their cotangents.
 
-    ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k has a cotangent."""
+    ``wanted[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k has a cotangent."""
 
     fold: Fold
-    asked: tuple[bool, ...]
+    wanted: tuple[bool, ...]
     given: tuple[bool, ...]
 
     @functools.cached_property
     def _parts(self) -> tuple[list[Expr], list[Expr], list[Expr | None]]:
-        return differentiate_fold(self.fold.pure, self.fold.leaves, self.asked, self.given)
+        return differentiate_fold(self.fold.pure, self.fold.leaves, self.wanted, self.given)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class FoldGradient:
 
     @property
     def present(self) -> tuple[bool, ...]:
-        """For each leaf, whether it has a gradient: asked for, and not known to be zero."""
+        """For each leaf, whether it has a gradient: wanted, and not known to be zero."""
         return tuple(e is not None for e in self._parts[2])
 
     @property
@@ -59,13 +59,13 @@ class FoldGradient:
 
 @calls_torch
 def differentiate_fold(
-    reductions: Sequence[Expr], leaves: Sequence[Expr], asked: Sequence[bool], given: Sequence[bool]
+    reductions: Sequence[Expr], leaves: Sequence[Expr], wanted: Sequence[bool], given: Sequence[bool]
 ) -> tuple[list[Expr], list[Expr], list[Expr | None]]:
     """The gradient program of a fold.
 
-    ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k's cotangent is not known to be
+    ``wanted[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k's cotangent is not known to be
     zero. Returns the inputs that stand for the results, those for the cotangents (in the order of the results), and one
-    output expression per leaf (None where not asked, or where it is zero)."""
+    output expression per leaf (None where not wanted, or where it is zero)."""
     results: list[Expr] = []
     cotangents: list[Expr] = []
     seeds: list[tuple[Expr, Expr]] = []
@@ -79,7 +79,7 @@ def differentiate_fold(
             node("leaf", (), (f"g{len(results) + k}",), rows=r.rows, cols=r.cols, feature=o.feature, dtype="float")
             for k, o in enumerate(outs)
         ]
-        moves = [o.dtype == "float" and KINDS[kind].moves(k, len(outs)) for k, o in enumerate(outs)]
+        moves = [o.dtype == "float" and KINDS[kind].is_differentiable(k, len(outs)) for k, o in enumerate(outs)]
         live = [Symbol(g) if given[len(results) + k] and moves[k] else None for k, g in enumerate(gs)]
         if any(g is not None for g in live):
             pulled = KINDS[kind].pullback(over, params, list(map(Symbol, r.args)), list(map(Symbol, outs)), live)
@@ -88,9 +88,9 @@ def differentiate_fold(
                     seeds.append((field, p.expr if isinstance(p, Symbol) else constructors.lift(p)))
         results += outs
         cotangents += gs
-    wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
+    wrt = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
     lookups: list[tuple[Expr, Expr]] = []
-    pulled_leaves = dict(zip(wrt, pull(seeds, wrt, lookups=lookups), strict=True))
+    pulled_leaves = dict(zip(wrt, backpropagate(seeds, wrt, lookups=lookups), strict=True))
     gradients = {leaf: _sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves}
     for lookup, g in lookups:
         table, index = lookup.args

@@ -24,7 +24,7 @@ from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
 from .lower import Fold, Lowered, Pass
 from .normal_form import factors, number_factor
-from .reverse_mode import pull
+from .reverse_mode import backpropagate
 from .symbol import Symbol
 
 
@@ -33,15 +33,15 @@ class LossAndGradient:
     """A program of numbers per row, followed by one gradient of the sum of one of them for each ``present`` input."""
 
     program: Lowered
-    moving: int  # the number per row whose sum has gradients
-    present: tuple[bool, ...]  # which of the asked inputs it depends on
+    loss: int  # the output whose sum over rows has gradients
+    present: tuple[bool, ...]  # which of the wanted inputs it depends on
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> LossAndGradient | None:
     """Compile numbers per row together with the gradients of the sum over rows of the one that has gradients.
 
-    ``wrt``: the inputs whose gradients are asked for. None where a row depends on other rows (a reduction over rows),
+    ``wrt``: the inputs whose gradients are wanted. None where a row depends on other rows (a reduction over rows),
     or where none or several of the numbers have gradients. Raises NoGradientError where an expression has no symbolic
     derivative."""
     forward = compile_program(outputs)
@@ -49,12 +49,11 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
         return None
     if any(not e.rows or e.cols or e.feature is not None for e in outputs):
         return None
-    asked = set(wrt)
+    wanted = set(wrt)
     floats = [k for k, e in enumerate(forward.outputs) if e.dtype == "float"]
-    moving = [k for k in floats if not asked.isdisjoint(topological([forward.outputs[k]]))]
     found = []
-    for k in moving:
-        grads = pull_outputs_back(forward, [(forward.outputs[k], ONE)], wrt)
+    for k in (k for k in floats if not wanted.isdisjoint(topological([forward.outputs[k]]))):
+        grads = backpropagate_outputs(forward, [(forward.outputs[k], ONE)], wrt)
         if any(g is not None for g in grads):
             found.append((k, grads))
     if len(found) != 1:
@@ -66,22 +65,22 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
     return LossAndGradient(program, k, tuple(g is not None for g in grads))
 
 
-def pull_outputs_back(forward: Lowered, seeds: list[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
+def backpropagate_outputs(forward: Lowered, seeds: list[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
     """The gradients of ``wrt``, given ``seeds``: outputs with their cotangents. Passes are differentiated last first.
 
     Where a gradient needs the results of a pass, it refers to the nodes that the forward computes."""
     targets = [*wrt, *(n for p in forward.passes for users in p.results for n in users)]
     cotangents: dict[Expr, Expr] = {}
-    _pull_into(cotangents, seeds, targets)
+    _add_cotangents(cotangents, seeds, targets)
     for p in reversed(forward.passes):
-        _pull_into(cotangents, _pull_to_feeds(p, cotangents, targets), targets)
+        _add_cotangents(cotangents, _feed_cotangents(p, cotangents, targets), targets)
     return [cotangents.get(e) for e in wrt]
 
 
-def _pull_into(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:
+def _add_cotangents(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:
     """Add to ``cotangents`` what the seeds give to the targets, each seed by itself and summed over missing axes."""
     for seed in seeds:
-        for target, g in zip(targets, pull([seed], targets), strict=True):
+        for target, g in zip(targets, backpropagate([seed], targets), strict=True):
             if g is not None:
                 part = _sum_missing_axes(g, seed[0], target)
                 old = cotangents.get(target)
@@ -105,14 +104,14 @@ def list_pass_results(p: Pass) -> list[Expr]:
     return [users[0] if users else m for users, m in zip(p.results, made, strict=True)]
 
 
-def _pull_to_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> list[tuple[Expr, Expr]]:
+def _feed_cotangents(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> list[tuple[Expr, Expr]]:
     """The cotangents of what is fed to a pass, given those of its results."""
     pulled = [[cotangents[n] for n in users if n in cotangents] for users in p.results]
     given = [functools.reduce(lambda a, b: constructors.apply("add", a, b), gs) if gs else None for gs in pulled]
     if all(g is None for g in given):
         return []
-    asked = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
-    results, grads, outputs = differentiate_fold(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
+    wanted = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
+    results, grads, outputs = differentiate_fold(p.fold.pure, p.fold.leaves, wanted, [g is not None for g in given])
     replace = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace |= dict(zip(results, list_pass_results(p), strict=True))
     replace |= {leaf: g for leaf, g in zip(grads, given, strict=True) if g is not None}
@@ -130,9 +129,9 @@ def number_leaves(letter: str, exprs: Sequence[Expr]) -> tuple[Expr, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def differentiate_program(
-    forward: Lowered, inputs: tuple[Expr, ...], asked: tuple[bool, ...], given: tuple[bool, ...]
+    forward: Lowered, inputs: tuple[Expr, ...], wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> tuple[Expr | None, ...]:
-    """One gradient per input (None where not asked, or zero); ``given``: the outputs that have a cotangent.
+    """One gradient per input (None where not wanted, or zero); ``given``: the outputs that have a cotangent.
 
     In the answer the inputs are leaves ``x0``, ``x1``, ..., the results of the pass, which the forward keeps, ``P0``,
     ``P1``, ..., and the cotangents of the outputs ``c0``, ``c1``, .... Raises NoGradientError where an expression has
@@ -141,8 +140,8 @@ def differentiate_program(
     cotangents = number_leaves("c", forward.outputs)
     pairs = zip(forward.outputs, cotangents, given, strict=True)
     seeds = [(e, c) for e, c, there in pairs if there and e.dtype == "float"]
-    wrt = [e for e, want in zip(inputs, asked, strict=True) if want]
-    found = dict(zip(wrt, pull_outputs_back(forward, seeds, wrt), strict=True))
+    wrt = [e for e, want in zip(inputs, wanted, strict=True) if want]
+    found = dict(zip(wrt, backpropagate_outputs(forward, seeds, wrt), strict=True))
     results = list_pass_results(one)
     replace = dict(zip(results, number_leaves("P", results), strict=True))
     for users, leaf in zip(one.results, replace.values(), strict=True):
@@ -204,13 +203,13 @@ class SavingFold:
 
 
 @functools.lru_cache(maxsize=1024)
-def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold | None:
-    """The fold that also saves what the gradients of rows' vectors need; ``asked``: the leaves that want a gradient.
+def fold_saving_row_gradients(fold: Fold, wanted: tuple[bool, ...]) -> SavingFold | None:
+    """The fold that also saves what the gradients of rows' vectors need; ``wanted``: the leaves that want a gradient.
 
     None unless the fold is one logsumexp, of a logit that is linear in these vectors, with at most one column's logit
     beside it, or one sum of numbers. None too where a number per row, or a plain number, asks for a gradient: that
     takes a pass over the columns anyway."""
-    places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
+    places = [k for k, e in enumerate(fold.leaves) if wanted[k] and not e.cols]
     kinds = [r.attrs[0] for r in fold.reductions]
     if not places or any(not fold.leaves[k].rows or fold.leaves[k].feature is None for k in places):
         return None
@@ -227,23 +226,23 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
         return None
     outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(outputs_of(r))]
-    wanted = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
-    wanted += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
-    made = _compile_one_fold(fold, (*outputs, *wanted), len(outputs))
+    saved = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
+    saved += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
+    made = _compile_one_fold(fold, (*outputs, *saved), len(outputs))
     if made is None:
         return None
-    whole, feeds, own, more, kept = made
+    saving, feeds, own, more, leaves = made
     means = tuple(
         Mean(k, factor, m, picked[k][0], _gather_at(v, target))
-        for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
+        for (k, (factor, v)), m in zip(vectors.items(), leaves, strict=False)
     )
     place = outputs.index
     at = (
         place(result(soft, 0, *outputs_of(soft)[0])),
         -1 if pick is None else place(result(pick, 0, *outputs_of(pick)[0])),
     )
-    rest = None if target is None else kept[-1]
-    return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
+    rest = None if target is None else leaves[-1]
+    return SavingFold(saving, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
 
 
 def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
@@ -251,16 +250,16 @@ def _save_sums(fold: Fold, places: list[int]) -> SavingFold | None:
     (r,) = fold.reductions
     if r.attrs[1] != "cols" or r.args[0].dtype != "float" or r.args[0].feature is not None:
         return None
-    pulled = pull([(r.args[0], ONE)], [fold.leaves[k] for k in places])
+    pulled = backpropagate([(r.args[0], ONE)], [fold.leaves[k] for k in places])
     if any(v is None or not v.is_pair or contractions(v, "cols")[0].walk for v in pulled):
         return None
-    wanted = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
-    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *wanted), 1)
+    saved = [make("sum", "cols", (), (v,))[0] for v in pulled if v is not None]
+    made = _compile_one_fold(fold, (result(r, 0, *outputs_of(r)[0]), *saved), 1)
     if made is None:
         return None
-    whole, feeds, own, more, kept = made
-    means = tuple(Mean(k, ONE, m) for k, m in zip(places, kept, strict=True))
-    return SavingFold(whole, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
+    saving, feeds, own, more, leaves = made
+    means = tuple(Mean(k, ONE, m) for k, m in zip(places, leaves, strict=True))
+    return SavingFold(saving, feeds, own, more, means, None, soft=0, pick=-1, target=None, plain=True)
 
 
 def _is_number(pick: Expr) -> bool:
@@ -272,7 +271,7 @@ def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int
     """The derivatives of a number per pair by rows' vectors, as (what leaves a sum over columns, the rest); nothing
     where one of them is not a number times a vector as it was given."""
     found = {}
-    for k, v in zip(places, pull([(number, ONE)], [fold.leaves[k] for k in places]), strict=True):
+    for k, v in zip(places, backpropagate([(number, ONE)], [fold.leaves[k] for k in places]), strict=True):
         parts = () if v is None or v.feature is None else contractions(v, "cols")
         if len(parts) != 1 or parts[0].walk or parts[0].minus is not None or parts[0].vector is None:
             return {}

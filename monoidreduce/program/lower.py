@@ -21,11 +21,11 @@ from typing import Any
 from ..reductions import kind_of, outputs_of
 from . import constructors
 from .constructors import interval, substitute
-from .expression import Expr, const, node, reduce_node, result, topological
+from .expression import Expr, const, letters, node, reduce_node, result, topological
 from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
-from .several import OF_VECTORS, letters
+from .several import OF_VECTORS
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
 
@@ -120,7 +120,7 @@ class Lowered:
         """True where some pass folds listed pairs."""
         return any(p.fold.domain is not None for p in self.passes)
 
-    def having(self, exact: bool) -> Lowered:
+    def with_exactness(self, exact: bool) -> Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self

@@ -83,16 +83,16 @@ def _philox(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def _ticket(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
     low, high, batch = seed & _MASK, (seed >> 32) & _MASK, batch & _MASK
-    begin = _mixed((_hashed(low, high, batch) + i * 0x9E3779B9) & _MASK)
-    step = _mixed((_hashed(batch, low, high) + i * 0x85EBCA6B) & _MASK) | 1
+    begin = _mix_bits((_hash_words(low, high, batch) + i * 0x9E3779B9) & _MASK)
+    step = _mix_bits((_hash_words(batch, low, high) + i * 0x85EBCA6B) & _MASK) | 1
     word = torch.mul(j, step).add_(begin).bitwise_and_(_MASK)
-    return _turned(_turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
+    return _mix_round(_mix_round(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
 
 
-def _hashed(*words: Tensor) -> Tensor:
-    found = _mixed(words[0])
+def _hash_words(*words: Tensor) -> Tensor:
+    found = _mix_bits(words[0])
     for word in words[1:]:
-        found = _mixed(found ^ word)
+        found = _mix_bits(found ^ word)
     return found
 
 
@@ -135,12 +135,12 @@ def coin(row: Any, mark: Any, col: Any, out: Any = None) -> Any:
     return found.bitwise_right_shift_(17).bitwise_and_(COINS - 1)
 
 
-def _turned(word: Tensor, shift: int, factor: int) -> Tensor:
+def _mix_round(word: Tensor, shift: int, factor: int) -> Tensor:
     """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
     return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
 
 
-def _mixed(word: Tensor) -> Tensor:
+def _mix_bits(word: Tensor) -> Tensor:
     """A one-to-one map of 32 bits in which every bit depends on all."""
-    word = _turned(_turned(word.clone(), 16, 0x21F0AAAD), 15, 0xD35A2D97)
+    word = _mix_round(_mix_round(word.clone(), 16, 0x21F0AAAD), 15, 0xD35A2D97)
     return word ^ (word >> 15)

@@ -19,7 +19,7 @@ from .symbol import Symbol
 Derivatives = Mapping[str, Callable[..., Sequence[Any]]]  # by primitive, as in the table
 
 
-def pull(
+def backpropagate(
     seeds: Sequence[tuple[Expr, Expr]],
     wrt: Sequence[Expr],
     instead: Derivatives | None = None,
@@ -49,7 +49,7 @@ def pull(
             if e.args[0] in targets:
                 lookups.append((e, cotangent[e]))
             continue
-        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e], instead or {}), strict=True):
+        for arg, pulled in zip(e.args, _node_cotangents(e, cotangent[e], instead or {}), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -67,7 +67,7 @@ def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _pull_node(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
+def _node_cotangents(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args
@@ -81,7 +81,7 @@ def _pull_node(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
     if e.op == "spread":
         return [g]
     if e.op == "einsum":
-        return several.pull_einsum(e, g)
+        return several.einsum_cotangents(e, g)
     if e.op in ("famax", "famin"):  # equal features share it, as in torch
         extreme = constructors.apply("cast", constructors.apply("eq", e.args[0], e), to="float")
         return [constructors.apply("mul", extreme, constructors.apply("div", g, constructors.fsum(extreme)))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ShapeError
-from .expression import ONE, Expr, Feature, apply, is_constant, node, topological
+from .expression import ONE, Expr, Feature, apply, is_constant, letters, node, topological
 
 DOTS = ("b,ab->a", "ab,ab->a")  # a number for each a: made of one-sided values
 MIX = "a,ab->b"  # a vector over b: the sum of b-vectors, each times a number
@@ -20,20 +20,6 @@ OUTER = ("a,b->ab", "a,ab->ab")  # a vector over a,b: one b-vector for each a, t
 
 OF_VECTORS = ("dot", "sqdist", "fsum", "famax", "famin", "einsum")  # operations on vectors of a row and a column
 _LINEAR = ("add", "sub", "neg", "mul", "where")  # what :func:`split_products` looks into
-
-
-def letters(feature: Feature) -> tuple[str, ...]:
-    """The letters of a feature: none of a number, one of a vector, two of several vectors.
-
-    >>> letters(None), letters("f"), letters("h*f")
-    ((), ('f',), ('h', 'f'))
-    """
-    return () if feature is None else tuple(str(feature).split("*"))
-
-
-def are_several(e: Expr) -> bool:
-    """Whether a value is several vectors."""
-    return "*" in str(e.feature)
 
 
 def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:
@@ -70,7 +56,7 @@ def _split_number(x: Expr) -> tuple[Expr, Expr]:
     return ONE, x
 
 
-def pull_einsum(e: Expr, g: Expr) -> tuple[Expr, Expr]:
+def einsum_cotangents(e: Expr, g: Expr) -> tuple[Expr, Expr]:
     """The cotangents of the two arguments."""
     (x, y), (terms, out) = e.args, e.attrs[0].split("->")
     one, other = terms.split(",")
@@ -104,19 +90,19 @@ def product(a: Expr, b: Expr) -> Expr:
     if len(one) == 1 and other[0] == one[0] and not pair:
         return einsum("a,ab->b", a, b, other[1])
     raise ShapeError(
-        detail=f"@ contracts a value over {_named(one)} with a value over {_named(other)}",
+        detail=f"@ contracts a value over {_quote_letters(one)} with a value over {_quote_letters(other)}",
         fix='The last letter is summed over: Row["h", "f"] @ Col["f"] has a number for each h. Of two that are several '
         'vectors both letters must be equal. A matrix mr.Batch["d", "e"] is multiplied on one side: (x @ m) @ y',
     )
 
 
-def _named(some: tuple[str, ...]) -> str:
+def _quote_letters(some: tuple[str, ...]) -> str:
     return ", ".join(f'"{one}"' for one in some)
 
 
 def inner(e: Expr, g: Expr) -> Expr:
     """The sum over all features of a product times ``g``."""
-    return apply("mul", e.args[0], pull_einsum(e, g)[0])
+    return apply("mul", e.args[0], einsum_cotangents(e, g)[0])
 
 
 def is_product(e: Expr) -> bool:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from ..errors import ImpureError, ShapeError, TraceError, shown
 from . import constructors, several
-from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, refuse, refuse_numpy
-from .expression import Expr, const, size, topological
+from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, explain_call, refuse, refuse_numpy
+from .expression import Expr, are_several, const, letters, size, topological
 from .philox import DRAWS
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
@@ -48,6 +49,25 @@ def calls_torch(function: Callable) -> Callable:
     return call
 
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def check_call(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A decorator for the functions of the language: a call that does not fit the signature says what to write."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise explain_call(function.__name__, signature, kwargs, error) from None
+        return function(*args, **kwargs)
+
+    return call
+
+
 class NeedValue(BaseException):
     """The body asked for the Python value of a number: trace again with it fixed (never seen by users)."""
 
@@ -69,8 +89,8 @@ class Symbol:
     def __repr__(self) -> str:
         where = {(0, 0): "number", (1, 0): "per row", (0, 1): "per column", (1, 1): "per pair"}
         e = self.expr
-        names = " and ".join(f'"{name}"' for name in several.letters(e.feature))
-        kind = f"{'several vectors' if several.are_several(e) else 'vector'} over {names}" if names else "number"
+        names = " and ".join(f'"{name}"' for name in letters(e.feature))
+        kind = f"{'several vectors' if are_several(e) else 'vector'} over {names}" if names else "number"
         return f"<{kind} {where[e.rows, e.cols]}: {e!r}>" if (e.rows or e.cols) else f"<{kind}: {e!r}>"
 
     @classmethod
@@ -111,7 +131,7 @@ class Symbol:
         if not isinstance(key, int) or self.expr.feature is None:
             raise TraceError(detail=f"[{key!r}] was asked of {self!r}", fix=_advise_index(key))
         e = expr_of(self)
-        return Symbol(several.part(e, key) if several.are_several(e) else constructors.component(e, key))
+        return Symbol(several.part(e, key) if are_several(e) else constructors.component(e, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TraceError(
@@ -261,7 +281,7 @@ def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = No
 def _vector(x: Any) -> Expr:
     """The expression of a value whose features are asked for together; several vectors have no such."""
     e = expr_of(x)
-    if several.are_several(e):
+    if are_several(e):
         raise ShapeError(
             detail=f"the features of {x!r} were asked for together, and they are several vectors",
             fix="Pick one of them, as in x[0], or multiply them first: x @ y has one number for each",
@@ -324,7 +344,7 @@ def _extreme(name: str) -> Callable:
 
 def _dot(x: Any, y: Any) -> Symbol:
     a, b = expr_of(x), expr_of(y)
-    both = several.are_several(a) and several.are_several(b)
+    both = are_several(a) and are_several(b)
     return Symbol(several.product(a, b) if both else constructors.dot(a, b))
 
 
@@ -347,7 +367,7 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         return Symbol(constructors.apply("floor_divide", a, b))
     if rounding_mode is not None and "float" not in (a.dtype, b.dtype):
-        return _truncated(a, b)
+        return _truncate_quotient(a, b)
     quotient = constructors.apply("div", a, b)
     return Symbol(quotient if rounding_mode is None else constructors.apply("trunc", quotient))
 
@@ -356,12 +376,11 @@ def _check_divisor(a: Expr, b: Expr) -> None:
     """Raise TraceError for a whole number divided by the constant 0; a float has an infinity or NaN for it."""
     if "float" not in (a.dtype, b.dtype) and constructors.is_constant(b, 0):
         raise TraceError(
-            detail="a whole number is divided by 0",
-            fix="Divide by another number, or a float: x / 0 is an infinity",
+            detail="a whole number is divided by 0", fix="Divide by another number, or a float: x / 0 is an infinity"
         )
 
 
-def _truncated(a: Any, b: Any) -> Symbol:
+def _truncate_quotient(a: Any, b: Any) -> Symbol:
     """An integer quotient rounded to zero: the rounded-down one, and one more where it is negative and not exact."""
     down = constructors.apply("floor_divide", a, b)
     inexact = constructors.apply("ne", constructors.apply("mul", down, b), a)
@@ -383,10 +402,16 @@ def _bits(name: str) -> Callable:
                 detail=f"{name} was asked of floating-point numbers",
                 fix="Combine truth values (s > 0) or whole numbers; .int() makes a whole number",
             )
-        check_truth_values(name, [e.dtype == "bool" for e in exprs])
+        _check_truth_values(name, exprs)
         return Symbol(constructors.apply(name, *exprs))
 
     return f
+
+
+def _check_truth_values(name: str, args: Sequence[Expr]) -> None:
+    truths = [e.dtype == "bool" for e in args]
+    if any(truths):
+        check_truth_values(name, truths)
 
 
 def _polygamma(n: Any, x: Any) -> Any:
@@ -485,7 +510,7 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
     for key, value in attributes.items():  # part of the program: a number given at the call is fixed in its trace
         if isinstance(value, Symbol):
             attributes[key] = float(value) if value.expr.dtype == "float" else int(value)
-    check_truth_values(primitive.name, [e.dtype == "bool" for e in exprs])
+    _check_truth_values(primitive.name, exprs)
     if primitive.name in ("floor_divide", "remainder", "fmod"):
         _check_divisor(*exprs)
     if alpha != 1:

@@ -14,11 +14,9 @@ import torch
 from ..errors import ArgumentError, TraceError, shown
 from ..reductions import make
 from . import constructors
-from .advice import check_call
 from .constructors import apply
-from .expression import Expr, const, size, topological
-from .several import are_several
-from .symbol import Symbol, current_trace, expr_of
+from .expression import Expr, are_several, const, size, topological
+from .symbol import Symbol, check_call, current_trace, expr_of
 
 
 @check_call

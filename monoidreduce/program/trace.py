@@ -24,8 +24,7 @@ import torch
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
 from .declarations import Parameter, restrict
-from .expression import Expr, const, topological
-from .several import are_several
+from .expression import Expr, are_several, const, topological
 from .symbol import NeedValue, Symbol, Trace, calls_torch, current_trace, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -293,13 +292,13 @@ class _Search:
     def functions(self, waiting: list[Any]) -> None:
         """Functions, methods, partials, modules or any other objects that can be called."""
         while waiting and self.left > 0:
-            waiting += self._one(waiting.pop())
+            waiting += self._search_function(waiting.pop())
         found = self.found
         found.names = [one for one in found.names if (id(one[0]), one[1]) not in self.stored]
         found.cells = [one for one in found.cells if id(one[0]) not in self.stored]
         found.others = [one for one in found.others if one[0].args[1] not in self.stored]
 
-    def _one(self, called: Any) -> list[Any]:
+    def _search_function(self, called: Any) -> list[Any]:
         """Search one function; returns the functions that it names."""
         owner = _MISSING
         if isinstance(called, functools.partial):
@@ -340,7 +339,7 @@ class _Search:
                 read = functools.partial(getattr, cells[name], "cell_contents")
                 note = functools.partial(self.found.cells.append, (cells[name], root))
             elif step.opname.startswith("LOAD_FAST") and first is not None and name == first:
-                root, read, note = owner, functools.partial(_itself, owner), lambda: None
+                root, read, note = owner, functools.partial(_return_value, owner), lambda: None
             else:
                 continue
             yield from self._place(str(name), root, read, note, steps[at + 1 : at + 1 + _CHAIN])
@@ -358,7 +357,7 @@ class _Search:
             if _is_plain(value):
                 note()
                 return
-            following = _following(steps)
+            following = _read_following(steps)
             if _is_followed(value, steps, following is not None):
                 note()
                 yield value
@@ -383,7 +382,7 @@ def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
     return not goes_on and not copied
 
 
-def _itself(value: Any) -> Any:
+def _return_value(value: Any) -> Any:
     return value
 
 
@@ -395,7 +394,7 @@ def _item(read: Read, key: Any) -> Any:
     return read()[key]
 
 
-def _following(steps: list[Any]) -> tuple[Any, bool, int] | None:
+def _read_following(steps: list[Any]) -> tuple[Any, bool, int] | None:
     """What instructions read of the value before them: an attribute, or an item (True), and how many they are."""
     if not steps:
         return None

@@ -230,10 +230,7 @@ class DerivedLines(Lines):
         state = ", ".join(f"{self.name}_{f}" for f in self.state)
         tile = ", ".join(f"{self.name}_{f}_tile" for f in self.state)
         combine = f"combine{self.place}"
-        v.inside += [
-            f"{tile} = tl.reduce({elements}, 1, {combine})",
-            f"{state} = {combine}({state}, {tile})",
-        ]
+        v.inside += [f"{tile} = tl.reduce({elements}, 1, {combine})", f"{state} = {combine}({state}, {tile})"]
 
     def finish(self) -> list[tuple[list[str], Any]]:
         state = [f"{self.name}_{f}" for f in self.state]
@@ -272,7 +269,7 @@ class Reduction:
         """The cotangent of each field of one pair (None: zero), from those of the results (None: zero)."""
         raise NotImplementedError
 
-    def moves(self, k: int, count: int) -> bool:
+    def is_differentiable(self, k: int, count: int) -> bool:
         """True when result ``k`` of ``count`` has a cotangent."""
         return k not in self.fixed and k - count not in self.fixed
 

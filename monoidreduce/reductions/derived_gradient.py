@@ -1,12 +1,12 @@
 """Where a monoid's gradient comes from, and the pullback of one that brings none.
 
-:func:`gradient_road` says which of these it is:
+:func:`gradient_source` says which of these it is:
 
 - ``pullback`` or ``remove``: the monoid brings it;
 - ``trace``: ``combine`` is differentiated symbolically at (a, b), and b is eliminated with the help of c = a ⊙ b. Where
   that leaves a formula of c and a alone, and ``laws.local_gradient`` confirms it in float64, the formula is the
   pullback, and every engine, rank, stream and kernel uses it as if the monoid had brought it;
-- ``others``: from ``combine`` at (a_j, ⊙ of all others), block by block (``engines/common/others.py``);
+- ``others``: from ``combine`` at (a_j, ⊙ of all others), block by block (``engines/common/block_gradients.py``);
 - ``none``: nothing in it has a derivative.
 """
 
@@ -30,7 +30,7 @@ from ..algebra.verdict import Sides, broken
 from ..program import constructors
 from ..program.expression import Expr, Feature, node, topological
 from ..program.primitives import PRIMITIVES
-from ..program.reverse_mode import pull
+from ..program.reverse_mode import backpropagate
 from ..program.symbol import Symbol, current_trace, expr_of
 
 Fields = dict[str, Any]  # a symbol (or a number) for each field of a monoid
@@ -41,16 +41,16 @@ _SIZE = 2
 
 
 @functools.lru_cache(maxsize=1024)
-def gradient_road(monoid: Any) -> str:
+def gradient_source(monoid: Any) -> str:
     """``pullback``, ``remove``, ``trace``, ``others`` or ``none``: how a gradient goes back through the monoid."""
     if monoid.has_gradient:
-        return str(monoid.gradient_road)
+        return str(monoid.gradient_source)
     if monoid.components:
-        roads = {gradient_road(part) for part in monoid.components}
-        return "none" if roads == {"none"} else "others" if "others" in roads else "trace"
+        sources = {gradient_source(part) for part in monoid.components}
+        return "none" if sources == {"none"} else "others" if "others" in sources else "trace"
     if monoid.discrete():
         return "none"
-    found = _without_trace(_derive, monoid, (None,) * len(monoid.fields()))
+    found = _call_untraced(_derive, monoid, (None,) * len(monoid.fields()))
     if found == "none":
         return "none"
     vectors = tuple("d" if field.marker.axes else None for field in monoid.fields().values())
@@ -60,10 +60,10 @@ def gradient_road(monoid: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def is_idempotent(monoid: Any) -> bool:
     """Whether a ⊙ a is a for some states that are drawn, exactly: what is folded twice then counts once."""
-    return _without_trace(_repeats_nothing, monoid)
+    return _call_untraced(_folds_twice_alike, monoid)
 
 
-def _repeats_nothing(monoid: Any) -> bool:
+def _folds_twice_alike(monoid: Any) -> bool:
     make = torch.Generator().manual_seed(0)
     draw = lambda field: torch.rand(*(8, _SIZE)[: 1 + bool(field.marker.axes)], generator=make, dtype=torch.float64)
     state = {name: 0.1 + draw(field) for name, field in monoid.fields().items()}
@@ -74,51 +74,51 @@ def _repeats_nothing(monoid: Any) -> bool:
         return False
 
 
-def local_pullback(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
+def local_pullback(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     """The cotangents of one pair's fields, from the results, the pair's fields and the cotangents of the results (0.0:
-    none); of every road but ``others``."""
-    road = gradient_road(monoid)
-    if road == "none":
+    none); of every source but ``others``."""
+    source = gradient_source(monoid)
+    if source == "none":
         return dict.fromkeys(monoid.fields())
-    if road == "pullback":
-        return dict(monoid.pullback(monoid(**whole), monoid(**part), monoid(**g)).asdict())
-    if road == "remove":
-        return _pullback_from_remove(monoid, whole, part, g)
+    if source == "pullback":
+        return dict(monoid.pullback(monoid(**results), monoid(**fields), monoid(**g)).asdict())
+    if source == "remove":
+        return _pullback_from_remove(monoid, results, fields, g)
     if not monoid.components:
-        return _pullback_from_trace(monoid, whole, part, g)
+        return _pullback_from_trace(monoid, results, fields, g)
     found: Fields = {}
     for one, names in zip(monoid.components, monoid.component_fields, strict=True):
-        mine = [{old: values[new] for old, new in names.items()} for values in (whole, part, g)]
+        mine = [{old: values[new] for old, new in names.items()} for values in (results, fields, g)]
         found |= {names[old]: value for old, value in local_pullback(one, *mine).items()}
     return found
 
 
-def _pullback_from_trace(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
-    fields = [expr_of(part[n]) for n in monoid.fields()]
-    formulas = _derive(monoid, tuple(e.feature for e in fields))
+def _pullback_from_trace(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
+    features = {n: expr_of(fields[n]).feature for n in monoid.fields()}
+    formulas = _derive(monoid, tuple(features.values()))
     assert not isinstance(formulas, str)
     given = {
-        _leaf(f"{side}/{n}", e.feature, side == "a"): expr_of(values[n])
-        for side, values in (("c", whole), ("a", part), ("g", g))
-        for n, e in zip(monoid.fields(), fields, strict=True)
+        _leaf(f"{name}/{n}", feature, name == "a"): expr_of(values[n])
+        for name, values in (("c", results), ("a", fields), ("g", g))
+        for n, feature in features.items()
     }
     return {n: None if e is None else Symbol(constructors.substitute((e,), given)[0]) for n, e in formulas.items()}
 
 
-def _pullback_from_remove(monoid: Any, whole: Fields, part: Fields, g: Fields) -> Fields:
+def _pullback_from_remove(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     """D(c, a) g as the derivative of ``combine(a, rest)`` by a, then with ``rest = remove(c, a)`` put in its place."""
-    rest = monoid.remove(monoid(**whole), monoid(**part)).asdict()
-    held: dict[Expr, Expr] = {}
-    sides = []
-    for side, values in (("own", part), ("rest", rest)):
-        leaves = {n: _leaf(f"{side}/{n}", expr_of(v).feature, True) for n, v in values.items()}
-        held |= {leaves[n]: expr_of(v) for n, v in values.items()}
-        sides.append(leaves)
-    combined = monoid.combine(*(monoid(**{n: Symbol(e) for n, e in leaves.items()}) for leaves in sides)).asdict()
-    pulled = pull([(expr_of(combined[n]), expr_of(g[n])) for n in combined], list(sides[0].values()))
+    rest = monoid.remove(monoid(**results), monoid(**fields)).asdict()
+    values: dict[Expr, Expr] = {}  # of the leaves that stand for the fields of both
+    operands = []
+    for name, state in (("own", fields), ("rest", rest)):
+        leaves = {n: _leaf(f"{name}/{n}", expr_of(v).feature, True) for n, v in state.items()}
+        values |= {leaves[n]: expr_of(v) for n, v in state.items()}
+        operands.append(leaves)
+    combined = monoid.combine(*(monoid(**{n: Symbol(e) for n, e in leaves.items()}) for leaves in operands)).asdict()
+    pulled = backpropagate([(expr_of(combined[n]), expr_of(g[n])) for n in combined], list(operands[0].values()))
     return {
-        n: None if e is None else Symbol(constructors.substitute((e,), held)[0])
-        for n, e in zip(sides[0], pulled, strict=True)
+        n: None if e is None else Symbol(constructors.substitute((e,), values)[0])
+        for n, e in zip(operands[0], pulled, strict=True)
     }
 
 
@@ -131,7 +131,7 @@ def _share_of_logaddexp(g: Any, y: Any, a: Any, b: Any) -> tuple:
     return g * torch.exp(a - top), g * torch.exp(b - top)
 
 
-def _to_the_chosen(g: Any, y: Any, a: Any, b: Any) -> tuple:
+def _give_to_extremes(g: Any, y: Any, a: Any, b: Any) -> tuple:
     """All to those that equal the extreme: how many do cannot be told from it."""
     return torch.where(a == y, g, 0.0), torch.where(b == y, g, 0.0)
 
@@ -139,8 +139,8 @@ def _to_the_chosen(g: Any, y: Any, a: Any, b: Any) -> tuple:
 # Derivatives by one argument that are written with the result and that argument alone
 _LOCAL: Mapping[str, Callable[..., tuple]] = {
     "logaddexp": _share_of_logaddexp,
-    "maximum": _to_the_chosen,
-    "minimum": _to_the_chosen,
+    "maximum": _give_to_extremes,
+    "minimum": _give_to_extremes,
 }
 
 
@@ -152,7 +152,7 @@ def _derive(monoid: Any, features: tuple[Feature, ...]) -> dict[str, Expr | None
     a, b, c, g = ({n: _leaf(f"{side}/{n}", f, side in "ab") for n, f in forms.items()} for side in "abcg")
     try:
         combined = _combine_symbols(monoid, a, b)
-        pulled = pull([(combined[n], g[n]) for n in forms], list(a.values()), _LOCAL)
+        pulled = backpropagate([(combined[n], g[n]) for n in forms], list(a.values()), _LOCAL)
     except Exception:  # combine takes tensors alone, or has an operation without a symbolic derivative
         return "others"
     if all(e is None for e in pulled):
@@ -172,7 +172,7 @@ def trace_combine(monoid: Any, features: tuple[Feature, ...]) -> tuple[Expr, ...
     tensors alone."""
     a, b = ({n: _leaf(f"{side}/{n}", f, True) for n, f in zip(monoid.fields(), features, strict=True)} for side in "ab")
     try:
-        return tuple(_without_trace(_combine_symbols, monoid, a, b).values())
+        return tuple(_call_untraced(_combine_symbols, monoid, a, b).values())
     except Exception:  # an operation without a symbolic form
         return ()
 
@@ -196,14 +196,14 @@ def saved_by_autograd(monoid: Any, features: tuple[Feature, ...], given: tuple[b
             own = moving[_field_of(n)] if n.op == "leaf" else n.dtype == "float" and any(depends[a] for a in n.args)
             depends[n] = own
         moving = {n: moving[n] or depends[e] for n, e in zip(names, combined, strict=True)}
-    saved = {a for n in order if depends[n] and n.args for a in _saved_by(n, depends) if a.dtype == "float"}
+    saved = {a for n in order if depends[n] and n.args for a in _list_saved(n, depends) if a.dtype == "float"}
     fields = {_field_of(e): e.feature for e in saved if e.op == "leaf"}
     first = [f for n, f in fields.items() if given[names.index(n)]]
     others = [e.feature for e in saved if e.op not in ("leaf", "const") and e not in combined]
     return (*first, *fields.values(), *others)
 
 
-def _saved_by(n: Expr, depends: Mapping[Expr, bool]) -> Sequence[Expr]:
+def _list_saved(n: Expr, depends: Mapping[Expr, bool]) -> Sequence[Expr]:
     """The numbers that autograd saves of one operation."""
     if n.op in _KEEPS_NOTHING:
         return ()
@@ -266,7 +266,7 @@ def _leaf(name: str, feature: Feature, pair: bool) -> Expr:
 
 def _is_confirmed(monoid: Any, features: tuple[Feature, ...]) -> bool:
     """Whether there is a formula, and ``laws.local_gradient`` holds with it as the pullback."""
-    formulas = _without_trace(_derive, monoid, features)
+    formulas = _call_untraced(_derive, monoid, features)
     if isinstance(formulas, str):
         return False
 
@@ -283,14 +283,14 @@ def _is_confirmed(monoid: Any, features: tuple[Feature, ...]) -> bool:
     tried: Any = type(monoid)(monoid.__name__, (monoid,), own)
     gen = torch.Generator().manual_seed(0)
     try:
-        with _numbers_as_usual():
+        with _compute_plainly():
             return not any(_breaks(tried, family, gen) for family in FAMILIES if family.gradient)
     except Exception:  # its numbers are not what combine takes, or its domain accepts none: nothing is confirmed
         return False
 
 
 @contextlib.contextmanager
-def _numbers_as_usual() -> Iterator[None]:
+def _compute_plainly() -> Iterator[None]:
     """Tensors compute here, whatever traces or transforms the call in which this is asked."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -302,10 +302,10 @@ def _numbers_as_usual() -> Iterator[None]:
 
 def _breaks(monoid: Any, family: Any, gen: torch.Generator) -> bool:
     case = draw_case(monoid, family, gen, count=_CASES, elements=2, size=_SIZE, uneven=False, fields={})
-    return broken(replace(_LAW, run=_sides_where_defined), case) is not None
+    return broken(replace(_LAW, run=_run_where_defined), case) is not None
 
 
-def _sides_where_defined(monoid: Any, case: Any) -> Sides:
+def _run_where_defined(monoid: Any, case: Any) -> Sides:
     """The law's sides, without numbers at which combine itself has no derivative: its NaN is everybody's."""
     left, right = (x.asdict() for x in _LAW.run(monoid, case))
     none = {n: v.isnan() for n, v in right.items()}
@@ -340,7 +340,7 @@ _FEATURES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _without_trace(function: Callable[..., Any], *args: Any) -> Any:
+def _call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """``function``, outside of the trace of a body: symbols belong to theirs."""
     token = current_trace.set(None)
     try:
@@ -349,4 +349,4 @@ def _without_trace(function: Callable[..., Any], *args: Any) -> Any:
         current_trace.reset(token)
 
 
-__all__ = ["gradient_road", "local_pullback", "saved_by_autograd", "trace_combine"]
+__all__ = ["gradient_source", "local_pullback", "saved_by_autograd", "trace_combine"]

@@ -70,7 +70,7 @@ class Histogram(Reduction):
         ]
 
     def whole_form(self, r: Expr, writer: Any, used: frozenset[int]) -> tuple[Callable[..., list[Tensor]], list[str]]:
-        return _whole, [writer.matrix(r.args[0]), writer.matrix(r.args[1]), writer.vectors(r.args[2])]
+        return _count_dense, [writer.matrix(r.args[0]), writer.matrix(r.args[1]), writer.vectors(r.args[2])]
 
     def merge(self, params: tuple, state: State) -> State:
         return [state[0].sum(0, keepdim=True)]
@@ -97,7 +97,7 @@ class Histogram(Reduction):
         return 0, 0  # of no row and of no column
 
 
-def _whole(sizes: Any, value: Tensor, index: Tensor, table: Tensor) -> list[Tensor]:
+def _count_dense(sizes: Any, value: Tensor, index: Tensor, table: Tensor) -> list[Tensor]:
     shape = (*sizes.batch, sizes.rows, sizes.cols)
     return [count_entries(value.expand(shape), index.expand(shape), table.shape[-1])]
 

@@ -96,8 +96,8 @@ class SoftmaxLines(Lines):
             self.tools.running_sum(f"{n}_mean{k}", x.feature, "float", self.v, False)
             for k, x in enumerate(self.reduction.args[1:])
         ]
-        self.level = self.v.spec.guess and self._level()
-        self.guesses = self.level and not self._short()
+        self.level = self.v.spec.guess and self._is_level()
+        self.guesses = self.level and not self._has_short_rows()
         self.rounded = [self._is_rounded(m, x) for m, x in zip(self.means, self.reduction.args[1:], strict=True)]
         self.compensates = self.guesses and any(self.rounded)
         self.restarted = False  # whether this loop has begun again with a running maximum
@@ -110,7 +110,7 @@ class SoftmaxLines(Lines):
         plain = [c.weight is ONE and not c.walk and c.vector is not None and c.vector.op == "leaf" for c in parts]
         return all(plain) and not mean.tiny
 
-    def _level(self) -> bool:
+    def _is_level(self) -> bool:
         """Whether one tile is like another: no data of the folded axis, such as a bias, raises logits.
 
         ``sloped``: logits fall with a distance between indices, and the tile to look at is the one nearest to the rows'
@@ -122,7 +122,7 @@ class SoftmaxLines(Lines):
         self.sloped = bool(numbers)
         return not any(e.op == "leaf" for e in numbers)
 
-    def _short(self) -> bool:
+    def _has_short_rows(self) -> bool:
         """Whether walks are too short to look at a tile twice: several conditions, or data, say what is seen."""
         logit = self.reduction.args[0]
         conditions = topological(logit.args[:1]) if logit.op == "where" else []

@@ -171,8 +171,8 @@ class TopKLines(Lines):
 
     def prepare(self) -> None:
         self.k, self.largest = self.params
-        self.whole = self.reduction.args[0].dtype != "float"
-        self.wide = self.whole or self.v.spec.compute == "float64"
+        self.is_integer = self.reduction.args[0].dtype != "float"
+        self.wide = self.is_integer or self.v.spec.compute == "float64"
         self.room = self.tools.pad_width(self.k)
         self.v.bind((self.name, "slots"), f"tl.arange(0, {self.room})[None, :]", False, f"{self.name}_slots")
 
@@ -191,7 +191,7 @@ class TopKLines(Lines):
         v, n = self.v, self.name
         least = f"tl.full([1, 1], {-(2**63) if self.wide else -(2**31)}, tl.int{64 if self.wide else 32})"
         value = v.full(fields[0])
-        key = f"{value}.to(tl.int64)" if self.whole else f"ordered{64 if self.wide else 32}({value})"
+        key = f"{value}.to(tl.int64)" if self.is_integer else f"ordered{64 if self.wide else 32}({value})"
         key = key if self.largest else f"~{key}"
         places = self.place_of(fields)
         gone = f"{places} == {n}_place[:, None]"
@@ -216,13 +216,15 @@ class TopKLines(Lines):
     def finish(self) -> list[tuple[list[str], Any]]:
         n, feature = self.name, f"#{self.k}"
         keys = f"{'' if self.largest else '~'}{n}_keys"
-        self.v.inside.append(f"{n}_values = {keys if self.whole else f'unordered{64 if self.wide else 32}({keys})'}")
+        self.v.inside.append(
+            f"{n}_values = {keys if self.is_integer else f'unordered{64 if self.wide else 32}({keys})'}"
+        )
         values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
         pick = lambda text, zero, f: f"tl.sum(tl.where({n}_slots == {f}, {text}, {zero}), 1)"
         return [
-            ([pick(values, "0" if self.whole else "0.0", f) for f in range(self.k)], feature),
+            ([pick(values, "0" if self.is_integer else "0.0", f) for f in range(self.k)], feature),
             ([pick(places, "0", f) for f in range(self.k)], feature),
         ]
 

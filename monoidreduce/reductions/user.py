@@ -17,7 +17,7 @@ from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
 from .base import Outputs, Reads, Reduction
-from .derived_gradient import gradient_road, is_idempotent, local_pullback, trace_combine
+from .derived_gradient import gradient_source, is_idempotent, local_pullback, trace_combine
 from .kernel_lines import Lines
 
 # The lines of a Triton kernel that folds a monoid with vector fields.
@@ -119,13 +119,13 @@ def _argument(name: str, feature: Any) -> Expr:
 
 def check_gradient(monoid: type) -> None:
     """Raise NoGradientError for a monoid that has no gradient, or none that is a formula of one pair."""
-    road = gradient_road(monoid)
-    if road == "none":
+    source = gradient_source(monoid)
+    if source == "none":
         raise NoGradientError(
             detail=f"a gradient was asked of {monoid.__name__}, whose combine has no derivative",
             fix="Detach what depends on it, or add pullback(c, a, g), the gradient that it should have",
         )
-    if road == "others":
+    if source == "others":
         raise NoGradientError(
             detail=f"the gradient of {monoid.__name__} is taken from combine with all other pairs, not from a formula",
             fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
@@ -187,7 +187,7 @@ class User(Reduction):
         (monoid,) = params
         results = super().dense(fields, vectors, over, params, size)
         for r in results:
-            if r.requires_grad and gradient_road(monoid) == "none":  # autograd would give zeros
+            if r.requires_grad and gradient_source(monoid) == "none":  # autograd would give zeros
                 r.register_hook(lambda g: check_gradient(monoid))
         return results
 

@@ -1,9 +1,9 @@
 """Programs as differentiable torch functions.
 
 A program runs by replay where its launches were recorded (``replay.py``), else step by step: torch's arithmetic, and
-one torch function for each pass over the pairs. The backward of anything here is again a program, built symbolically
-(``program/gradient.py``) and run by the same functions, so that first, second and third derivatives take one path, on
-every engine. That recursion is the reason why all of it is in this file.
+one ``autograd.Function`` for each pass over the pairs. The backward of anything here is again a program, built
+symbolically (``program/gradient.py``) and run by the same functions, so that first, second and third derivatives take
+one path, on every engine. That recursion is the reason why all of it is in this file.
 
 Plain tensors go straight to the engine; under a tracer or a transform (``torch.compile``, ``vmap``, ``jvp``, fake
 tensors) the same fold goes through the registered operator (``torch_operator.py``).
@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from ..engines import triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
+from ..engines.common.block_gradients import differentiate_by_blocks, lack_local_gradient, split_cotangents
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
@@ -31,19 +32,20 @@ from ..engines.common.gradient_program import (
     constant_results,
     detach_views,
     load_saved,
+    load_values,
+    save_values,
     zero_gradient,
 )
-from ..engines.common.others import other_gradients, other_results, split_cotangents
-from ..engines.common.torch_code import Side, define, script, tuple_text
+from ..engines.common.torch_code import Elementwise, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, need_gradient
-from .registry import FOLDERS, OTHERS, can_record
+from .recorder import FoldReplay
+from .registry import BLOCK_GRADIENTS, FOLDERS, can_record
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
-from .torch_replay import TorchReplays, replay_calls
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
@@ -53,77 +55,78 @@ Runner = Callable[..., Sequence[Any]]  # (sizes, *inputs) -> outputs
 # Programs
 
 
-def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
-    """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
-    calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
-    walk = make_walk(engine, program, numbers, alike)
-    return with_replay(make_steps(engine, program, numbers), walk) if alike else walk
+def make_runner(engine: str, program: Lowered, numbers: frozenset[str], one_kind: bool) -> Runner:
+    """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``one_kind``:
+    all calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
+    run_stepwise = make_stepwise_runner(engine, program, numbers, one_kind)
+    return with_replay(make_steps(engine, program, numbers), run_stepwise) if one_kind else run_stepwise
 
 
-def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
+def make_stepwise_runner(engine: str, program: Lowered, numbers: frozenset[str], one_kind: bool) -> Runner:
     """The same, always step by step."""
-    gathered = alike or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
-    folder, run = Walk(engine, alike), script(program, numbers, gathered, fused_expressions.row_dot).run
-    return lambda sizes, *values: run(sizes, folder, *values)
+    grouped = one_kind or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
+    steps, run = StepRunner(engine, one_kind), script(program, numbers, grouped, fused_expressions.row_dot).run
+    return lambda sizes, *values: run(sizes, steps, *values)
 
 
-def with_replay(steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()) -> Runner:
-    """``walk``, replaced by recorded launches where the program is nothing else. ``forms``: the shapes and types in
-    which the outputs are expected; those of launches that have them come as a tuple, all others as a list."""
-    return ReplayedProgram(steps, walk, forms) if steps.are_launches else walk
+def with_replay(steps: ProgramSteps, run_stepwise: Runner, forms: Sequence[Form] = ()) -> Runner:
+    """``run_stepwise``, replaced by recorded launches where the program is nothing else. ``forms``: the shapes and
+    types in which the outputs are expected; those of launches that have them come as a tuple, all others as a list."""
+    return ReplayedProgram(steps, run_stepwise, forms) if steps.are_launches else run_stepwise
 
 
-class Walk:
-    """Runs the passes of one program, and the arithmetic of one side between them; see :func:`make_runner`."""
+class StepRunner:
+    """Runs the steps of one program: its passes, and the elementwise arithmetic of rows or columns between them; see
+    :func:`make_runner`."""
 
-    def __init__(self, engine: str, alike: bool = False):
-        self.engine, self.alike = engine, alike
-        self.passes: dict[int, PassContext] = {}  # by the folds' identities, which contexts hold
-        self.sides: dict[int, Arithmetic] = {}  # likewise
+    def __init__(self, engine: str, one_kind: bool = False):
+        self.engine, self.one_kind = engine, one_kind
+        self.passes: dict[int, PassContext] = {}  # by the ids of folds, which contexts keep alive
+        self.elementwise: dict[int, ElementwiseStep] = {}  # likewise
 
-    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shown: tuple[int, ...]) -> Sequence[Tensor]:
+    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, returned: tuple[int, ...]) -> Sequence[Tensor]:
         """The results of a fold that are asked for."""
-        context = self.passes.get(id(fold)) or self._context(fold, sizes, shown)
+        context = self.passes.get(id(fold)) or self._make_context(fold, sizes, returned)
         grads = torch.is_grad_enabled() and need_gradient(leaves)
-        if context.replay is None or (grads and saved_row_gradients.form(fold, leaves, sizes, self.engine) is not None):
+        if context.replay is None or (grads and context.find_saving_form(leaves) is not None):
             found = run_pass(context, leaves)
-            return [found[k] for k in shown]
+            return [found[k] for k in returned]
         if grads:
             return _replay_pass(context, *leaves)
         return oom_retry.run_with_retry(context.replay, (leaves,), sizes, fold)[0]
 
-    def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> PassContext:
-        replay = PassReplay(fold, sizes, self.engine, shown) if self.alike else None
-        fixed = tuple(at for at, k in enumerate(shown) if self.alike and constant_results(fold)[k])
-        return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, fixed))
+    def _make_context(self, fold: Fold, sizes: Sizes, returned: tuple[int, ...]) -> PassContext:
+        replay = PassReplay(fold, sizes, self.engine, returned) if self.one_kind else None
+        constants = tuple(at for at, k in enumerate(returned) if self.one_kind and constant_results(fold)[k])
+        return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, constants))
 
-    def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
-        """The arithmetic of one side, where all calls are alike."""
-        found = self.sides.get(id(side))
+    def run_elementwise(self, group: Elementwise, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
+        """Elementwise arithmetic of rows or columns, where all calls are of one kind."""
+        found = self.elementwise.get(id(group))
         if found is None:
-            make = ARITHMETIC.get(self.engine, Arithmetic)
-            found = self.sides.setdefault(id(side), make(side, leaves, sizes, self.engine))
+            make = ELEMENTWISE_STEPS.get(self.engine, ElementwiseStep)
+            found = self.elementwise.setdefault(id(group), make(group, leaves, sizes, self.engine))
         return found(leaves)
 
 
 class ReplayedProgram:
-    """A program of one pass on inputs of one kind: its recorded launches, or ``walk`` where there are none."""
+    """A program of one pass on inputs of one kind: its recorded launches, or ``run_stepwise`` where there are none."""
 
-    def __init__(self, steps: ProgramSteps, walk: Runner, forms: Sequence[Form] = ()):
-        self.replays, self.walk = ForwardReplays(steps, forms), walk
+    def __init__(self, steps: ProgramSteps, run_stepwise: Runner, forms: Sequence[Form] = ()):
+        self.replays, self.run_stepwise = ForwardReplays(steps, forms), run_stepwise
         self.gradients: dict[tuple, GradientRunner] = {}
 
     def __call__(self, sizes: Sizes, *values: Any) -> Sequence[Any]:
         replay = self.replays.find(sizes, values)
         if replay is None:
-            return self.walk(sizes, *values)
+            return self.run_stepwise(sizes, *values)
         if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.replays.tensors]:
-            if self.replays.steps.moving is None or replay.is_wide:
-                return self.walk(sizes, *values)
+            if self.replays.steps.contributions is None or replay.is_wide:
+                return self.run_stepwise(sizes, *values)
             found = _replay_program((replay, self), *values)
         else:
             found = self.forward(replay, values)[0]
-        return found if replay.formed else list(found)
+        return found if replay.has_forms else list(found)
 
     def fix(
         self,
@@ -139,21 +142,21 @@ class ReplayedProgram:
         gives the outputs the form that is expected, where they do not have it. With ``views`` the function takes what
         the inputs are views of (``given``, now), and returns views of the outputs; so does ``otherwise``."""
         replay, count = self.replays.find(sizes, values), len(values)
-        if replay is None or self.replays.steps.moving is None or replay.is_wide:
+        if replay is None or self.replays.steps.contributions is None or replay.is_wide:
             return None
-        if views is not None and (replay := self.replays.through(replay, given, views)) is None:
+        if views is not None and (replay := self.replays.with_views(replay, given, views)) is None:
             return None
         names, store = [f"v{k}" for k in range(count)], triton.prepared_folds()
         asks = " or ".join(f"v{k}.requires_grad" for k in self.replays.tensors)
-        given, formed = ", ".join(names), "{}" if replay.formed else "form(list({}))"
+        given, result = ", ".join(names), "{}" if replay.has_forms else "form(list({}))"
         lines = [
             "if folds() is not store:",
             f"    return otherwise({given})",
             f"if graded() and ({asks}):",
             # a checkpoint compares what is saved with what the first calls saved: views of the tensors given here
             *([] if views is None else ["    if hooks(True) is not None:", f"        return otherwise({given})"]),
-            f"    return {formed.format(f'apply(call, {given})')}",
-            f"return {formed.format(f'forward(replay, {tuple_text(names)})[0]')}",
+            f"    return {result.format(f'apply(call, {given})')}",
+            f"return {result.format(f'forward(replay, {tuple_text(names)})[0]')}",
         ]
         scope = dict(folds=triton.prepared_folds, store=store, otherwise=otherwise, form=form)
         scope |= dict(graded=torch.is_grad_enabled, apply=_replay_program, call=(replay, self))
@@ -170,11 +173,13 @@ class ReplayedProgram:
         except Exception as error:
             oom_retry.find_reason(error)
         oom_retry.release_memory(replay.sizes.device)
-        return self._walk(replay, *values)
+        return self._run_stepwise(replay, *values)
 
-    def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+    def _run_stepwise(
+        self, replay: ForwardReplay, *values: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         replays, views = self.replays, replay.backwards.views
-        found = self.walk(replay.sizes, *(values if views is None else views.enter(values)))
+        found = self.run_stepwise(replay.sizes, *(values if views is None else views.enter(values)))
         output = detach_views(found if views is None else views.leave(found))
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
@@ -185,29 +190,25 @@ class ReplayedProgram:
         runner = self.gradients.get(key)
         if runner is None:
             runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
-        return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.others(saved)))
+        return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.other_inputs(saved)))
 
     def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
         """The gradients of a forward that is run once more; differentiable where that is asked for."""
-        graph, leaves, steps, sizes = (
-            torch.is_grad_enabled(),
-            replay.backwards.leaves(saved),
-            self.replays.steps,
-            replay.sizes,
-        )
-        run = make_walk(steps.engine, steps.program, steps.numbers, False)
+        graph, leaves = torch.is_grad_enabled(), replay.backwards.leaves(saved)
+        steps, sizes = self.replays.steps, replay.sizes
+        run = make_stepwise_runner(steps.engine, steps.program, steps.numbers, False)
         with torch.enable_grad():
             given = [v.detach().requires_grad_() if n and not graph else v for v, n in zip(leaves, needs, strict=True)]
             found = run(sizes, *given)
             cotangents = replay.backwards.cotangents(saved)
             pairs = zip(sum_rows(found, sizes) if steps.total else found, cotangents, strict=True)
-            moving = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
+            seeded = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
             wanted = [v for v, n in zip(given, needs, strict=True) if n]
-            roots, seeds = [y for y, _ in moving], [g for _, g in moving]
+            roots, seeds = [y for y, _ in seeded], [g for _, g in seeded]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        whole = [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
-        return replay.backwards.gradients(whole)
+        filled = [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        return replay.backwards.gradients(filled)
 
 
 def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -229,22 +230,22 @@ class _Replayed(torch.autograd.Function):
             output, kept, numbers = program.forward(replay, values)
         ctx.kept = replay, program, numbers, len(kept) == replay.saved, settings.current.get().skip_below
         ctx.set_materialize_grads(False)
-        if not program.replays.steps.all_move:
-            ctx.mark_non_differentiable(*[output[k] for k in program.replays.fixed(values)])
+        if not program.replays.steps.all_contribute:
+            ctx.mark_non_differentiable(*[output[k] for k in program.replays.find_constant_outputs(values)])
         ctx.save_for_backward(*kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         _refuse_batched(cotangents)
-        replay, program, numbers, whole, skipped = ctx.kept
+        replay, program, numbers, complete, skipped = ctx.kept
         first = len(program.replays.tensors)
         tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
-        plain = whole and unchanged and not torch.is_grad_enabled()
+        plain = complete and unchanged and not torch.is_grad_enabled()
         launches = replay.backwards.find(needs, given) if plain and call_context.is_untraced() else None
 
-        def walk(*_: Any) -> tuple:
+        def run_stepwise() -> tuple:
             """Otherwise, with the settings of the forward."""
             run = program.backward if plain else program.backward_again
             then = replace(replay.backwards.settings, skip_below=skipped)
@@ -252,13 +253,13 @@ class _Replayed(torch.autograd.Function):
                 return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
 
         if launches is None:
-            return walk()
+            return run_stepwise()
         try:
             return launches.run(*tensors, *cotangents, *numbers)
         except Exception as error:
             oom_retry.find_reason(error)
         oom_retry.release_memory(replay.sizes.device)
-        return walk()
+        return run_stepwise()
 
 
 # ``apply`` without its check for transforms, for what is known to have none
@@ -284,10 +285,10 @@ class GradientRunner:
     def __init__(self, made: GradientProgram, engine: str, records: bool, sizes: Sizes | None = None):
         self.made, self.engine, self.records = made, engine, records
         self.runs: dict[tuple, _Run] = {}
-        self.calls: TorchReplays | None = None
+        self.calls: FoldReplay | None = None
         if sizes is not None and not records:
             run, count = functools.partial(self._gradients, sizes), len(made.leaves)
-            self.calls = replay_calls(lambda pool: run(pool[:count], pool), engine, sizes)
+            self.calls = FoldReplay.make(lambda pool: run(pool[:count], pool), engine, sizes)
 
     def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> Sequence[Tensor | None]:
         """A gradient per leaf (None where not asked); ``others``: results and cotangents."""
@@ -298,8 +299,8 @@ class GradientRunner:
 
     def _gradients(self, sizes: Sizes, leaves: Sequence[Any], pool: Sequence[Any]) -> list[Tensor | None]:
         values = [pool[k] for k in self.made.sources]
-        alike = self.records and not torch.is_grad_enabled() and are_plain(values)
-        kind = triton.describe_leaves(values) if alike else ()
+        by_kind = self.records and not torch.is_grad_enabled() and are_plain(values)
+        kind = triton.describe_leaves(values) if by_kind else ()
         run = self.runs.get(kind) or self._run(kind)
         with skip_small_tiles.apply_to_gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.run(sizes, *values)
@@ -324,7 +325,7 @@ class GradientRunner:
 
     def _skips(self, values: Sequence[Any]) -> bool:
         """Whether small tiles may be skipped: of one pass, whose sums are the gradients themselves."""
-        if skip_small_tiles.requested() is None or torch.is_grad_enabled():
+        if settings.current.get().skip_below is None or torch.is_grad_enabled():
             return False
         return len(self.made.program.passes) == 1 and are_plain(values)
 
@@ -355,8 +356,19 @@ class PassContext:
     sizes: Sizes
     engine: str
     replay: PassReplay | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
-    fixed: tuple[int, ...] = ()  # of the replay's results, those that are constants to gradients
+    constants: tuple[int, ...] = ()  # of the replay's results, those that gradients treat as constants
     gradients: dict[tuple, GradientRunner] = field(default_factory=dict, compare=False)
+
+    def find_saving_form(self, leaves: Sequence[Any], sizes: Sizes | None = None) -> SavingFold | None:
+        """How the forward also saves gradients of its rows, where that pays."""
+        if not self.may_save:
+            return None
+        return saved_row_gradients.find_form(self.fold, leaves, sizes or self.sizes, self.engine)
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a forward may save gradients of its rows at all."""
+        return self.engine == DRY_RUN or settings.kernels_run_on(self.sizes.device)
 
     def fold_leaves(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """All results, by the engine or by the torch calls that it made before on leaves like these."""
@@ -366,9 +378,9 @@ class PassContext:
         return FOLDERS[self.engine](self.fold, leaves, self.sizes)
 
     @functools.cached_property
-    def calls(self) -> TorchReplays | None:
+    def calls(self) -> FoldReplay | None:
         """The recorded torch calls, where small folds on a CPU have some."""
-        return replay_calls(self._fold, self.engine, self.sizes) if self.fold.domain is None else None
+        return FoldReplay.make(self._fold, self.engine, self.sizes) if self.fold.domain is None else None
 
 
 def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
@@ -385,7 +397,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
-        form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
+        form = context.find_saving_form(leaves)
         if form is None:
             output = detach_views(context.fold_leaves(leaves))
             _save(ctx, context, leaves, output)
@@ -401,39 +413,39 @@ class _Pass(torch.autograd.Function):
 
 
 class _ReplayedPass(torch.autograd.Function):
-    """The same pass by its recorded launches: only what is asked for is a result; what else a backward needs is saved
-    as it is.
+    """The same pass by its launches (:class:`~monoidreduce.runtime.replay.PassReplay`): only what is asked for is a
+    result; what else a backward needs is saved as it is.
 
     A backward that is itself to be differentiated folds once more, for results that are."""
 
     @staticmethod
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         assert context.replay is not None
-        found, rest = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
-        shown = detach_views(found)
+        found, saved = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
+        returned = detach_views(found)
         ctx.context, ctx.form, ctx.settings = context, None, settings.now()
         ctx.set_materialize_grads(False)
-        if context.fixed:
-            ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *shown, *rest)
-        return shown
+        if context.constants:
+            ctx.mark_non_differentiable(*[returned[k] for k in context.constants])
+        save_values(ctx, leaves, *returned, *saved)
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context, leaves, results, unchanged = _saved(ctx, len(cotangents))
+        context = ctx.context
+        leaves, results, unchanged = load_values(ctx, len(cotangents))
         given: list[Tensor | None] = [None] * len(context.fold.outputs)
         replay = context.replay
         assert replay is not None
-        for k, g in zip(replay.shown, cotangents, strict=True):
+        for k, g in zip(replay.returned, cotangents, strict=True):
             given[k] = g
         if torch.is_grad_enabled() or not unchanged:
             with apply_settings(ctx.settings):
                 results = list(run_pass(context, leaves))
         else:
-            count = len(replay.shown)
+            count = len(replay.returned)
             results = replay.join(results[:count], results[count:])
-        return _pull(ctx, leaves, results, given)
+        return _differentiate(ctx, leaves, results, given)
 
 
 # ``apply`` without its check for transforms, for what is known to have none
@@ -460,29 +472,30 @@ class _TracedPass(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
-        context, leaves, results = _saved(ctx, len(ctx.context.fold.outputs))[:3]
+        context = ctx.context
+        leaves, results = load_values(ctx, len(context.fold.outputs))[:2]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
-        moving = [k for k, f in enumerate(constant_results(context.fold)) if not f]
+        varying = [k for k, constant in enumerate(constant_results(context.fold)) if not constant]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
-        if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
-            return tuple(torch.zeros_like(r) if k in moving else None for k, r in enumerate(results))
+        if not context.sizes.rows or not context.sizes.cols or not varying or not tangents_given:
+            return tuple(torch.zeros_like(r) if k in varying else None for k, r in enumerate(results))
 
-        def pulled(*g: Tensor) -> tuple[Tensor, ...]:
+        def gradients(*g: Tensor) -> tuple[Tensor, ...]:
             cotangents: list[Tensor | None] = [None] * len(results)
-            for k, value in zip(moving, g, strict=True):
+            for k, value in zip(varying, g, strict=True):
                 cotangents[k] = value
             return tuple(t for t in _pass_gradients(context, leaves, results, wanted, cotangents) if t is not None)
 
         with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
-            pull: Any = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))[1]
-            found = iter(pull(tuple(tangents_given)))
-        return tuple(next(found) if k in moving else None for k in range(len(results)))
+            transpose: Any = torch.func.vjp(gradients, *(torch.zeros_like(results[k]) for k in varying))[1]
+            found = iter(transpose(tuple(tangents_given)))
+        return tuple(next(found) if k in varying else None for k in range(len(results)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, context: PassContext, *leaves: Any) -> tuple:
         """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
-        moved = torch_operator.in_front(context.fold, leaves, in_dims[1:], info.batch_size)
+        moved = torch_operator.move_batch_to_front(context.fold, leaves, in_dims[1:], info.batch_size)
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
         fold = torch_operator.keep_batch(context.fold)  # a mapped element has results of its own
         results = _TracedPass.apply(replace(context, fold=fold, sizes=sizes, gradients={}), *moved)
@@ -515,7 +528,7 @@ def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Te
     form = None
     if torch.is_grad_enabled() and not call_context.is_transformed():
         sizes = torch_operator.fix_lengths(context.sizes)
-        form = saved_row_gradients.form(context.fold, leaves, sizes, context.engine)
+        form = context.find_saving_form(leaves, sizes)
     if form is None:
         return _TracedPass.apply(context, *leaves)
     return _TracedSavingPass.apply((context, form), *leaves)[: len(form.own)]
@@ -538,31 +551,19 @@ def _save(
     ctx.settings = settings.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
-    ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
-
-
-def _saved(ctx: Any, count: int) -> tuple[PassContext, list[Any], list[Tensor], bool]:
-    """The context, the leaves and the results; what was saved beside them for gradients comes after these.
-
-    ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
-    first = ctx.constants.count(None)  # tensors among the leaves
-    tensors, unchanged = load_saved(ctx, range(first, first + count))
-    rest = iter(tensors)
-    leaves = [c if c is not None else next(rest) for c in ctx.constants]
-    return ctx.context, leaves, list(rest), unchanged
+    save_values(ctx, leaves, *output, *more)
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    context, leaves, results, unchanged = _saved(ctx, len(cotangents))
+    leaves, results, unchanged = load_values(ctx, len(cotangents))
     if not unchanged:
         with apply_settings(ctx.settings):
-            results = list(run_pass(context, leaves))
+            results = list(run_pass(ctx.context, leaves))
         ctx.form = None  # the results alone: the gradients are the usual program of these
-    return _pull(ctx, leaves, results, cotangents)
+    return _differentiate(ctx, leaves, results, cotangents)
 
 
-def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
+def _differentiate(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
     """The gradients of a pass, with the settings of its forward."""
     _refuse_batched(cotangents)
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
@@ -588,9 +589,11 @@ def _pass_gradients(
     form: SavingFold | None = None,
 ) -> Sequence[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    if any(other_results(context.fold)) and any(g is not None for g in split_cotangents(context.fold, cotangents)[1]):
+    if any(lack_local_gradient(context.fold)) and any(
+        g is not None for g in split_cotangents(context.fold, cotangents)[1]
+    ):
         local, others = split_cotangents(context.fold, cotangents)
-        differentiate = OTHERS.get(context.engine, other_gradients)
+        differentiate = BLOCK_GRADIENTS.get(context.engine, differentiate_by_blocks)
         grads = differentiate(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)
@@ -622,70 +625,69 @@ def _pass_gradient_program(
     return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names), narrow)
 
 
-# The arithmetic of one side
+# Elementwise arithmetic of rows or of columns
 
-SideRun = Callable[[Sequence[Any]], list[Tensor]]
+ElementwiseRun = Callable[[Sequence[Any]], list[Tensor]]
 
 
-class Arithmetic:
-    """The arithmetic of one side (:class:`Side`) on leaves of one kind, as one differentiable step: a kernel, or
-    torch where there is none."""
+class ElementwiseStep:
+    """Elementwise arithmetic of rows or columns on leaves of one kind, as one differentiable step: a kernel, or torch
+    where there is none."""
 
-    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):
-        self.side, self.sizes, self.engine = side, sizes, engine
+    def __init__(self, group: Elementwise, leaves: Sequence[Any], sizes: Sizes, engine: str):
+        self.group, self.sizes, self.engine = group, sizes, engine
         self.numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-        self.fixed = tuple(k for k, e in enumerate(side.outputs) if e.dtype != "float")
+        self.constants = tuple(k for k, e in enumerate(group.outputs) if e.dtype != "float")
         self.gradients: dict[tuple, GradientRunner] = {}
-        self.run: SideRun = self._launch(leaves) or self._by_torch()
+        self.run: ElementwiseRun = self._prepare_launch(leaves) or self._run_in_torch()
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """Its outputs, differentiably where a leaf asks for it."""
-        return _run_side(self, *leaves) if torch.is_grad_enabled() and need_gradient(leaves) else self.run(leaves)
+        needed = torch.is_grad_enabled() and need_gradient(leaves)
+        return _apply_elementwise(self, *leaves) if needed else self.run(leaves)
 
-    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
-        return triton.prepare_side(self.side, leaves, self.sizes)
+    def _prepare_launch(self, leaves: Sequence[Any]) -> ElementwiseRun | None:
+        return triton.prepare_side(self.group, leaves, self.sizes)
 
-    def _by_torch(self) -> SideRun:
-        names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
+    def _run_in_torch(self) -> ElementwiseRun:
+        names = {e.attrs[0]: k for k, e in enumerate(self.group.leaves)}
         numbers = frozenset(n for n, k in names.items() if self.numbers[k])
-        made = script(Lowered((), self.side.outputs), numbers, False, fused_expressions.row_dot)
+        made = script(Lowered((), self.group.outputs), numbers, False, fused_expressions.row_dot)
         return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> GradientRunner:
         """What computes the gradients that are wanted from the cotangents that are given."""
         found = self.gradients.get((wanted, given))
         if found is None:
-            cotangents, outputs = torch_code.differentiate_side(self.side, wanted, given)
+            cotangents, outputs = torch_code.differentiate_elementwise(self.group, wanted, given)
             names = [e.attrs[0] for e in cotangents]
-            made = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
+            made = GradientProgram.of(self.group.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = GradientRunner(made, self.engine, True)
         return found
 
 
-ARITHMETIC: dict[str, type[Arithmetic]] = {}  # by engine, where it has its own
+ELEMENTWISE_STEPS: dict[str, type[ElementwiseStep]] = {}  # by engine, where it has its own
 
 
-class _OneSide(torch.autograd.Function):
-    """The arithmetic of one side; its backward is arithmetic of the same side."""
+class _Elementwise(torch.autograd.Function):
+    """An :class:`ElementwiseStep`; its backward is elementwise arithmetic of the same axis."""
 
     @staticmethod
-    def forward(ctx: Any, arithmetic: Arithmetic, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(arithmetic.run(leaves))
-        ctx.arithmetic = arithmetic
+    def forward(ctx: Any, step: ElementwiseStep, *leaves: Any) -> tuple[Tensor, ...]:
+        output = tuple(step.run(leaves))
+        ctx.step = step
         ctx.set_materialize_grads(False)
-        if arithmetic.fixed:
-            ctx.mark_non_differentiable(*[output[k] for k in arithmetic.fixed])
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)])
+        if step.constants:
+            ctx.mark_non_differentiable(*[output[k] for k in step.constants])
+        save_values(ctx, leaves)
         return output
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        tensors = iter(ctx.saved_tensors)
-        leaves = [c if c is not None else next(tensors) for c in ctx.constants]
-        runner = ctx.arithmetic.gradient(ctx.needs_input_grad[1:], tuple([g is not None for g in cotangents]))
-        return None, *runner(ctx.arithmetic.sizes, leaves, cotangents)
+        leaves = load_values(ctx)[0]
+        runner = ctx.step.gradient(ctx.needs_input_grad[1:], tuple([g is not None for g in cotangents]))
+        return None, *runner(ctx.step.sizes, leaves, cotangents)
 
 
 # ``apply`` without its check for transforms: all calls are on plain tensors, and nothing traces them
-_run_side: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OneSide).apply
+_apply_elementwise: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Elementwise).apply

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import HIDDEN, Parameter, public_name
-from ..program.expression import Expr, topological
+from ..program.expression import Expr, letters, topological
 from ..program.lower import Lowered
-from ..program.several import letters
 from ..program.symbol import Symbol
 from ..reductions import kind_of, outputs_of
 
@@ -72,7 +71,7 @@ def number_class(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int"
 
 
-def padded(value: Any, p: Parameter, rank: int) -> Any:
+def pad_batch_dims(value: Any, p: Parameter, rank: int) -> Any:
     """A tensor with all the batch dimensions there are (size 1 in front), a view; numbers and choices as they are."""
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
@@ -85,12 +84,12 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     return value[(None,) * (rank - own)] if rank > own else value
 
 
-def inputs_of(parameters: dict[str, Parameter], values: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+def bind_inputs(parameters: dict[str, Parameter], values: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The arguments that are there, as a program's inputs."""
-    return {n: padded(v, parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
+    return {n: pad_batch_dims(v, parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
 
 
-def sizes_of(
+def find_sizes(
     parameters: dict[str, Parameter], values: dict[str, Any], wide: bool = False
 ) -> tuple[Sizes, torch.dtype | None]:
     """Check that sizes, types and devices agree, and say what they are. Where ``wide``, what is given per pair has more
@@ -133,7 +132,7 @@ def sizes_of(
             + ", ".join(f"{public_name(n)} on {d}" for n, d in devices.items())
         )
     sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
-    dtype = next(iter(sides.values()), None) or _wide_type(parameters)
+    dtype = next(iter(sides.values()), None) or _find_stored_type(parameters)
     compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
     kinds = {d for n, d in floats.items() if n in sides or d != compute}  # a Pair or Batch may have the arithmetic's
     if len(kinds) > 1:
@@ -160,7 +159,7 @@ def sizes_of(
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
 
 
-def _wide_type(parameters: dict[str, Parameter]) -> torch.dtype | None:
+def _find_stored_type(parameters: dict[str, Parameter]) -> torch.dtype | None:
     """The type that stored vectors stand for, where some do: that of results, where no other argument has one."""
     kinds = [p.wide for p in parameters.values() if p.wide is not None]
     return functools.reduce(torch.promote_types, kinds) if kinds else None

@@ -1,8 +1,9 @@
-"""A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
+"""The plan of a call: what depends on types, shapes and options is decided once; later calls like it only move tensors.
 
-A plan is found by a key of everything that the checks of a call look at (``layer_replay.py``), and of nothing else:
-values are no part of it, so a new temperature is the same plan. :class:`Plans` has the plans of an op, and
-:class:`Programs` its traced programs, which are the same for all shapes.
+A :class:`CallPlan` is one traced program made ready for arguments of one kind. :class:`Plans` is the cache of an op's
+plans, by a key of everything that the checks of a call read (``layer_replay.py``) and of nothing else: values are no
+part of it, so a new temperature finds the same plan. :class:`Programs` is the cache of its traced programs, which are
+the same for all shapes.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch
 from . import gradient_in_forward, layer_replay, logit_rounding, registry, table_range
-from .autograd import ReplayedProgram, make_walk, sum_rows, with_replay
-from .bind import number_class, output_form, padded
-from .call_context import is_untraced, need_gradient
+from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
+from .bind import number_class, output_form, pad_batch_dims
+from .call_context import is_untraced, names_needing_gradient, need_gradient
 from .call_cost import DenseOrTiled
 from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
@@ -56,13 +57,13 @@ class CallPlan:
     traced: Traced
     sizes: Sizes
     run: Callable[..., Sequence[Any]]
-    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
+    sources: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
     outputs: tuple[Form, ...]
-    calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
+    without_gradient: tuple[int, ...] = ()  # the tensors that may not require one: the plan was made for that
 
     @staticmethod
-    def made(
+    def make(
         traced: Traced,
         parameters: dict[str, Parameter],
         values: dict[str, Any],
@@ -75,18 +76,17 @@ class CallPlan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
         and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
-        alike = order is not None
-        oracle = engine == "reference"
         forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
-        names, run, calm = (
-            _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, forms, total, out)
-        )
-        run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
+        without: Sequence[str] = ()
+        if engine == "reference":
+            names, run = _run_reference(traced, sizes, total)
+        else:
+            names, run, without = _run_by_passes(traced, values, sizes, engine, order is not None, forms, total, out)
         looks_up = any(e.op == "lookup" for e in topological(traced.outputs))
         if looks_up and (look := table_range.guard(traced.outputs, sizes)) is not None:
-            run = table_range.checked(run, look, names)
-        copied = _copied(traced.outputs)
-        run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
+            run = table_range.check_before(run, look, names)
+        aliases = _find_aliases(traced.outputs)
+        run = (lambda *given, shared=run: _copy_aliases(shared(*given), aliases)) if aliases else run
         return CallPlan(
             traced,
             sizes,
@@ -94,7 +94,7 @@ class CallPlan:
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
             forms,
-            tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
+            tuple(places[n] for n in without if n in places and parameters[n].feature is None),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
@@ -103,7 +103,7 @@ class CallPlan:
         watched = self.traced.watched
         if watched is not None and not watched.holds():
             return False
-        for at in self.calm:
+        for at in self.without_gradient:
             if values[at].requires_grad:
                 return False
         for at, v in self.fixed:
@@ -118,50 +118,50 @@ class CallPlan:
 
     def results(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
+        return self.run_program(*[values[at] if view is None else view(values[at]) for at, view in self.sources])
 
     def sums(self, values: Sequence[Any]) -> list[Tensor]:
         """Each result added up, where the program does not do it."""
         return [result.sum() if result.dim() else result for result in self.results(values)]
 
-    def of(self, *inputs: Any) -> Sequence[Tensor]:
-        """The same, of the values as the program is given them."""
+    def run_program(self, *inputs: Any) -> Sequence[Tensor]:
+        """The results of the program's own inputs: values with all batch dimensions."""
         try:
             found = self.run(*inputs)
         except BudgetError as error:
-            raise _enough(error, self.traced, inputs, self.sizes) from None
+            raise _name_sufficient_budget(error, self.traced, inputs, self.sizes) from None
         except Exception as error:
             reason = oom_retry.find_reason(error)
         else:
-            return found if type(found) is tuple else self._formed(list(found))
+            return found if type(found) is tuple else self._format(list(found))
         oom_retry.raise_typed(reason, self.sizes)
 
     def fix(
         self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
     ) -> Callable[..., Sequence[Tensor]] | None:
-        """:meth:`of` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now: the
-        recording itself, without a look-up. None where there is none. ``views``: it takes what the inputs are views
+        """:meth:`run_program` for inputs like these with the same numbers, as long as ``launch_key`` is what it is now:
+        the recording itself, without a look-up. None where there is none. ``views``: it takes what the inputs are views
         of (``given``, now), and returns views of the results."""
         found = getattr(self.run, "func", None)
         if not isinstance(found, ReplayedProgram):
             return None
-        otherwise = self.of if views is None else functools.partial(self._of_views, views)
-        return found.fix(self.sizes, inputs, otherwise, self._formed, given, views)
+        otherwise = self.run_program if views is None else functools.partial(self._run_views, views)
+        return found.fix(self.sizes, inputs, otherwise, self._format, given, views)
 
-    def _of_views(self, views: CallViews, *given: Any) -> Sequence[Tensor]:
-        return views.leave(self.of(*views.enter(given)))
+    def _run_views(self, views: CallViews, *given: Any) -> Sequence[Tensor]:
+        return views.leave(self.run_program(*views.enter(given)))
 
-    def _formed(self, found: list[Any]) -> list[Tensor]:
+    def _format(self, found: list[Any]) -> list[Tensor]:
         """Results as users hold them. A tuple of results of recorded launches needs none of this: their form was
         compared when they were recorded."""
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
-                found[k] = _as_given(value, self.outputs[k], self.sizes)
+                found[k] = _give_form(value, self.outputs[k], self.sizes)
         return found
 
 
-def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
+def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
     """The same error, naming an amount in which all passes of the call fit, and of its backward where one may follow.
 
     A pass knows only its own need; the call would be refused again by the next one.
@@ -169,7 +169,7 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
     own = error.details.get("bytes")
     if not isinstance(own, int):  # of tiles, whose least is the same for every pass
         return error
-    maker = registry.stepper(registry.engine(), sizes.device)
+    step_class = registry.choose_step_class(registry.engine(), sizes.device)
     one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
     kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
     folds = [p.fold for p in compile_program(traced.outputs).passes]
@@ -180,42 +180,47 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
                 source = FoldGradient(fold, asked, (True,) * len(fold.outputs))
                 folds += [p.fold for p in compile_program(source).passes]
     folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
-    bytes = max([own, *(panel.least_bytes(as_program(f), one, maker, kinds) for f in folds)])
+    bytes = max([own, *(panel.least_bytes(as_program(f), one, step_class, kinds) for f in folds)])
     return BudgetError(given=error.details["given"], least=budget.format_ceil(bytes), bytes=bytes)
 
 
-def _walk(
+def _run_by_passes(
     traced: Traced,
     values: dict[str, Any],
     sizes: Sizes,
     engine: str,
-    alike: bool,
+    one_kind: bool,
     forms: tuple[Form, ...],
     total: bool,
     out: torch.dtype | None,
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
-    """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
+    """By passes over the pairs: the names of the inputs, what runs on them, and which of them must not require a
+    gradient. ``one_kind``: all calls are on plain tensors of one kind, and nothing traces them."""
     program = compile_program(traced.outputs)
-    names, frozen = inputs(program), alike and registry.can_record(engine, sizes)
+    names, records = inputs(program), one_kind and registry.can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
-    asking = logit_rounding.asking(values)
-    program = logit_rounding.marked(program, asking, sizes)
-    calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
-    passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
+    needed = names_needing_gradient(values)
+    if settings.kernels_run_on(sizes.device):
+        program = logit_rounding.mark_exact_folds(program, needed, sizes)
+    without = [n for n in names if program.exact and n not in {*numbers, *needed} and values[n].is_floating_point()]
+    passes: Callable = functools.partial(make_stepwise_runner(engine, program, numbers, records), sizes)
     packed = ROW_SEQUENCE in names and sizes.device.type == "cpu"  # folded sequence by sequence
     choose = engine == "auto" and not program.is_listed and not packed
-    rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if choose else passes
-    steps, own = make_steps(engine, program, numbers), () if total else forms
-    run = _with_replay(steps, rows, sizes, own) if frozen else rows if alike else TracedProgram(steps, sizes, out, rows)
+    rows = DenseOrTiled(program, names, sizes, numbers, passes, records) if choose else passes
+    steps = make_steps(engine, program, numbers)
+    if records:
+        run = _with_replay(steps, rows, sizes, () if total else forms)
+    else:
+        run = rows if one_kind else TracedProgram(steps, sizes, out, rows)
     if not total:
-        return names, run, calm
+        return names, run, without
     sums: Callable = lambda *given: sum_rows(run(*given), sizes)
-    sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if frozen else sums
-    given = all(n in names for n in gradient_in_forward.inputs_of(traced.outputs)) and not program.is_listed
+    sums = _with_replay(make_steps(engine, program, numbers, total), sums, sizes, forms) if records else sums
+    given = all(n in names for n in gradient_in_forward.find_inputs(traced.outputs)) and not program.is_listed
     if not given or not gradient_in_forward.is_wide(traced.outputs, sizes):
-        return names, sums, calm
-    make = registry.stepper(engine, sizes.device)
-    return names, gradient_in_forward.Road(traced.outputs, names, sizes, engine, make, sums), calm
+        return names, sums, without
+    step_class = registry.choose_step_class(engine, sizes.device)
+    return names, gradient_in_forward.LossRunner(traced.outputs, names, sizes, engine, step_class, sums), without
 
 
 def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[Form, ...]) -> Callable:
@@ -225,36 +230,38 @@ def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[
     return functools.partial(with_replay(steps, lambda _, *given: run(*given), forms), sizes)
 
 
-def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:
-    """By the dense oracle, which shares nothing with the passes but the arguments."""
+def _run_reference(traced: Traced, sizes: Sizes, total: bool) -> tuple[tuple[str, ...], Callable]:
+    """By the engine ``reference``, which shares nothing with the passes but the arguments: the names of the inputs, and
+    what runs on them."""
     names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
 
     def run(*given: Any) -> list[Any]:
         known = dict(zip(names, given, strict=True))
         found = reference.run(traced.outputs, known, sizes, settings.now().limit)
-        return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
+        rows = [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
+        return sum_rows(rows, sizes) if total else rows
 
-    return names, run, []
+    return names, run
 
 
 def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any], Any] | None:
     """How an argument becomes an input: None where it is one already; a default, where it is not given."""
     if not given:
         return lambda _: value
-    view = functools.partial(padded, p=p, rank=len(sizes.batch))
+    view = functools.partial(pad_batch_dims, p=p, rank=len(sizes.batch))
     if isinstance(value, Tensor) and value.device != sizes.device:  # a number that was given as a tensor on the host
         return lambda v: view(v).to(sizes.device, non_blocking=True)
     return None if view(value) is value else view
 
 
-def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+def format_results(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
     """Results in the evaluator's layout as users hold them."""
-    pairs = zip(_apart(found, _copied(traced.outputs)), traced.outputs, strict=True)
-    return [_as_given(from_layout(v, e), output_form(e, sizes, out), sizes) for v, e in pairs]
+    pairs = zip(_copy_aliases(found, _find_aliases(traced.outputs)), traced.outputs, strict=True)
+    return [_give_form(from_layout(v, e), output_form(e, sizes, out), sizes) for v, e in pairs]
 
 
 @functools.lru_cache(maxsize=1024)
-def _copied(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
+def _find_aliases(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
     """The outputs that would be the memory of an input, or of another output: a user may change each in place."""
     return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _source(e).op == "input")
 
@@ -264,12 +271,12 @@ def _source(e: Expr) -> Expr:
     return _source(e.args[0]) if e.op in ("cast", "component", "spread") else e
 
 
-def _apart(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
+def _copy_aliases(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
     """Results of which some are copied."""
     return [v.clone() if k in copied and isinstance(v, Tensor) else v for k, v in enumerate(found)]
 
 
-def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
+def _give_form(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
     """A result in its output's shape and type, which may be changed in place: no element stands for several, and it is
     no view of an engine's buffer (torch would refuse one that was made under ``no_grad``)."""
     shape, dtype = output
@@ -301,7 +308,7 @@ class Plans:
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
-        self.keys = CallKeys(self._declared)
+        self.keys = CallKeys(self._declared_kinds)
         self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
@@ -319,15 +326,15 @@ class Plans:
         vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
         return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
 
-    def _declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
+    def _declared_kinds(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
         form = self.form(count, names)
         return None if form is None else form.kinds
 
     def find(
-        self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
+        self, count: int, names: Mapping[str, Any], values: Sequence[Any], more: str = ""
     ) -> tuple[tuple | None, CallPlan | None]:
         """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
-        key = self.keys.key(count, names, values, asked)
+        key = self.keys.key(count, names, values, more)
         for plan in () if key is None else self.known.find(key, ()):
             if plan.serves(values):
                 return key, plan

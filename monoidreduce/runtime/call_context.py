@@ -12,7 +12,6 @@ autocast off. Outside, mixed types stay an error.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +68,11 @@ def need_gradient(values: Sequence[Any]) -> bool:
     return True in [isinstance(v, Tensor) and v.requires_grad for v in values]
 
 
+def names_needing_gradient(values: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those that require a gradient."""
+    return frozenset(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
+
+
 # Settings
 
 
@@ -92,9 +96,9 @@ def launch_key() -> tuple | None:
 # Autocast
 
 
-@functools.cache
 def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+    """Whether there is autocast for a type of device; torch 2.6 cannot compile the question, and asks others alone."""
+    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
 
 
 def autocast_device(values: Iterable[Any]) -> str | None:

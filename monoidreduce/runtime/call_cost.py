@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .. import tuning
 from ..engines import auto, dense, panel
-from ..engines import dense as whole
 from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
+from ..engines.eager import cpp
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
@@ -48,13 +48,7 @@ HOST = 8  # host time of a fold outside its engine (autograd, replay, planning),
 
 
 def estimate_program(
-    program: Lowered,
-    inputs: Mapping[str, Any],
-    sizes: Sizes,
-    backward: bool,
-    ranks: int = 1,
-    *,
-    closely: bool = True,
+    program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool, ranks: int = 1, *, closely: bool = True
 ) -> Cost:
     """The cost of a program on inputs whose numbers are not read (meta tensors will do).
 
@@ -93,7 +87,9 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     names = torch_code.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return list(autograd.make_walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names)))
+        return list(
+            autograd.make_stepwise_runner(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
+        )
 
     return dry_run(call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward)
 
@@ -110,9 +106,9 @@ def count_matrix_bytes(sizes: Sizes) -> int:
 
 def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
     """The cost of running the program on whole matrices of pairs; None if it has no dense form."""
-    if not whole.has_dense_form(program) or not count_matrix_bytes(sizes):
+    if not dense.has_dense_form(program) or not count_matrix_bytes(sizes):
         return None
-    made = whole.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+    made = dense.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return made.run(here, *(given[n] for n in made.inputs))
@@ -144,12 +140,7 @@ def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
 
 
 def _estimate_schedule(
-    schedule: str,
-    choices: list[Choice],
-    passes: DryRun,
-    cases: list[Case],
-    rates: op_counts.DeviceRates,
-    closely: bool,
+    schedule: str, choices: list[Choice], passes: DryRun, cases: list[Case], rates: op_counts.DeviceRates, closely: bool
 ) -> Scheduled:
     """The cost of the call with every fold run by its choice."""
     parts = []
@@ -212,7 +203,7 @@ def estimate_total(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, step_class: panel.StepClass
 ) -> Scheduled | None:
     """The cost of ``op.total``, which takes gradients from the forward's panels; None if it cannot."""
-    made = gradient_in_forward.planned(outputs, inputs, sizes, step_class)
+    made = gradient_in_forward.find_program(outputs, inputs, sizes, step_class)
     if made is None:
         return None
     program = split_softmax_means(made.program) if step_class.splits_softmax_means else made.program
@@ -286,11 +277,7 @@ def count_listed(listed: Expr, tensors: Sequence[Tensor], sizes: Sizes) -> Liste
 
 
 def as_dense(
-    outputs: tuple[Expr, ...],
-    inputs: Mapping[str, Any],
-    sizes: Sizes,
-    parameters: Mapping[str, Parameter],
-    cols: int,
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, parameters: Mapping[str, Parameter], cols: int
 ) -> tuple[tuple[Expr, ...], dict[str, Any], Sizes]:
     """The program over all of ``cols`` columns, inputs without numbers, and their sizes."""
     replaced: dict[Expr, Expr] = {}
@@ -422,9 +409,24 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
     if found is None:  # the program is kept, so that its id stays its own
-        cost = estimate_program(program, given, longest, backward, closely=False)
-        found = _PREDICTED.keep(key, (program, cost.chosen.schedule == "dense"))
+        faster = not _runs_in_cpp(program, given, sizes, backward) and _is_dense_faster(
+            program, given, longest, backward
+        )
+        found = _PREDICTED.keep(key, (program, faster))
     return found[1]
+
+
+def _is_dense_faster(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    return estimate_program(program, inputs, sizes, backward, closely=False).chosen.schedule == "dense"
+
+
+def _runs_in_cpp(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if all folds of a call run as generated C++, which no dense form is faster than."""
+    if sizes.device.type != "cpu" or any(not cpp.is_worthwhile(p.fold, sizes) for p in program.passes):
+        return False
+    passes = dry_run_passes(program, require_gradients(inputs) if backward else inputs, sizes, backward)
+    numbers = lambda n: frozenset(e for e, v in zip(n.fold.leaves, n.leaves, strict=True) if not isinstance(v, Tensor))
+    return all(cpp.describe(n.fold, n.sizes, numbers(n)) == "C++" for n in passes.folds)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..algebra import Monoid
 from ..domains import Domain, Edges, Jagged, Pages
-from ..domains.base import is_plain, not_a_domain
+from ..domains.base import is_plain, wrong_domain_error
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
 from ..errors import ArgumentError, ShapeError
@@ -52,7 +52,7 @@ def parameters_over(form: tuple, parameters: Mapping[str, Parameter]) -> dict[st
 def check_domain(domain: Any) -> Domain:
     """What was given as ``cols``, if it is a domain."""
     if not isinstance(domain, Domain):
-        raise not_a_domain("cols", domain)
+        raise wrong_domain_error("cols", domain)
     return domain
 
 

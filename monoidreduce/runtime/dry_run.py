@@ -29,16 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engines import triton
-from ..engines.common import evaluate, matmul, others, skip_small_tiles
+from ..engines.common import block_gradients, evaluate, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
 from ..plan.op_counts import SPECIAL, DeviceRates
-from ..program.expression import Expr
+from ..program.expression import Expr, letters
 from ..program.lower import Fold
-from ..program.several import letters
 from ..reductions import KINDS
 from . import registry, torch_operator
-from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
+from .autograd import DRY_RUN, ELEMENTWISE_STEPS, ElementwiseRun, ElementwiseStep
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -358,7 +357,7 @@ class _CallCounter(ScaledMemory):
         made = result_forms(fold, leaves, sizes, self.sizes.device)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
-    def count_others(
+    def count_block_gradients(
         self,
         fold: Fold,
         leaves: Sequence[Any],
@@ -366,10 +365,10 @@ class _CallCounter(ScaledMemory):
         wanted: Sequence[bool],
         cotangents: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The gradients by all others (``common/others.py``) of a dry run, by their own formula: the tree of a small
-        block says nothing of a large one's."""
-        for one, _ in others.each_reduction(fold, cotangents):
-            cost, found = others.estimate_gradient(one, self.sizes, self.rates), self.found
+        """The gradients by blocks (``common/block_gradients.py``) of a dry run, by their own formula: the
+        tree of a small block says nothing of a large one's."""
+        for one, _ in block_gradients.iterate_block_reductions(fold, cotangents):
+            cost, found = block_gradients.estimate_gradient(one, self.sizes, self.rates), self.found
             found.flops, found.bytes = found.flops + cost.flops, found.bytes + cost.bytes
             found.seconds += cost.seconds
             self.peak = max(self.peak, self.total + cost.peak)
@@ -469,24 +468,24 @@ def _run_backward(
     return run(tuple(values), tuple(cotangents), False, False, asked, allow_unreachable=True, accumulate_grad=False)
 
 
-class _DryArithmetic(Arithmetic):
-    """One-sided arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
+class _DryElementwise(ElementwiseStep):
+    """Elementwise arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
 
-    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
+    def _prepare_launch(self, leaves: Sequence[Any]) -> ElementwiseRun | None:
         counter = _counter.get()
         with _disable_current_modes():
-            found = triton.prepare_side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
+            found = triton.prepare_side(self.group, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
         return None if found is None else self._run_uncounted
 
     def _run_uncounted(self, leaves: Sequence[Any]) -> list[Tensor]:
         with _disable_current_modes():
-            found = self._by_torch()(leaves)
+            found = self._run_in_torch()(leaves)
         return [t.clone() for t in found]
 
 
 _counter: contextvars.ContextVar[_CallCounter] = contextvars.ContextVar("counter")
-ARITHMETIC[DRY_RUN] = _DryArithmetic
-registry.OTHERS[DRY_RUN] = lambda *given: _counter.get().count_others(*given)
+ELEMENTWISE_STEPS[DRY_RUN] = _DryElementwise
+registry.BLOCK_GRADIENTS[DRY_RUN] = lambda *given: _counter.get().count_block_gradients(*given)
 registry.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
 
 

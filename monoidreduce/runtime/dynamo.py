@@ -40,7 +40,7 @@ def constant(function: Callable) -> Callable:
     return function
 
 
-def name(run: Run, choices: Choices) -> str:
+def register_call(run: Run, choices: Choices) -> str:
     """The name of an op with its fixed choices, for :func:`in_graph`."""
     with _lock:
         for known, call in _CALLS.items():
@@ -64,7 +64,7 @@ def in_graph(call: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
-def opened(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def open_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Numbers that the compiler leaves open: a length stays one, a float becomes a tensor.
 
     As a product: of all ways to make a tensor of a float this is the one that the compiler does not fix the float for.
@@ -91,7 +91,7 @@ def _is_fixed(value: torch.SymFloat) -> bool:
     return expression is not None and not expression.free_symbols
 
 
-def closed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def fix_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Numbers with their values, which the compiler then guards."""
 
     def one(value: Any) -> Any:
@@ -109,15 +109,15 @@ def last_form() -> Any:
     return _last.form
 
 
-def filled(form: Any, results: tuple[Tensor, ...]) -> Any:
+def fill_form(form: Any, results: tuple[Tensor, ...]) -> Any:
     """Results in a form (a nest of containers with a result's number at each place); plain enough for dynamo."""
     if isinstance(form, int):
         return results[form]
     if isinstance(form, dict):
-        return type(form)({key: filled(value, results) for key, value in form.items()})
+        return type(form)({key: fill_form(value, results) for key, value in form.items()})
     if isinstance(form, Monoid):
-        return type(form)(**{field: filled(getattr(form, field), results) for field in type(form).fields()})
-    inside = [filled(value, results) for value in form]
+        return type(form)(**{field: fill_form(getattr(form, field), results) for field in type(form).fields()})
+    inside = [fill_form(value, results) for value in form]
     return type(form)(*inside) if hasattr(form, "_fields") else type(form)(inside)
 
 
@@ -127,12 +127,12 @@ class Compiled:
     parameters: dict[str, Parameter]
     _choices: tuple[str | None, ...]  # the names of the parameters that are fixed choices, by place
 
-    def _planned(
+    def _make_plan(
         self, args: tuple, kwargs: dict, engine: str, order: Any = None, total: bool = False
     ) -> tuple[Any, Any]:
         raise NotImplementedError
 
-    def _compiled(self, args: tuple, kwargs: dict, total: bool = False) -> Any:
+    def _run_compiled(self, args: tuple, kwargs: dict, total: bool = False) -> Any:
         """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on.
 
         ``total``: of a call of which the sums over rows are asked for."""
@@ -154,12 +154,12 @@ class Compiled:
                 named[f"_{RESERVED}_{at}"] = tensor
         call = self._call_name(total, *choices)
         results = in_graph(call, *values, **named)
-        return filled(getattr(self, self._form_name()), results)
+        return fill_form(getattr(self, self._form_name()), results)
 
     @constant
     def _call_name(self, total: bool, *choices: Any) -> str:
         run = self._run_total_in_graph if total else self._run_in_graph
-        return name(run, tuple(zip(choices[::2], choices[1::2], strict=True)))
+        return register_call(run, tuple(zip(choices[::2], choices[1::2], strict=True)))
 
     @constant
     def _form_name(self) -> str:
@@ -184,9 +184,9 @@ class Compiled:
             return call_context.call_in_autocast(run, self.parameters, device, given, named)
         self._fix_widths(given, named)
         try:
-            plan, bound = self._planned(*opened(given, named), registry.engine(), total=total)
+            plan, bound = self._make_plan(*open_numbers(given, named), registry.engine(), total=total)
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
-            plan, bound = self._planned(*closed(given, named), registry.engine(), total=total)
+            plan, bound = self._make_plan(*fix_numbers(given, named), registry.engine(), total=total)
         results = plan.sums(bound) if total else plan.results(bound)
         return results, plan.traced.pack(list(range(len(results))))
 
@@ -198,11 +198,13 @@ class Compiled:
         form = (kind, *(size if isinstance(size, bool) else int(size) for size in sizes))
         tensors = [kwargs.pop(n) for n in sorted(n for n in kwargs if n.startswith(f"_{RESERVED}_"))]
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
-        op, call = self._restrict(tuple(values), {**kwargs, **chosen, RESERVED: restore(form, tuple(tensors))})
+        op, call = self._find_domain_variant(
+            tuple(values), {**kwargs, **chosen, RESERVED: restore(form, tuple(tensors))}
+        )
         results, packed = op._run_in_graph((), total=total, **call.values)
         return results if total else call.finish(results), packed
 
-    def _restrict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Compiled, Any]:
+    def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Compiled, Any]:
         raise NotImplementedError
 
     def _fix_widths(self, given: Sequence[Any], named: Mapping[str, Any]) -> None:

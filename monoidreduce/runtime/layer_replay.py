@@ -1,14 +1,8 @@
-"""A layer's own Python, recorded once for calls of one kind and replayed.
+"""Replay of a layer's own Python, and the keys by which a call of any op or layer is recognised.
 
 Between a layer's arguments and its ops stand checks, defaults and views, all of them decided by types, shapes and
-choices, none by the numbers in a tensor. So the second call of a kind is recorded: what it asks of torch and of its ops
-is written as one function, straight from the arguments to the result, and later calls run that. A layer that does
-anything else (it reads a number, draws a seed, takes gradients off) cannot be recorded, and is called as it is.
-
-The keys by which a call of any op or layer is recognised are built here too (``CallKeys``).
-
-Unlike ``engines/triton/launch/replay.py``, which records storages and addresses under autograd, this records the calls
-that autograd sees: the replay is differentiable.
+options, none by the numbers in a tensor. So the second call of a kind is recorded (``recorder.py``): what it asks of
+torch and of its ops is written as one function, straight from the arguments to the result, and later calls run that.
 """
 
 from __future__ import annotations
@@ -19,11 +13,11 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..arrays import call_with_tensors, has_arrays
 from ..domains import Blocks, Edges, Jagged, Pages
@@ -33,8 +27,8 @@ from ..plan import settings
 from ..program.trace import Watched
 from ..stored_vectors import Scaled
 from . import call_context
+from .recorder import LAYER_READS, Name, Recorder, Step, names_in, not_replayable, seen_once
 from .replay import CallViews, View, Views
-from .torch_replay import TorchRecorder, tensors_in
 
 # The key of a call: all that its checks and its kernels look at, and nothing else.
 #
@@ -43,7 +37,7 @@ from .torch_replay import TorchRecorder, tensors_in
 # of its values, so that no value is asked what it is: another type is another function. Whatever a key cannot say (a
 # tensor subclass, a NumPy number) has none, and every check is run.
 
-STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: it is not
+STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # how a value is declared; CHOICE: a layer's option
 _LARGEST = 2**63
 _FORMS = 1024  # ways in which calls of one op are spelt
 _CHOICES = frozenset({bool, int, str, type(None), types.FunctionType, types.BuiltinFunctionType})
@@ -71,8 +65,8 @@ class CallKeys:
         self.declared, self.launches = declared, launches
         self.readers: BoundedCache[tuple, _KeyReader] = BoundedCache(_FORMS)
 
-    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: Any = "") -> tuple | None:
-        """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``asked``: what else it
+    def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], more: Any = "") -> tuple | None:
+        """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``more``: what else it
         depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
@@ -84,8 +78,8 @@ class CallKeys:
         launches = call_context.launch_key() if there and self.launches else None
         try:
             if launches is not None:
-                return on_kernels(launches, asked, *values)
-            return (on_kernels if there else elsewhere)(settings.now().engine, asked, *values)
+                return on_kernels(launches, more, *values)
+            return (on_kernels if there else elsewhere)(settings.now().engine, more, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own
             return None
 
@@ -105,218 +99,177 @@ class CallKeys:
 def _generate_reader(
     form: tuple, kinds: Sequence[type], declared: Sequence[str], tensors: Sequence[str]
 ) -> Callable | None:
-    parts, checks = ["form", "engine", "asked"], []
-    for k, (kind, said) in enumerate(zip(kinds, declared, strict=True)):
+    parts, checks = ["form", "engine", "more"], []
+    for k, (kind, declaration) in enumerate(zip(kinds, declared, strict=True)):
         name = f"v{k}"
-        found = _key_parts(kind, said, tensors)
+        found = _key_parts(kind, declaration, tensors)
         if found is None:
             return None
         parts += [part.format(name) for part in found]
-        if kind is int and said in (WHOLE, NUMBER):  # a larger one is checked in every call
+        if kind is int and declaration in (WHOLE, NUMBER):  # a larger one is checked in every call
             checks += [f"if not {-_LARGEST} < {name} < {_LARGEST}:", "    return None"]
-    given = ["engine", "asked", *(f"v{k}" for k in range(len(kinds)))]
+    given = ["engine", "more", *(f"v{k}" for k in range(len(kinds)))]
     return define("key", given, [*checks, f"return ({', '.join(parts)})"], {"form": form})
 
 
-def _is_tensor(kind: type, said: str) -> bool:
-    return kind in call_context.PLAIN and said != STATIC
+def _is_tensor(kind: type, declaration: str) -> bool:
+    return kind in call_context.PLAIN and declaration != STATIC
 
 
-def _key_parts(kind: type, said: str, tensors: Sequence[str]) -> Sequence[str] | None:
+def _key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
     """What is read of a value of this type, besides the type; None where that cannot be said cheaply."""
-    if said == STATIC:
+    if declaration == STATIC:
         return ("{0}",) if kind.__hash__ is not None else None
     if kind in call_context.PLAIN:
         return tensors
-    if said == CHOICE:
+    if declaration == CHOICE:
         return ("{0}.hex()",) if kind is float else ("{0}",) if kind in _CHOICES else None  # 0.0 is not -0.0
-    return () if kind in (bool, int, type(None)) or (kind is float and said != WHOLE) else None
+    return () if kind in (bool, int, type(None)) or (kind is float and declaration != WHOLE) else None
 
 
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _DOMAINS = frozenset({Blocks, Edges, Jagged, Pages})
 _IN_PARTS = _DOMAINS | {Scaled}  # arguments that are several values
 _CHANGED = object()  # a replay's answer where a body would read something else
-_LONGEST = 32  # steps of a recording: what takes more is no plain layer
-_got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
-_methods = lambda *names: {getattr(Tensor, name) for name in names}
-
-# Functions whose answer is decided by the kind of a tensor
-_READS = frozenset(
-    _got("device", "dtype", "is_cuda", "is_nested", "is_quantized", "is_sparse", "layout", "ndim", "shape")
-    | _methods("__len__", "dim", "is_complex", "is_floating_point", "numel", "size")
-    | _methods("data_ptr", "stride")  # read for an op's key, which holds them where they decide anything
-)
-# Functions that make a tensor of tensors, in a form that their kinds decide
-_MAKES = frozenset(
-    _methods("__add__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__radd__")
-    | _methods("__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "add", "div", "mul", "sub")
-    | _methods("argmax", "clamp", "detach", "double", "expand", "flatten", "float", "log", "long", "mean", "neg")
-    | _methods("movedim", "new_full", "new_zeros", "reshape", "squeeze", "sum", "to", "transpose", "unflatten")
-    | _methods("unsqueeze", "view")
-    | {torch.full, torch.ones_like, torch.zeros_like}
-)
 
 
-class Planned(Protocol):
+class OpPlan(Protocol):
     """A plan of an op (``call.py``)."""
 
     @property
     def traced(self) -> Any: ...
     @property
-    def given(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
-    def of(self, *inputs: Any) -> Sequence[Tensor]: ...
+    def sources(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
+    def run_program(self, *inputs: Any) -> Sequence[Tensor]: ...
     def fix(
         self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
     ) -> Callable[..., Sequence[Tensor]] | None: ...
 
 
-@dataclass(eq=False)
-class _Step:
-    """One step of a recording: what runs, on what, and the tensors that it made. ``view``: it is one of its first
-    argument; ``plan``: it is an op's."""
+class LayerRecorder(Recorder):
+    """Records one call of a layer with these values: torch calls, and ops as a whole."""
 
-    run: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    made: Sequence[Tensor]
-    view: View | None = None
-    plan: Planned | None = None
-
-
-class LayerRecorder(TorchRecorder):
-    """Records one call of a layer with these values."""
+    reads = LAYER_READS
+    key_has_strides = False
+    most = 32  # what takes more is no plain layer
 
     def __init__(self, values: Sequence[Any]):
-        super().__init__(values)
-        tensors = [v for v in values if isinstance(v, Tensor)]
-        self.names = {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
-        self.failed = len(self.names) < len(tensors)  # a tensor given twice: it is not known which is which
-        self.steps: list[_Step] = []  # they hold what they made, so that ids stay their own
-        self.makers: dict[int, _Step] = {}  # of tensors, by id
+        self.tensors: dict[Name, Tensor] = {}  # kept until the recording ends: launches are fixed on them
+        self.views: dict[Name, tuple[View, Step]] = {}  # tensors that are views of the first argument of a step
+        self.plans: dict[Step, OpPlan] = {}  # the steps that are ops
         self.watched: list[Watched] = []  # what bodies read besides their values
-        self.grads, self.inside = torch.is_grad_enabled(), False
+        super().__init__(values)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if not self.inside and func not in _READS:
-            if func in _MAKES and isinstance(found, Tensor):
-                with self._apart():
-                    view = None if kwargs else View.of(func, args, found)
-                self._add(_Step(func, args, kwargs or {}, (found,), view))
-            else:
-                self.failed = True
-        return found
+    def name(self, t: Tensor, name: Name) -> Name:
+        self.tensors[name] = t
+        return super().name(t, name)
 
-    def run_plan(self, plan: Planned, values: Sequence[Any]) -> Any:
+    def add_step(
+        self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any, needed: bool = False
+    ) -> Step:
+        step = super().add_step(run, args, kwargs, found, needed)
+        if isinstance(found, Tensor) and step.made and not kwargs:
+            self._note_view(step, args, found)
+        return step
+
+    def run_plan(self, plan: OpPlan, values: Sequence[Any]) -> Any:
         """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
         if plan.traced.watched is not None:
             self.watched.append(plan.traced.watched)
-        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.given]
-        with self._apart():
-            found = plan.of(*inputs)
-        self._add(_Step(plan.of, inputs, {}, tuple(found), plan=plan))
+        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.sources]
+        with self._paused():
+            found = plan.run_program(*inputs)
+        self.plans[self.add_step(plan.run_program, inputs, {}, tuple(found), needed=True)] = plan
         return plan.traced.pack(found)
 
     def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
         """Run a function of ours: one step likewise, unless it makes no tensor. ``faster``: see :func:`step`."""
-        with self._apart():
+        with self._paused():
             found = run(*given)
             again = None if faster is None else faster(*given)
         if isinstance(found, Tensor):
-            self._add(_Step(again or run, given, {}, (found,)))
+            self.add_step(again or run, given, {}, found)
         return found
 
-    def _run_view(self, run: Callable[[Any], Any], value: Any) -> Any:
+    def _run_view(self, view: Callable[[Any], Any], value: Any) -> Any:
         """An argument as its op's input, with all batch dimensions."""
-        with self._apart():
-            found = run(value)
-            view = View.of(run, (value,), found, reshapes=True) if isinstance(found, Tensor) else None
-        if isinstance(found, Tensor):
-            self._add(_Step(run, (value,), {}, (found,), view))
+        with self._paused():
+            found = view(value)
+        if isinstance(found, Tensor) and self.find_name(found) is None:
+            self._note_view(super().add_step(view, (value,), {}, found), (value,), found, reshapes=True)
         return found
 
-    def function(self, result: Any) -> Callable[..., Any] | None:
+    def _note_view(self, step: Step, args: Sequence[Any], found: Tensor, reshapes: bool = False) -> None:
+        with self._paused():
+            view = View.of(step.run, args, found, reshapes)
+        if view is not None and step.made:
+            self.views[step.made[0]] = view, step
+
+    def replay(self, result: Any) -> Callable[..., Any] | None:
         """The call as a function of its values, which returns ``_CHANGED`` where a body would read something else; None
         where it cannot be replayed."""
-        self.failed = self.failed or any(id(t) not in self.names for t in tensors_in(result))
-        if self.failed or len(self.steps) > _LONGEST:
+        returned = names_in(self.name_tensors(result))
+        if self.failed:
             return None
-        for step in self.steps:
-            if step.plan is not None:
-                self._fix(step, step.plan, result)
-        lines, needed = [f"return {self.text(result)}"], {*map(id, tensors_in(result))}
-        for step in reversed(self.steps):
-            if step.plan is not None or not needed.isdisjoint(map(id, step.made)):
-                lines.append(f"r{self.steps.index(step)} = {self.call_text(step.run, step.args, step.kwargs)}")
-                needed |= {*map(id, tensors_in((step.args, step.kwargs)))}
+        for step, plan in self.plans.items():
+            self._fix_launches(step, plan, returned)
+        checks: list[str] = []
         for watched in self.watched:
-            lines += [f"    return {self.writer.hold(_CHANGED)}", f"if not {self.writer.hold(watched.holds)}():"]
-        return None if self.failed else self.define("call", lines)
+            checks += [f"if not {self.writer.hold(watched.holds)}():", f"    return {self.writer.hold(_CHANGED)}"]
+        return self.function(result, checks)
 
-    def _fix(self, step: _Step, plan: Planned, result: Any) -> None:
+    def _fix_launches(self, step: Step, plan: OpPlan, returned: set[str]) -> None:
         """Run an op's recorded launches without a look-up, straight from what its inputs are views of to the views that
         are made of its results."""
         before = [self._look_through(value) for value in step.args]
-        after = [self._follow(t, result) for t in step.made]
+        after = [self._follow(name, returned) for name in step.made]
         views = CallViews(
-            tuple(chain for _, chain in before), tuple(tuple(s.view for s in users if s.view) for users in after)
+            tuple(chain for _, chain in before), tuple(tuple(view for view, _ in users) for users in after)
         )
-        given = [value for value, _ in before]
-        fixed = plan.fix(step.args, given, views) if any(views.inputs) or any(views.outputs) else None
+        inputs, given = self._tensors(step.args), self._tensors([value for value, _ in before])
+        fixed = plan.fix(inputs, given, views) if any(views.inputs) or any(views.outputs) else None
         if fixed is None:
-            step.run = plan.fix(step.args) or step.run
+            step.run = plan.fix(inputs) or step.run
             return
-        step.run, step.args = fixed, given
-        for t, users in zip(step.made, after, strict=True):
-            for user in users:  # the step makes what this one did
-                (last,), user.made = user.made, ()
-                self.names[id(last)] = self.names[id(t)]
-                step.made = (*step.made, last)
+        step.run, step.args = fixed, [value for value, _ in before]
+        for k, users in enumerate(after):
+            for _, user in users:  # the step makes what this one did
+                (step.made[k],), user.made = user.made, []
+
+    def _tensors(self, values: Sequence[Any]) -> list[Any]:
+        """Values with the tensors in the places of their names."""
+        return [self.tensors[v] if type(v) is Name else v for v in values]
 
     def _look_through(self, value: Any) -> tuple[Any, Views]:
         """What a value is a view of, and the views in between."""
         found: list[View] = []
-        while isinstance(value, Tensor) and (step := self.makers.get(id(value))) is not None and step.view is not None:
-            found.append(step.view)
+        while value in self.views if type(value) is Name else False:
+            view, step = self.views[value]
+            found.append(view)
             value = step.args[0]
         return value, tuple(found[::-1])
 
-    def _follow(self, t: Tensor, result: Any) -> list[_Step]:
+    def _follow(self, name: Name, returned: set[str]) -> list[tuple[View, Step]]:
         """The views, one after the other, through which alone a result of an op is used."""
-        found: list[_Step] = []
-        while id(t) not in {*map(id, tensors_in(result))}:
-            users = [s for s in self.steps for given in tensors_in((s.args, s.kwargs)) if given is t]
-            if len(users) != 1 or users[0].view is None:
+        found: list[tuple[View, Step]] = []
+        while name not in returned:
+            users = [
+                s for s in self.steps for used in tree_leaves((s.args, s.kwargs)) if type(used) is Name and used == name
+            ]
+            if len(users) != 1 or not users[0].made or users[0].made[0] not in self.views:
                 break
-            found += users
-            (t,) = users[0].made
+            (name,) = users[0].made
+            found.append(self.views[name])
         return found
 
-    def _add(self, step: _Step) -> None:
-        given = tensors_in((step.args, step.kwargs))
-        self.failed = (
-            self.failed or torch.is_grad_enabled() != self.grads or any(id(t) not in self.names for t in given)
-        )
-        if step.plan is None and all(id(t) in self.names for t in step.made):
-            return  # ``x.float()`` of a float tensor is x
-        name = f"r{len(self.steps)}"
-        for k, t in enumerate(step.made):
-            self.names[id(t)] = name if step.plan is None else f"{name}[{k}]"
-            self.makers[id(t)] = step
-        self.steps.append(step)
-
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _paused(self) -> Iterator[None]:
         """What happens inside is not recorded."""
-        self.inside, before = True, self.inside
+        self.paused, before = True, self.paused
         try:
             yield
         finally:
-            self.inside = before
-
-    def name(self, t: Tensor) -> str | None:
-        return self.names.get(id(t))
+            self.paused = before
 
 
 recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)
@@ -345,26 +298,22 @@ def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[.
     return recorded
 
 
-def _not_recorded(*values: Any) -> Any:
-    """Stands for a call over a domain, or with stored vectors, that cannot be replayed."""
-    raise AssertionError("the layer is called instead")
-
-
-def _split_values(values: Sequence[Any]) -> tuple[tuple, tuple] | None:
-    """The values of a call with those of domains and stored vectors in their places, each tensor once; and what says
-    how they were put together. None where the call must not be replayed."""
+def _split_values(values: Sequence[Any]) -> tuple[tuple | None, tuple]:
+    """The values of a call with the tensors and numbers of domains and stored vectors in the places of these, each
+    tensor once; and what says how they were put together. None where the call must not be replayed, because the numbers
+    of lists are looked at in every call, or vectors are made whole under autograd."""
     flat: list[Any] = []
     forms: list[Any] = []
     for at, value in enumerate(values):
         if type(value) is Scaled:
             if value.asks:  # its vectors are made whole under autograd
-                return None
+                return None, ()
             flat += (value.values, value.scale)
             forms += (at, value.wide, value.bits, value.block)
         elif type(value) in _DOMAINS:
             tensors = value.tensors()
             if settings.now().check or not (tensors[0].is_cuda or settings.interprets_kernels()):
-                return None
+                return None, ()
             flat += tensors
             forms += (at, value.form)
         else:
@@ -379,7 +328,7 @@ def _split_values(values: Sequence[Any]) -> tuple[tuple, tuple] | None:
     return tuple(flat), tuple(forms)
 
 
-def _set_apart(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+def _make_distinct(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
     """The same arguments, each a tensor of its own: a recording tells them apart by what they are."""
     seen: set[int] = set()
 
@@ -400,69 +349,60 @@ class LayerReplay:
     def __init__(self, layer: Callable[..., Any], unkeyed: Callable[..., Any] | None = None):
         self.layer, self.unkeyed = layer, unkeyed or layer
         self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])), launches=True)
-        self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST)  # once: a number that always changes is no kind
         self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if recording.get() is not None:
             return self.layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
-        values = (*args, *kwargs.values()) if kwargs else args
-        if not _IN_PARTS.isdisjoint(map(type, values)):
-            return self._call_in_parts(values, args, kwargs)
-        key = self.keys.key(len(args), kwargs, values)
-        if key is None:
-            if has_arrays(values):
-                return self.call_with_arrays(args, kwargs)
-            return self.unkeyed(*args, **kwargs)
-        call = self.known.find(key)
-        found = _CHANGED if call is None else call(*values)
-        return self._record(key, args, kwargs) if found is _CHANGED else found
-
-    def _call_in_parts(self, values: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """A call over a domain, or with stored vectors: their tensors and numbers are values like all others, their
-        forms are a part of the key. Where the numbers of lists are looked at in every call, nothing is replayed."""
-        found = _split_values(values)
-        key = None if found is None else self.keys.key(len(found[0]), {}, found[0], (len(args), *kwargs, found[1]))
-        if found is None or key is None:
+        flat: tuple | None
+        flat = values = (*args, *kwargs.values()) if kwargs else args
+        if _IN_PARTS.isdisjoint(map(type, values)):
+            key = self.keys.key(len(args), kwargs, values)
+        else:
+            flat, forms = _split_values(values)
+            key = None if flat is None else self.keys.key(len(flat), {}, flat, (len(args), *kwargs, forms))
+        if key is None or flat is None:
             if has_arrays(values) and _DOMAINS.isdisjoint(map(type, values)):
                 return self.call_with_arrays(args, kwargs)
             return self.unkeyed(*args, **kwargs)
-        call, flat = self.known.find(key), found[0]
-        if call is _not_recorded:
+        call = self.known.find(key)
+        if call is None or call is seen_once:
+            return self._record(key, args, kwargs, flat)
+        if call is not_replayable:
             return self.layer(*args, **kwargs)
-        result = _CHANGED if call is None else call(*flat)
-        if result is not _CHANGED:
-            return result
-        without = lambda v: v.without_master() if type(v) is Scaled else v
-        return self._record(key, tuple(map(without, args)), {n: without(v) for n, v in kwargs.items()}, flat)
+        found = call(*flat)
+        return self._record(key, args, kwargs, flat) if found is _CHANGED else found
 
     def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
-        call = lambda *given, **named: self(given, named)
+
+        def call(*given: Any, **named: Any) -> Any:
+            return self(given, named)
+
         return call_with_tensors(call, list(inspect.signature(self.layer).parameters), args, kwargs)
 
-    def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any], flat: tuple | None = None) -> Any:
-        """Record the second call of a kind; one that raises leaves nothing behind. ``flat``: its values with
-        those of domains and stored vectors in their places."""
-        if self.known.pop(key, None) is not None:
-            self.seen.pop(key, None)  # what a body reads has changed, and may in every call
-        if key not in self.seen:
+    def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any], flat: tuple) -> Any:
+        """Record the second call of a kind; one that raises leaves nothing behind. ``flat``: its values with those of
+        domains and stored vectors in their places."""
+        args, kwargs = tuple(map(_drop_master, args)), {n: _drop_master(v) for n, v in kwargs.items()}
+        if self.known.get(key) is not seen_once:  # or what a body reads has changed, and may in every call
             result = self.layer(*args, **kwargs)
-            self.seen.keep(key, True)
+            self.known.keep(key, seen_once)
             return result
-        if flat is None:
-            args, kwargs = _set_apart(args, kwargs)
-        recorder = LayerRecorder((*args, *kwargs.values()) if flat is None else flat)
+        if _IN_PARTS.isdisjoint(map(type, (*args, *kwargs.values()))):
+            args, kwargs = _make_distinct(args, kwargs)
+            flat = (*args, *kwargs.values())
+        recorder = LayerRecorder(flat)
         token = recording.set(recorder)
         try:
             with recorder:
                 result = self.layer(*args, **kwargs)
         finally:
             recording.reset(token)
-        otherwise = self._call_layer(len(args), tuple(kwargs)) if flat is None else _not_recorded
-        self.known.keep(key, recorder.function(result) or otherwise)
+        self.known.keep(key, recorder.replay(result) or not_replayable)
         return result
 
-    def _call_layer(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:
-        """The layer itself, called as it was."""
-        return lambda *values: self.layer(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+def _drop_master(value: Any) -> Any:
+    """Stored vectors without what they were rounded from: it asks for no gradient here."""
+    return value.without_master() if type(value) is Scaled else value

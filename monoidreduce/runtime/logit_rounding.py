@@ -13,12 +13,9 @@ costs memory and time, and no digits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..engines import triton
 from ..engines.common.evaluate import Sizes
@@ -31,33 +28,28 @@ from ..program.gradient import FoldGradient
 from ..program.lower import Lowered, Pass
 
 
-def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
-    """A program whose folds say which of them keep their products exact.
+def mark_exact_folds(program: Lowered, needed: frozenset[str], sizes: Sizes) -> Lowered:
+    """The same program; its folds say which of them keep their products exact.
 
-    ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
+    ``needed``: the inputs whose gradients may be needed; those of vectors always may."""
     if not settings.kernels_run_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
     if not any(letters.values()) or not triton.hardware.has_fast_epilogues(sizes.device):
         return program
-    given = (asks, tuple(letters.items()), sizes.device, sizes.compute)
-    return _told(program, tuple(_stays(p, *given) for p in program.passes))
-
-
-def asking(values: Mapping[str, Any]) -> frozenset[str]:
-    """The values that ask for a gradient."""
-    return frozenset(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
+    given = (needed, tuple(letters.items()), sizes.device, sizes.compute)
+    return _mark_passes(program, tuple(_keeps_exact(p, *given) for p in program.passes))
 
 
 @functools.lru_cache(maxsize=1024)
-def _told(program: Lowered, stays: tuple[bool, ...]) -> Lowered:
-    pairs = zip(program.passes, stays, strict=True)
-    passes = tuple(replace(p, fold=replace(p.fold, exact=True)) if stay else p for p, stay in pairs)
-    return replace(program, passes=passes) if any(stays) else program
+def _mark_passes(program: Lowered, exact: tuple[bool, ...]) -> Lowered:
+    pairs = zip(program.passes, exact, strict=True)
+    passes = tuple(replace(p, fold=replace(p.fold, exact=True)) if is_exact else p for p, is_exact in pairs)
+    return replace(program, passes=passes) if any(exact) else program
 
 
 @functools.lru_cache(maxsize=1024)
-def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
+def _keeps_exact(p: Pass, needed: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
     """Whether a fold's products stay exact: it is a softmax-weighted mean of vectors, or it is done in one kernel and
     its gradients are sums of weights that products of our own write."""
     fold, features = p.fold, {letter: triton.WIDEST + wide for letter, wide in letters}
@@ -65,7 +57,8 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
         return True  # such a forward never rounds its logits, so its gradients may not either
     if not triton.k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
-    wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
+    pairs = zip(fold.leaves, p.feeds, strict=True)
+    wanted = tuple(e.dtype == "float" and _may_need_gradient(feed, needed) for e, feed in pairs)
     try:
         passes = compile_program(FoldGradient(fold, wanted, (True,) * len(fold.outputs))).passes
         found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
@@ -75,6 +68,6 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
         return False
 
 
-def _moves(feed: Expr, asks: frozenset[str]) -> bool:
+def _may_need_gradient(feed: Expr, needed: frozenset[str]) -> bool:
     inputs = [e for e in topological([feed]) if e.op == "input"]
-    return any(e.feature is not None or e.attrs[0] in asks for e in inputs)
+    return any(e.feature is not None or e.attrs[0] in needed for e in inputs)

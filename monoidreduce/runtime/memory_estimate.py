@@ -137,7 +137,7 @@ def _run_branch_and_bound(call: FoldCall, tile: tiles.Tiles, bounds: list[Tensor
 class _FirstBlock(branch_and_bound.NearestSearch):
     """Only the first block, compared with as many points as it can be at once."""
 
-    def walk(self) -> None:
+    def fold_tiles(self) -> None:
         at = slice(0, self.tiles.rows)
         values = self.load_axis(self.kept[at], self.over == "cols")
         self.fold_pairs(at, self.kept[at], values, self.folded[: self.tiles.cols])

@@ -24,7 +24,7 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import are_narrow, load_saved, zero_gradient
+from ..engines.common.gradient_program import are_narrow, load_values, save_values, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
@@ -45,7 +45,7 @@ from .torch_operator import (
     narrow_shapes,
     register_operator,
     split_values,
-    unknown_name,
+    unknown_name_error,
     write_lengths,
 )
 
@@ -155,14 +155,14 @@ def name(call: Call) -> str:
     return found
 
 
-def _known(name: str) -> Call:
+def _find_call(name: str) -> Call:
     """The call of this name; a backward is known where its forward is."""
     found = _CALLS.get(name)
     if found is not None:
         return found
     which, *flags = name.split("|")
     if which not in _KNOWN:
-        raise unknown_name("program")
+        raise unknown_name_error("program")
     (keep,), needs, given = (tuple(one == "1" for one in part) for part in flags)
     return _CALLS.setdefault(name, replace(_KNOWN[which], keep=keep, needs=needs, given=given))
 
@@ -206,7 +206,7 @@ _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCac
 
 
 def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     asked = (call_context.launch_key(), *map(repr, numbers), *key)
@@ -260,21 +260,16 @@ def _keep_replay(
 
 
 def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     sizes = call.frame.read_lengths(lengths, tensors[0].device)
     forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
 def _backward(
-    name: str,
-    tensors: list[Tensor],
-    numbers: list,
-    lengths: list[int],
-    results: list[Tensor],
-    cotangents: list[Tensor],
+    name: str, tensors: list[Tensor], numbers: list, lengths: list[int], results: list[Tensor], cotangents: list[Tensor]
 ) -> list[Tensor]:
-    call, there = _known(name), iter(cotangents)
+    call, there = _find_call(name), iter(cotangents)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     pool = [*values, *results, *(next(there) if one else None for one in call.given)]
@@ -301,7 +296,7 @@ def _backward(
 
 
 def _fake_backward(name: str, tensors: list[Tensor], numbers: list, *rest: Any) -> list[Tensor]:
-    call = _known(name)
+    call = _find_call(name)
     leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
 
@@ -349,15 +344,17 @@ register_operator(_BACKWARD, _backward, _fake_backward)
 
 class TracedProgram:
     """A program on inputs of which nothing is known but their sizes: by its operators where something traces it, else
-    ``walk``, step by step."""
+    ``run_stepwise``."""
 
-    def __init__(self, steps: ProgramSteps, sizes: Sizes, out: torch.dtype | None, walk: Callable[..., list[Any]]):
-        self.steps, self.sizes, self.walk = steps, sizes, walk
+    def __init__(
+        self, steps: ProgramSteps, sizes: Sizes, out: torch.dtype | None, run_stepwise: Callable[..., list[Any]]
+    ):
+        self.steps, self.sizes, self.run_stepwise = steps, sizes, run_stepwise
         self.program = Program(steps.program, steps.numbers, out)
 
     def __call__(self, *values: Any) -> list[Any]:
         if call_context.are_plain(values) or call_context.is_transformed() or not self._has_operators(values):
-            return self.walk(*values)
+            return self.run_stepwise(*values)
         if torch.is_grad_enabled() and need_gradient(values):
             return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
         return run_forward(self.program, self.steps.engine, False, values, self.sizes)
@@ -370,7 +367,7 @@ class TracedProgram:
             return True
         fold = steps.program.passes[0].fold
         asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
-        if saved_row_gradients.form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
+        if saved_row_gradients.find_form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
@@ -400,7 +397,7 @@ class TracedProgram:
     ) -> list[Tensor | None]:
         """The gradients of a program that is run once more, step by step: differentiable themselves."""
         with torch.enable_grad():
-            found = self.walk(*values)
+            found = self.run_stepwise(*values)
             pairs = [(y, g) for y, g in zip(found, cotangents, strict=True) if g is not None and y.requires_grad]
             wanted = [v for v, need in zip(values, needs, strict=True) if need]
             roots, seeds = [y for y, _ in pairs], [g.to(y.dtype) for y, g in pairs]
@@ -423,20 +420,16 @@ class _Traced(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if not traced.moves(k, needs)))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
-        ctx.save_for_backward(*(v for v in values if isinstance(v, Tensor)), *output)
+        save_values(ctx, values, *output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         traced, needs = ctx.traced, ctx.needs_input_grad[1:]
-        first, count = ctx.constants.count(None), len(traced.steps.program.outputs)
-        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        rest, given = iter(tensors), cotangents[:count]
-        values = [c if c is not None else next(rest) for c in ctx.constants]
-        with apply_settings(ctx.settings), call_context.without_autocast(tensors):
+        values, results, unchanged = load_values(ctx, len(cotangents))
+        given = cotangents[: len(traced.steps.program.outputs)]
+        with apply_settings(ctx.settings), call_context.without_autocast((*values, *results)):
             if torch.is_grad_enabled():
                 return None, *traced.differentiate(values, needs, given)
             program, engine, sizes = traced.program, traced.steps.engine, traced.sizes
-            found = list(rest) if unchanged else run_forward(program, engine, True, values, sizes)
-            results = program.join_results(found)
-            return None, *run_gradient(program, engine, needs, values, results, given, sizes)
+            found = results if unchanged else run_forward(program, engine, True, values, sizes)
+            return None, *run_gradient(program, engine, needs, values, program.join_results(found), given, sizes)

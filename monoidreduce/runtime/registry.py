@@ -2,7 +2,7 @@
 
 ``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one
 function: run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the
-exception: the dense oracle runs the whole traced program, so that it shares as little as possible with what it
+exception: it runs the whole traced program on all pairs, so that it shares as little as possible with what it
 checks.
 """
 
@@ -24,11 +24,11 @@ from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT
-from ..program.lower import find_same_sequence
+from ..program.lower import Fold, find_same_sequence
 from ..reductions import kind_of
 
 
-def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
     if panel.is_wide(fold, sizes) and settings.kernels_run_on(sizes.device):
         for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
@@ -39,18 +39,18 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     return triton.run(fold, leaves, sizes, fallback=eager.run)
 
 
-def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_panels(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
     """The panel schedule for every fold; in torch where there is no kernel."""
     if not torch.Size(sizes.batch).numel() or panel.writes_pairs(fold):
         return eager.run(fold, leaves, sizes)
     try:
-        return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
+        return panel.run(fold, leaves, sizes, choose_step_class("panel", sizes.device))
     except triton.Unsupported as reason:
         triton.warn_fallback(fold, reason, "panels in torch run")
         return panel.run(fold, leaves, sizes)
 
 
-def stepper(engine: str, device: torch.device) -> panel.StepClass:
+def choose_step_class(engine: str, device: torch.device) -> panel.StepClass:
     """How an engine does things to a panel."""
     return triton.KernelStep if engine != "eager" and settings.kernels_run_on(device) else panel.TorchStep
 
@@ -61,57 +61,57 @@ def can_record(engine: str, sizes: Sizes) -> bool:
     return launches and settings.kernels_run_on(sizes.device)
 
 
-def _over_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
+def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
     """An engine that also folds listed pairs, with ``inner`` for the batches of pieces; ``kernels``: by kernels that
-    walk the lists, where there are any."""
+    read the lists, where there are any."""
 
-    def engine(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+    def run_engine(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
         compiled = kernels and settings.kernels_run_on(sizes.device)
         if fold.domain is None:
             packed = not compiled and find_same_sequence(fold) is not None
             found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
             return run(fold, leaves, sizes) if found is None else found
-        walked = triton.run_listed(fold, leaves, sizes) if compiled else None
-        if walked is None and compiled:
-            walked = _gather_tables(fold, leaves, sizes, inner)
-        return listed.run(fold, leaves, sizes, inner) if walked is None else walked
+        found = triton.run_listed(fold, leaves, sizes) if compiled else None
+        if found is None and compiled:
+            found = _gather_tables(fold, leaves, sizes, inner)
+        return listed.run(fold, leaves, sizes, inner) if found is None else found
 
-    return engine
+    return run_engine
 
 
-def _gather_tables(fold: Any, leaves: list[Any], sizes: Any, inner: Callable) -> list[torch.Tensor] | None:
-    """Gradients of tables by gathered pieces, all other reductions by kernels that walk the lists; None where there
+def _gather_tables(fold: Fold, leaves: list[Any], sizes: Sizes, inner: Callable) -> list[torch.Tensor] | None:
+    """Gradients of tables by gathered pieces, all other reductions by kernels that read the lists; None where there
     are no others, or they have no kernel."""
     tables = tuple(k for k, r in enumerate(fold.reductions) if kind_of(r).both_axes)
     others = tuple(k for k in range(len(fold.reductions)) if k not in tables)
     if not tables or not others:
         return None
     rest, own = keep_reductions(fold, others), keep_reductions(fold, tables)
-    walked = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
-    if walked is None:
+    by_kernels = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
+    if by_kernels is None:
         return None
     gathered = listed.run(own, choose_leaves(fold, leaves, own), sizes, inner)
-    found = dict(zip((*rest.outputs, *own.outputs), (*walked, *gathered), strict=True))
+    found = dict(zip((*rest.outputs, *own.outputs), (*by_kernels, *gathered), strict=True))
     return [found[o] for o in fold.outputs]
 
 
-def _pieces(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+def _run_pieces(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
     """A batch of pieces: kernels where there are any, else tiles in torch."""
-    return (_kernels if settings.kernels_run_on(sizes.device) else eager.run)(fold, leaves, sizes)
+    return (_run_kernels if settings.kernels_run_on(sizes.device) else eager.run)(fold, leaves, sizes)
 
 
 ENGINES: dict[str, Callable] = {
-    "eager": _over_lists(eager.run, eager.run),
-    "panel": _over_lists(_panels, eager.run),
-    "triton": _over_lists(_kernels, _pieces, kernels=True),
-    "auto": _over_lists(tuning.run, _pieces, kernels=True),
+    "eager": _add_lists(eager.run, eager.run),
+    "panel": _add_lists(_run_panels, eager.run),
+    "triton": _add_lists(_run_kernels, _run_pieces, kernels=True),
+    "auto": _add_lists(tuning.run, _run_pieces, kernels=True),
 }
 
 
 def _add_retry(run: Callable) -> Callable:
     """An engine that runs a fold once more under a smaller memory budget when memory runs out."""
 
-    def folder(fold: Any, leaves: Any, sizes: Any) -> list[torch.Tensor]:
+    def run_fold(fold: Fold, leaves: Any, sizes: Sizes) -> list[torch.Tensor]:
         try:
             return run(fold, leaves, sizes)
         except Exception as error:
@@ -119,11 +119,12 @@ def _add_retry(run: Callable) -> Callable:
         oom_retry.release_memory(sizes.device)
         return oom_retry.run_smaller(run, (fold, leaves, sizes), sizes, fold)
 
-    return folder
+    return run_fold
 
 
 FOLDERS = {name: _add_retry(run) for name, run in ENGINES.items()}
-OTHERS: dict[str, Callable[..., list[torch.Tensor | None]]] = {}  # what differentiates by all others, but for torch
+# by engine: what differentiates monoids without a local gradient, where it is not ``engines/common/block_gradients.py``
+BLOCK_GRADIENTS: dict[str, Callable[..., list[torch.Tensor | None]]] = {}
 
 
 def engine() -> str:

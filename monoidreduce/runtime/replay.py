@@ -3,9 +3,10 @@
 Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.describe_leaves``), by the
 signs of numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
 
-- :class:`PassReplay`: one fold, its launches looked up once;
-- :class:`ForwardReplays`: a whole program of one pass whose steps are all launches, as one function;
-- :class:`BackwardReplays`: the backward of such a program, likewise.
+- :class:`ForwardReplays`: a program of one pass whose steps are all launches, as one function;
+- :class:`BackwardReplays`: the backward of such a program, likewise;
+- :class:`PassReplay`: one fold of any other program (of several passes, with torch's arithmetic in between, or whose
+  labels are gathered by torch): its launches, looked up once.
 
 A layer often hands its op views of what it is given (heads in groups), and returns views of the results. A recorded
 program needs none of them, since kernels are given addresses: :class:`CallViews` says which there were, and its results
@@ -13,7 +14,7 @@ and gradients are allocated in the form that the layer returns.
 
 Nothing here differentiates or falls back: where there is no recording (torch's own arithmetic between the steps,
 settings out of the ordinary, memory that runs out) the answer is None, and ``autograd.py`` runs the program step by
-step.
+step. Torch calls, of layers and of folds on a CPU, are recorded by ``recorder.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram, are_narrow
-from ..engines.common.torch_code import BatchArithmetic, Script, Side, define, script, tuple_text
+from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -47,7 +48,7 @@ MOST = 64  # recordings of one pass, program or backward
 _PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels
 _MISSING: Any = object()
 Needs = tuple[bool, ...]
-Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept for a backward
+Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those saved for a backward
 Launches = Callable[[Sequence[Any]], Results]
 
 
@@ -127,70 +128,98 @@ class CallViews(NamedTuple):
         return [apply_views(chain, t) for chain, t in zip(self.outputs, outputs, strict=True)]
 
 
-def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
+def _prepare_kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
     if fold.domain is not None:
         return triton.prepare_listed(fold, leaves, sizes)
     return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] = {
+PREPARE: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] = {
     "auto": auto.prepare_launches,
-    "triton": _kernels,
+    "triton": _prepare_kernels,
 }
+
+
+class _LaunchCache(BoundedCache[tuple, Any]):
+    """Launches by the settings and by the numbers among the inputs, which are at ``numbers``; forgotten when the engine
+    forgets the kernels that it prepared."""
+
+    def __init__(self, numbers: Sequence[int]):
+        super().__init__(MOST)
+        self.numbers = tuple(numbers)
+        self.arithmetic: triton.NumberArithmetic | None = None  # of these numbers: what kernels are given besides
+        self.prepared: Any = None  # the engine's cache that the launches are from
+        self.last: tuple[list[Any] | None, tuple] = (None, ())  # the numbers of the last call, and what is read of them
+
+    def is_stale(self) -> bool:
+        """Whether the launches are of kernels that the engine has forgotten; they are forgotten too then."""
+        prepared = triton.prepared_folds()
+        if self.prepared is prepared:
+            return False
+        self.clear()
+        self.prepared, self.last = prepared, (None, ())
+        return True
+
+    def key(self, settings_key: tuple, values: Sequence[Any]) -> tuple:
+        """The key of a call, of its ``launch_key`` and its inputs."""
+        if not self.numbers:
+            return settings_key
+        numbers, (known, found) = [values[k] for k in self.numbers], self.last
+        if numbers != known:
+            more = () if self.arithmetic is None else self.arithmetic(*numbers)
+            found = triton.describe_numbers((*numbers, *more))
+            self.last = (numbers if all(numbers) else None, found)  # 0.0 equals -0.0, and 1 / 0.0 does not
+        return settings_key + found
 
 
 class PassReplay:
     """A fold on leaves of one kind: its launches, by the settings and by the numbers among the leaves.
 
-    ``shown``: the results that are asked for; the others are kept for a backward."""
+    ``returned``: the results that are asked for; the others are saved for a backward."""
 
-    def __init__(self, fold: Fold, sizes: Sizes, engine: str, shown: tuple[int, ...]):
-        self.fold, self.sizes, self.engine, self.shown = fold, sizes, engine, shown
-        self.rest = tuple(k for k in range(len(fold.outputs)) if k not in shown)
-        self.numbers: tuple[int, ...] = ()
-        self.store: Any = None  # the engine's cache that the launches are from
-        self.known: BoundedCache[tuple, Launches] = BoundedCache(MOST)
+    def __init__(self, fold: Fold, sizes: Sizes, engine: str, returned: tuple[int, ...]):
+        self.fold, self.sizes, self.engine, self.returned = fold, sizes, engine, returned
+        self.saved = tuple(k for k in range(len(fold.outputs)) if k not in returned)
+        self.known: _LaunchCache | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
-        """The results that are shown, and the others."""
-        key = launch_key()
+        """The results that are asked for, and the others."""
+        key, known = launch_key(), self.known
         if key is None:
-            return self._run(leaves)
-        if self.store is not triton.prepared_folds():
-            self.known.clear()
-            self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
-            self.store = triton.prepared_folds()
-        if self.numbers:
-            key += triton.describe_numbers([leaves[k] for k in self.numbers])
-        known = self.known.find(key)
-        return self._first(leaves, key) if known is None else known(leaves)
+            return self._run_engine(leaves)
+        if known is None:
+            known = self.known = _LaunchCache([k for k, v in enumerate(leaves) if not isinstance(v, Tensor)])
+        known.is_stale()
+        key = known.key(key, leaves)
+        run = known.find(key)
+        return self._run_first(leaves, known, key) if run is None else run(leaves)
 
-    def join(self, shown: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
-        """All results in order; ``rest`` may be one tensor that holds them one behind the other."""
+    def join(self, returned: Sequence[Tensor], saved: Sequence[Tensor]) -> list[Tensor]:
+        """All results in order; ``saved`` may be one tensor that holds them one behind the other."""
         found: list[Any] = [None] * len(self.fold.outputs)
-        for k, t in zip(self.shown, shown, strict=True):
+        for k, t in zip(self.returned, returned, strict=True):
             found[k] = t
-        for k, t in zip(self.rest, rest if len(rest) == len(self.rest) else rest[0].unbind(), strict=True):
+        for k, t in zip(self.saved, saved if len(saved) == len(self.saved) else saved[0].unbind(), strict=True):
             found[k] = t
         return found
 
-    def _run(self, leaves: Sequence[Any]) -> Results:
+    def _run_engine(self, leaves: Sequence[Any]) -> Results:
         return self._split(ENGINES[self.engine](self.fold, list(leaves), self.sizes))
 
-    def _first(self, leaves: Sequence[Any], key: tuple) -> Results:
-        """Run by the engine; what it did is kept, as launches where it is nothing else."""
-        found = self._run(leaves)
-        ready = READY[self.engine](self.fold, list(leaves), self.sizes)
-        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.FoldSavingResults(ready, self.shown))
+    def _run_first(self, leaves: Sequence[Any], known: _LaunchCache, key: tuple) -> Results:
+        """Run by the engine; what it did is cached, as launches where it is nothing else."""
+        found = self._run_engine(leaves)
+        ready = PREPARE[self.engine](self.fold, list(leaves), self.sizes)
+        known.keep(key, self._find_run(leaves) if ready is None else triton.FoldSavingResults(ready, self.returned))
         return found
 
-    def _engine_run(self, leaves: Sequence[Any]) -> Launches:
+    def _find_run(self, leaves: Sequence[Any]) -> Launches:
         """The engine or, where it is known what it chooses, that."""
         run = auto.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
-        return self._run if run is None else lambda given: self._split(run(given))
+        return self._run_engine if run is None else lambda given: self._split(run(given))
 
     def _split(self, found: list[Tensor]) -> Results:
-        return [found[k] for k in self.shown], [found[k] for k in self.rest]
+        return [found[k] for k in self.returned], [found[k] for k in self.saved]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +251,10 @@ class ProgramSteps:
         """Whether this is one pass, and nothing but steps that may be launches, whose results are returned; sums, only
         of the results of the last step, which is arithmetic of one side."""
         made = self.script
-        if self.engine not in READY or len(self.program.passes) != 1 or made.steps is None:
+        if self.engine not in PREPARE or len(self.program.passes) != 1 or made.steps is None:
             return False
         if self.total and (
-            not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
+            not isinstance(made.steps[-1].what, Elementwise) or set(made.steps[-1].results) != {*made.returned}
         ):
             return False
         alone = Expr | BatchArithmetic
@@ -238,8 +267,8 @@ class ProgramSteps:
         return tuple(k for k, name in enumerate(self.script.inputs) if name not in self.numbers)
 
     @functools.cached_property
-    def moving(self) -> tuple[frozenset[int], ...] | None:
-        """Per output, the tensors whose gradients it has a part in; None where the backward is no program."""
+    def contributions(self) -> tuple[frozenset[int], ...] | None:
+        """Per output, the tensors to whose gradients it contributes; None where the backward is no program."""
         inputs, count = self.inputs, len(self.program.outputs)
         wanted = tuple(k in self.tensors for k in range(len(inputs)))
         given = [tuple(k == n for k in range(count)) for n in range(count)]
@@ -250,16 +279,16 @@ class ProgramSteps:
         return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
 
     @functools.cached_property
-    def may_move(self) -> bool:
-        """Whether a backward may be asked for; which gradients there are (``moving``), only the first one asks."""
+    def may_need_gradients(self) -> bool:
+        """Whether a backward may follow; which gradients there are (``contributions``), only the first one asks."""
         tensors = [self.inputs[k] for k in self.tensors]
         return all(any(e.dtype == "float" for e in side) for side in (tensors, self.program.outputs))
 
     @functools.cached_property
-    def all_move(self) -> bool:
-        """Whether all outputs have a part in all gradients that can be asked for."""
+    def all_contribute(self) -> bool:
+        """Whether all outputs contribute to all gradients that there can be."""
         floats = {k for k in self.tensors if self.inputs[k].dtype == "float"}
-        return all(found == floats for found in self.moving or ())
+        return all(found == floats for found in self.contributions or ())
 
     def gradient(self, needs: Needs, given: tuple[bool, ...], results: int, narrow: bool) -> GradientProgram:
         """The gradients that are needed as a program of the inputs, its pass's ``results`` and the cotangents given.
@@ -278,8 +307,8 @@ class ProgramSteps:
 
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
-        is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
-        steps = [step for step in self.script.steps or () if is_number(step.what)]
+        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
+        steps = list(of_numbers)
         pairs = zip(self.script.names, self.script.inputs, strict=True)
         names = [name for name, given in pairs if given in self.numbers]
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
@@ -307,7 +336,7 @@ class ProgramSteps:
             return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total, types)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
-        ready = READY[self.engine](fold, leaves, sizes)
+        ready = PREPARE[self.engine](fold, leaves, sizes)
         if ready is None:
             return [], None
         if isinstance(ready, triton.ListedFold):
@@ -326,44 +355,29 @@ class ForwardReplays:
         self.steps, self.forms = steps, tuple(forms)
         self.tensors = steps.tensors
         self.numbers = tuple(k for k in range(len(steps.script.inputs)) if k not in steps.tensors)
-        self.arithmetic: triton.NumberArithmetic | None = None
-        self.store: Any = None  # the engine's cache that the launches are from
-        self.known: BoundedCache[tuple, ForwardReplay | None] = BoundedCache(MOST)
-        self.last: tuple[list[Any] | None, tuple] = (None, ())  # the numbers of the last call, and what is read of them
+        self.known = _LaunchCache(self.numbers)
 
     def find(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
         """The recording for these inputs, made now if there is none; None where there can be none."""
         key = launch_key()
         if key is None:
             return None
-        if self.store is not triton.prepared_folds():
-            self.known.clear()
-            self.store, self.arithmetic = triton.prepared_folds(), self.steps.number_arithmetic(sizes)
-            self.last = (None, ())
-        if self.numbers:
-            numbers, last = [values[k] for k in self.numbers], self.last
-            key += last[1] if numbers == last[0] else self._describe(numbers)
+        if self.known.is_stale():
+            self.known.arithmetic = self.steps.number_arithmetic(sizes)
+        key = self.known.key(key, values)
         found = self.known.get(key, _MISSING)
         if found is not _MISSING:
             return found
-        made = (
-            oom_retry.run_or_fall_back(self._record, lambda *_: None, (sizes, values), sizes)
-            if self._pays(sizes)
-            else None
-        )
+        made = None
+        if self._pays(sizes):
+            made = oom_retry.run_or_fall_back(self._record, lambda *_: None, (sizes, values), sizes)
         return self.known.keep(key, made)
-
-    def _describe(self, numbers: list[Any]) -> tuple:
-        """What kernels look at in numbers, and in those that are computed from them."""
-        found = triton.describe_numbers(numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers)))
-        self.last = (numbers if all(numbers) else None, found)  # 0.0 equals -0.0, and 1 / 0.0 does not
-        return found
 
     def _pays(self, sizes: Sizes) -> bool:
         """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
         keep more for a backward."""
         pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        keeps = saved_row_gradients.many(sizes) and any(
+        keeps = saved_row_gradients.has_many_pairs(sizes) and any(
             saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
         )
         return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
@@ -372,46 +386,46 @@ class ForwardReplays:
         recorded, made = self.steps.record(values, sizes, self.forms), self.steps.script
         if recorded is None:
             return None
-        kept = [name for name in recorded.results if self.steps.may_move and name not in made.returned]
+        kept = [name for name in recorded.results if self.steps.may_need_gradients and name not in made.returned]
         tensors = [made.names[k] for k in self.tensors]
         names = triton.ReplayNames(made.names, tensors, made.returned, kept)
         launches = triton.ProgramReplay(recorded, names, sizes)
-        if saved_row_gradients.many(sizes) and not launches.holds_little:
+        if saved_row_gradients.has_many_pairs(sizes) and not launches.holds_little:
             return None
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
-        formed = tuple(recorded.forms[name] for name in made.returned) == self.forms
-        return ForwardReplay(launches, backwards, sizes, is_wide, saved, formed)
+        has_forms = tuple(recorded.forms[name] for name in made.returned) == self.forms
+        return ForwardReplay(launches, backwards, sizes, is_wide, saved, has_forms)
 
-    def through(self, replay: ForwardReplay, values: Sequence[Any], views: CallViews) -> ForwardReplay | None:
+    def with_views(self, replay: ForwardReplay, values: Sequence[Any], views: CallViews) -> ForwardReplay | None:
         """The same recording for values that ``views`` make the program's inputs of, which returns views of its
         outputs; None where that is another program."""
         made, recorded, kept = self.steps.script, replay.backwards.recorded, replay.launches.kept
-        if self.steps.total or not replay.formed:
+        if self.steps.total or not replay.has_forms:
             return None
         chains = {
             made.names[k]: functools.partial(apply_views, views.inputs[k]) for k in self.tensors if views.inputs[k]
         }
         given = {made.names[k]: values[k] for k in self.tensors}
         seen, copied = _split_looks(chains, given, recorded.read_by_host)
-        shown = {
+        returned_as = {
             name: functools.partial(apply_views, chain)
             for name, chain in zip(made.returned, views.outputs, strict=True)
             if chain
         }
         tensors = [made.names[k] for k in self.tensors]
         names = triton.ReplayNames(made.names, tensors, made.returned, [*kept.places])
-        launches = triton.ProgramReplay(recorded, names, replay.sizes, triton.ReplayViews(seen, copied, shown))
+        launches = triton.ProgramReplay(recorded, names, replay.sizes, triton.ReplayViews(seen, copied, returned_as))
         narrow = replay.backwards.narrow
         backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, narrow, views)
         backwards.recorded_before = replay.backwards.recorded_before
         return replace(replay, launches=launches, backwards=backwards)
 
-    def fixed(self, values: Sequence[Any]) -> list[int]:
-        """The outputs that have no part in any gradient that is asked for."""
-        moving = self.steps.moving or ()
-        return [n for n, found in enumerate(moving) if not any(values[k].requires_grad for k in found)]
+    def find_constant_outputs(self, values: Sequence[Any]) -> list[int]:
+        """The outputs that contribute to no gradient that is needed."""
+        contributions = self.steps.contributions or ()
+        return [n for n, found in enumerate(contributions) if not any(values[k].requires_grad for k in found)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,7 +437,7 @@ class ForwardReplay:
     sizes: Sizes
     is_wide: bool  # its gradients take panels, which are not recorded here
     saved: int  # how many tensors a backward needs
-    formed: bool  # its outputs have the shapes and types that users expect
+    has_forms: bool  # its outputs have the shapes and types that users expect
 
 
 class Saved(NamedTuple):
@@ -454,9 +468,9 @@ def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
     return define("kind", names, [f"return {tuple_text(parts)}"], {})
 
 
-def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """True if a shape differs from the ``whole`` in axes of size 1 at most."""
-    return len(shape) == len(whole) and all(n in (1, length) for n, length in zip(shape, whole, strict=True))
+def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """True if a shape differs from the ``full`` one in axes of size 1 at most."""
+    return len(shape) == len(full) and all(n in (1, length) for n, length in zip(shape, full, strict=True))
 
 
 class BackwardReplays:
@@ -491,7 +505,7 @@ class BackwardReplays:
         now, asked = [*map(type, given)], (needs, saved.numbers)
         if now != types or asked != state:
             read = _make_reader(tuple(now))
-            signs = () if read is None else self._signs(needs, saved)
+            signs = () if read is None else self._describe_computed_numbers(needs, saved)
             self.last = (now, read, asked if all(saved.numbers) else None, signs)  # 0.0 equals -0.0, 1 / 0.0 does not
         if read is None:
             return None
@@ -529,7 +543,7 @@ class BackwardReplays:
         pairs = zip(self.views.outputs, found, strict=True)
         return [undo_views(chain, t) if chain and t is not None else t for chain, t in pairs]
 
-    def others(self, saved: Saved) -> list[Any]:
+    def other_inputs(self, saved: Saved) -> list[Any]:
         """What gradient programs are given besides the forward's inputs: the pass's results, and the cotangents."""
         first, returned = len(self.steps.inputs) - len(saved.numbers), self.steps.script.returned
         outputs: Sequence[Any] = saved.tensors[first : first + len(returned)]
@@ -540,7 +554,7 @@ class BackwardReplays:
         cotangents = [g.expand(shape) if total and g is not None else g for g in self.cotangents(saved)]
         return [*(known[name] for name in self.results), *cotangents]
 
-    def _signs(self, needs: Needs, saved: Saved) -> tuple:
+    def _describe_computed_numbers(self, needs: Needs, saved: Saved) -> tuple:
         """What kernels look at in the numbers that a backward computes from those it is given, whose own signs are
         fixed."""
         if not saved.numbers:
@@ -558,12 +572,12 @@ class BackwardReplays:
     def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)
         steps = make_steps(self.steps.engine, made.program, made.numbers)
-        pool = [*self.leaves(saved), *self.others(saved)]
+        pool = [*self.leaves(saved), *self.other_inputs(saved)]
         moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
         if moved or not made.program.outputs:
             return None
         values = [pool[k] for k in made.sources]
-        key = (needs, saved.given, self._signs(needs, saved), triton.describe_leaves(values))
+        key = (needs, saved.given, self._describe_computed_numbers(needs, saved), triton.describe_leaves(values))
         recorded = self.recorded_before.get(key, _MISSING)
         if recorded is _MISSING:
             recorded = self.recorded_before.keep(key, steps.record(values, self.sizes))
@@ -584,12 +598,12 @@ class BackwardReplays:
         if recorded.read_by_host & parts.keys():
             return None
         seen, copied = self._looks(used, saved, recorded.read_by_host)
-        shown: dict[str, Look] = {}
+        returned_as: dict[str, Look] = {}
         for name, chain in zip(grads, self.views.inputs if self.views else (), strict=False):
             if chain and name is not None:
-                shown[name] = functools.partial(undo_views, chain)
+                returned_as[name] = functools.partial(undo_views, chain)
         names = triton.ReplayNames(inputs, tensors, [None, *grads], None, parts, summed)
-        launches = triton.ProgramReplay(recorded, names, self.sizes, triton.ReplayViews(seen, copied, shown))
+        launches = triton.ProgramReplay(recorded, names, self.sizes, triton.ReplayViews(seen, copied, returned_as))
         return launches if launches.holds_little else None
 
     def _looks(
@@ -617,7 +631,10 @@ class BackwardReplays:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the
         inputs of the gradient program are called there, by their places among leaves and others."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)
-        of = lambda k: used.get(k, f"unused_{k}")
+
+        def of(k: int) -> str:
+            return used.get(k, f"unused_{k}")
+
         outputs, parts = {name: f"unused_{name}" for name in self.steps.script.returned}, {}
         for k, name in enumerate(self.results, count):
             if name in outputs:

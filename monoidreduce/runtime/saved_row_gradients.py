@@ -1,9 +1,9 @@
 """Gradients of rows that the forward keeps (``program/loss_and_gradient.py``): whether it pays.
 
 It does where kernels run and pairs are many: a product less in all, for the price of one vector per row that is held
-until the backward. Under a memory budget the ordinary road is taken, and so it is by a backward that is itself to be
+until the backward. Under a memory budget the usual path is taken, and so it is by a backward that is itself to be
 differentiated. Targets that are data (labels in any order) lie in every tile, so that no tile goes without a condition
-and a running maximum: they take the ordinary road too.
+and a running maximum: they take the usual path too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..program.lower import Fold
 MANY = 2**24  # pairs
 
 
-def many(sizes: Sizes) -> bool:
+def has_many_pairs(sizes: Sizes) -> bool:
     """Whether pairs are so many that it pays."""
     return math.prod(sizes.batch) * sizes.rows * sizes.cols >= MANY
 
@@ -35,12 +35,12 @@ def may_keep(fold: Fold) -> bool:
     return any(r.attrs[0] in ("soft", "sum") and len(r.args) == 1 for r in fold.reductions)
 
 
-def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> SavingFold | None:
+def find_form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> SavingFold | None:
     """How a fold keeps what its rows' gradients need, where that pays; in a dry run, as the real call would."""
     real = matmul.dry_run_sizes.get()
     sizes = sizes if real is None else real
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
-    if not kernels or not many(sizes) or fold.domain is not None:
+    if not kernels or not has_many_pairs(sizes) or fold.domain is not None:
         return None
     if budget.requested() is not None or not settings.kernels_run_on(sizes.device):
         return None

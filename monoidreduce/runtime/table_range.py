@@ -27,7 +27,7 @@ from ..program.constructors import interval
 from ..program.expression import Expr, index, size, topological
 from ..program.intervals import Interval
 from ..program.tables import count_out_of_range
-from .autograd import make_walk
+from .autograd import make_stepwise_runner
 from .call_context import is_untraced
 
 _CHECKS = 256  # numbers of one kind of call whose indices are known to be in range
@@ -114,7 +114,7 @@ def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> 
     names = inputs(program)
     numbers = frozenset(n for n in names if not isinstance(given[n], Tensor))
     with torch.no_grad(), pause_counting():
-        walk = make_walk("eager", program, numbers, False)
+        walk = make_stepwise_runner("eager", program, numbers, False)
         (found,) = walk(sizes, *(given[n] for n in names))
     wrong = int(found.sum()) if isinstance(found, Tensor) else int(found)
     if wrong:
@@ -130,7 +130,7 @@ def _place(lookup: Expr) -> str:
     return "pair" if lookup.is_pair else "row" if lookup.rows else "column" if lookup.cols else "batch element"
 
 
-def checked(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:
+def check_before(run: Callable[..., Sequence[Any]], look: Callable[..., None], names: tuple[str, ...]) -> Callable:
     """``run`` after a look at its inputs, which have these names."""
 
     def call(*given: Any) -> Sequence[Any]:

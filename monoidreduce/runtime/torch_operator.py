@@ -40,10 +40,7 @@ VALUES = "Tensor[] tensors, Scalar[] numbers, SymInt[] lengths"
 _SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
 # before torch 2.8 or so, with strides of the same order.
-TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
-)
+TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
 
@@ -123,7 +120,7 @@ def fix_lengths(sizes: Sizes) -> Sizes:
 
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _opened(fold, *given)
+    known, leaves, sizes = _open_arguments(fold, *given)
     with torch.no_grad(), bounded_cache.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
@@ -134,7 +131,7 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
 
 
 def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _opened(fold, *given)
+    known, leaves, sizes = _open_arguments(fold, *given)
     forms = _forms(known, engine, leaves, sizes)
     return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in forms]
 
@@ -144,9 +141,9 @@ def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[For
     return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
 
-def _opened(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
+def _open_arguments(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
     """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
-    return _known(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
+    return _find_fold(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
 
 
 def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -157,7 +154,7 @@ def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence
     return given
 
 
-def unknown_name(what: str, how: str = "with gradients if the graph has them") -> EngineError:
+def unknown_name_error(what: str, how: str = "with gradients if the graph has them") -> EngineError:
     """The error of a graph that names ``what``, a fold or a program, before this process has met it."""
     return EngineError(
         detail=f"a graph from another process names a {what} that this process has not met",
@@ -165,9 +162,9 @@ def unknown_name(what: str, how: str = "with gradients if the graph has them") -
     )
 
 
-def _known(name: str) -> Fold:
+def _find_fold(name: str) -> Fold:
     if name not in _FOLDS:
-        raise unknown_name("fold")
+        raise unknown_name_error("fold")
     return _FOLDS[name]
 
 
@@ -197,7 +194,7 @@ def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]
 register_operator(_SCHEMA, _run, _fake)
 
 
-def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+def move_batch_to_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
     """Leaves with a mapped dimension as the first batch dimension.
 
     Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape,
@@ -217,9 +214,9 @@ def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size
 def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
     at = join_values(dims[2], [None] * len(places), places)
-    moved = in_front(_known(fold), join_values(leaves, numbers, places), at, info.batch_size)
+    moved = move_batch_to_front(_find_fold(fold), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
-        name(keep_batch(_known(fold))),
+        name(keep_batch(_find_fold(fold))),
         engine,
         [v for v in moved if isinstance(v, Tensor)],
         numbers,

@@ -18,7 +18,7 @@ from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
-from monoidreduce.runtime.gradient_in_forward import inputs_of
+from monoidreduce.runtime.gradient_in_forward import find_inputs
 from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -313,7 +313,7 @@ def test_what_is_taken_apart():
 
     def found(op, *args):
         outputs = op._prepare(args, {})[0].outputs
-        inputs = inputs_of(outputs)
+        inputs = find_inputs(outputs)
         (loop,) = split_into_loops(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
         return row_factor.split_row_factor(fuse_stages(loop, group_stages(loop)[0], False))
 

@@ -14,7 +14,7 @@ from monoidreduce.engines.triton.panel.arena import BorrowedTotals
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
-from monoidreduce.runtime.gradient_in_forward import inputs_of
+from monoidreduce.runtime.gradient_in_forward import find_inputs
 from tests.support import internals
 from tests.support.comparison import Result, assert_error_rule, cast, run
 from tests.support.layers import BY_NAME, ZOO
@@ -117,7 +117,7 @@ def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     internals.set_panel_sizes(monkeypatch, MAX_ROUNDINGS=2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
-    inputs = inputs_of(outputs)
+    inputs = find_inputs(outputs)
     (loop,) = split_into_loops(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
     step = KernelStep(loop, sizes, {torch.bfloat16})

@@ -320,7 +320,7 @@ def replace_eager_engine(patch: Patch, run: Callable) -> None:
 
 def run_engines(patch: Patch) -> None:
     """Engines run in every call: no torch calls are recorded, or replayed from before something was replaced."""
-    patch.setattr("monoidreduce.runtime.torch_replay.TorchReplays.__call__", lambda self, values: self.run(values))
+    patch.setattr("monoidreduce.runtime.recorder.FoldReplay.__call__", lambda self, values: self.run(values))
 
 
 def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None = None) -> None:
@@ -363,4 +363,5 @@ def set_candidates(patch: Patch, candidates: Callable) -> None:
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:
     """``form(fold, leaves, sizes, engine)``: how a pass saves its row gradients, or None."""
-    patch.setattr("monoidreduce.runtime.saved_row_gradients.form", form)
+    patch.setattr("monoidreduce.runtime.saved_row_gradients.find_form", form)
+    patch.setattr("monoidreduce.runtime.autograd.PassContext.may_save", True)

@@ -167,9 +167,9 @@ def _run_in_thread(make: Callable[[], Any], device: torch.device) -> Any:
     here = contextvars.copy_context()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def made() -> Any:
+    def run() -> Any:
         with torch.no_grad(), torch.cuda.stream(stream):
             return here.run(make)
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(made).result()
+        return pool.submit(run).result()

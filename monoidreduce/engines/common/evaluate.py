@@ -1,4 +1,4 @@
-"""Plain torch evaluation of expressions: what runs before and after the passes, and the dense oracle.
+"""Plain torch evaluation of expressions: what runs before and after the passes, and the engine ``reference``.
 
 Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for
 an axis that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves.
@@ -20,10 +20,9 @@ from torch import Tensor
 from ...domains import Domain, restore
 from ...errors import EngineError
 from ...program.constructors import LISTED, find_listed, listed_node
-from ...program.expression import Expr, topological
+from ...program.expression import Expr, letters, topological
 from ...program.lower import Fold
 from ...program.primitives import PRIMITIVES
-from ...program.several import letters
 from ...reductions import KINDS, kind_of, outputs_of
 from ...reductions.base import folded_dim, stretch
 from .shard import Shard

@@ -46,7 +46,7 @@ class GradientProgram:
     ) -> GradientProgram:
         """Lower the gradients ``outputs`` of ``leaves`` (those ``wanted``). ``others``: the names of the inputs besides
         the leaves; ``numbers``: which leaves are Python numbers; ``exact``: whether the fold's products are."""
-        program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
+        program = compile_program(tuple(e for e in outputs if e is not None)).with_exactness(exact)
         program = name_gradients(program, tuple(x for x, e in zip(leaves, outputs, strict=True) if e is not None))
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
@@ -67,7 +67,7 @@ class GradientProgram:
         rest, fits = iter(values), True
         for k, e in self.outputs:
             leaf, value = leaves[k], None if e is None else next(rest)
-            grads[k] = zero_gradient(leaf) if e is None else as_gradient(value, e, leaf, self.leaves[k])
+            grads[k] = zero_gradient(leaf) if e is None else to_gradient(value, e, leaf, self.leaves[k])
             fits = fits and grads[k] is value
         return grads, fits
 
@@ -106,7 +106,7 @@ def constant_results(fold: Fold) -> tuple[bool, ...]:
     for r, k in fold.outputs:
         kind, _, params = r.attrs
         outputs = KINDS[kind].outputs(r.args, params)
-        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
+        found.append(outputs[k][1] != "float" or not KINDS[kind].is_differentiable(k, len(outputs)))
     return tuple(found)
 
 
@@ -117,7 +117,7 @@ def zero_gradient(leaf: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
+def to_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
     """The value of ``e`` (``[*batch, M or N, f]``) as the gradient of ``leaf``, whose expression is ``expr``: in its
     shape and type (or ``dtype``), summed over the axes that the leaf does not have."""
     if not isinstance(value, Tensor):
@@ -185,3 +185,18 @@ def load_saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
     found = ctx.saved_tensors  # raises where it was an input
     ctx.outputs_changed = True
     return found, False
+
+
+def save_values(ctx: Any, values: Sequence[Any], *tensors: Tensor) -> None:
+    """Save the inputs of a function, of which some are no tensors, and other tensors behind them."""
+    ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
+    ctx.save_for_backward(*[v for v in values if isinstance(v, Tensor)], *tensors)
+
+
+def load_values(ctx: Any, count: int = 0) -> tuple[list[Any], list[Tensor], bool]:
+    """What :func:`save_values` saved: the inputs, the tensors behind them, and whether the first ``count`` of these,
+    the outputs of the function, still hold its results."""
+    first = ctx.constants.count(None)
+    tensors, unchanged = load_saved(ctx, range(first, first + count))
+    rest = iter(tensors)
+    return [c if c is not None else next(rest) for c in ctx.constants], list(rest), unchanged

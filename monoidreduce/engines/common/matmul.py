@@ -188,11 +188,7 @@ def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
 
 def _multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == y.dtype == out.dtype:
-        torch.mm(
-            _make_feature_major(x) if _copies_first(x, out) else x,
-            y.mT,
-            out=out,
-        )
+        torch.mm(_make_feature_major(x) if _copies_first(x, out) else x, y.mT, out=out)
     elif x.device.type == "cuda" and x.dtype == y.dtype and _supports_float32_output() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
     elif not out.is_meta:  # cast a few columns at a time

@@ -51,7 +51,7 @@ class PointTree:
         return replace(self, **{n: getattr(self, n).to(device) for n in ("sorted", "order", "boxes")})
 
 
-def depth_for(count: int, leaf: int = LEAF) -> int:
+def choose_depth(count: int, leaf: int = LEAF) -> int:
     """Levels below the root at which no node holds more than ``leaf`` points."""
     depth = 0
     while -(-count >> depth) > leaf:
@@ -74,7 +74,7 @@ def build_in_torch(points: Tensor) -> PointTree:
     All halvings of a feature come together: points are sorted by it into slabs, and each slab by the next feature. A
     level of the tree goes to the feature that is widest after those that it has had."""
     order, count = split_finite(points)
-    depth, device = depth_for(count), points.device
+    depth, device = choose_depth(count), points.device
     boxes = points.new_zeros(2 ** (depth + 1), 2 * points.shape[1])
     near, rest = order[:count], order[count:]
     place, level = torch.arange(count, device=device), 0

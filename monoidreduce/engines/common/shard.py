@@ -222,14 +222,14 @@ class Shard:
 
     def batch_index(self, local: tuple[int, ...], device: torch.device) -> Tensor:
         """The global (row-major) indices of the local batch elements."""
-        start, whole = [0] * len(local), list(local)
+        start, sizes = [0] * len(local), list(local)
         for right, first, size in self.batch:
-            start[-right], whole[-right] = first, size
+            start[-right], sizes[-right] = first, size
         found, step = torch.zeros(local, dtype=torch.int64, device=device), 1
         for d in reversed(range(len(local))):
             here = torch.arange(start[d], start[d] + local[d], device=device) * step
             found += here.view(*(-1 if k == d else 1 for k in range(len(local))))
-            step *= whole[d]
+            step *= sizes[d]
         return found
 
     def axis(self, name: str) -> Axis:

@@ -97,9 +97,7 @@ def requested() -> skip_below | None:
     return settings.current.get().skip_below
 
 
-def active() -> skip_below | None:
-    """The ``mr.skip_below`` that applies to the gradient being computed, or None."""
-    return _active.get()
+active = _active.get  # the ``mr.skip_below`` that applies to the gradient being computed, or None
 
 
 def apply_to_gradient() -> contextlib.AbstractContextManager[skip_below | None]:

@@ -1,7 +1,7 @@
 """A lowered program as a straight line of torch calls: written once as a Python function, independent of sizes.
 
 What ``evaluate.py`` finds out node by node at every call (the order, which arguments need an axis, which numbers need
-a tensor) is decided here once. Outside the passes every value lives on one side at most, so it is held as users hold
+a tensor) is decided here once. Outside the passes no value belongs to rows and to columns, so it is held as users hold
 it, ``[*batch, M or N, f]``: what is fed to a fold and what comes out of one needs no view at all. Differentiable by
 autograd, and traceable.
 """
@@ -24,7 +24,7 @@ from ...program.expression import Expr, node, topological
 from ...program.lower import Fold, Lowered
 from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
-from ...program.reverse_mode import pull
+from ...program.reverse_mode import backpropagate
 from ...reductions import KINDS
 from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout
 
@@ -85,8 +85,8 @@ class FunctionWriter:
 # Elementwise arithmetic of rows alone or columns alone, between passes, grouped into one kernel.
 #
 # Examples are a row's ⟨g, P⟩, or a loss from its sums. A script runs such arithmetic node by node, one torch call each;
-# on a GPU a call costs more on the host than its arithmetic on the device. So neighbours are grouped as a
-# :class:`Side`, which is one kernel (``engines/triton/kernels/elementwise.py``) and whose gradient is again a side.
+# on a GPU a call costs more on the host than its arithmetic on the device. So neighbours are grouped as
+# :class:`Elementwise`, which is one kernel (``engines/triton/kernels/elementwise.py``), and so is its gradient.
 
 _MIN_CALLS = 2  # torch calls from which on one kernel is faster
 _CALLS = {"spread": 0, "word": 12, "mark": 36}  # torch calls of a node, if not one
@@ -95,7 +95,7 @@ _FREE = ("const", "nan", "size", "row_index", "col_index")  # known without bein
 
 
 @dataclass(frozen=True)
-class Side:
+class Elementwise:
     """Expressions per row (or per column) of leaves; independent of the program that they come from."""
 
     axis: str
@@ -111,17 +111,21 @@ def _is_simple(e: Expr) -> bool:
     return known and e.rows != e.cols
 
 
-FoundSide = tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]  # what it is fed, and what its outputs are in the program
+# with what it is fed, and what its outputs are in the program
+ElementwiseGroup = tuple[Elementwise, tuple[Expr, ...], tuple[Expr, ...]]
 
 
-def find_sides(roots: Sequence[Expr], there: frozenset[Expr], least: int = _MIN_CALLS) -> list[FoundSide]:
-    """The groups of elementwise nodes under ``roots``, without those in ``there``, that are ``least`` torch calls."""
-    order = topological(roots, stop=there.__contains__)
-    found = (_find_side(axis, [e for e in order if e not in there], roots, least) for axis in ("rows", "cols"))
-    return [side for side in found if side is not None]
+def group_elementwise(
+    roots: Sequence[Expr], written: frozenset[Expr], least: int = _MIN_CALLS
+) -> list[ElementwiseGroup]:
+    """The groups of elementwise nodes under ``roots``, of rows and of columns, that are ``least`` torch calls; without
+    those that are already ``written``."""
+    order = topological(roots, stop=written.__contains__)
+    found = (_group_axis(axis, [e for e in order if e not in written], roots, least) for axis in ("rows", "cols"))
+    return [group for group in found if group is not None]
 
 
-def _find_side(axis: str, order: Sequence[Expr], roots: Sequence[Expr], least: int) -> FoundSide | None:
+def _group_axis(axis: str, order: Sequence[Expr], roots: Sequence[Expr], least: int) -> ElementwiseGroup | None:
     inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
     inside -= _blocked_nodes(order, inside)
     if sum(_CALLS.get(e.op, 1) for e in inside) < least:
@@ -145,29 +149,29 @@ def _blocked_nodes(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
     return waiting
 
 
-def _with_numbered_leaves(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr, ...]) -> Side:
+def _with_numbered_leaves(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr, ...]) -> Elementwise:
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(fed)
     }
-    return Side(axis, tuple(leaves.values()), constructors.substitute(outputs, leaves))
+    return Elementwise(axis, tuple(leaves.values()), constructors.substitute(outputs, leaves))
 
 
 @functools.lru_cache(maxsize=4096)
-def differentiate_side(
-    side: Side, asked: tuple[bool, ...], given: tuple[bool, ...]
+def differentiate_elementwise(
+    group: Elementwise, wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> tuple[tuple[Expr, ...], tuple[Expr | None, ...]]:
     """The leaves that stand for the outputs' cotangents, and the gradient of each leaf (None: not asked for, or zero).
 
-    Gradients have the axis of the side even if their leaf does not: the caller sums over it."""
+    Gradients have the axis of the group even if their leaf does not: the caller sums over it."""
     cotangents = tuple(
         node("leaf", (), (f"g{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype="float")
-        for k, e in enumerate(side.outputs)
+        for k, e in enumerate(group.outputs)
     )
-    seeds = [(e, g) for e, g, k in zip(side.outputs, cotangents, given, strict=True) if k and e.dtype == "float"]
-    wrt = [e for e, want in zip(side.leaves, asked, strict=True) if want]
-    pulled = dict(zip(wrt, pull(seeds, wrt), strict=True))
-    return cotangents, tuple(pulled.get(e) for e in side.leaves)
+    seeds = [(e, g) for e, g, k in zip(group.outputs, cotangents, given, strict=True) if k and e.dtype == "float"]
+    wrt = [e for e, want in zip(group.leaves, wanted, strict=True) if want]
+    pulled = dict(zip(wrt, backpropagate(seeds, wrt), strict=True))
+    return cotangents, tuple(pulled.get(e) for e in group.leaves)
 
 
 Value = Any  # a Tensor as users hold it, or a Python number
@@ -196,11 +200,11 @@ class BatchArithmetic:
 
 
 class Step(NamedTuple):
-    """A fold, the arithmetic of one side, of batch elements or of numbers alone (an expression; also the batch
-    elements' own): what it is fed (names of values, or numbers) and what its results are called (None: not asked
-    for)."""
+    """A fold, elementwise arithmetic of rows or columns, arithmetic of batch elements or of numbers alone (an
+    expression; also the batch elements' own): what it is fed (names of values, or numbers) and what its results are
+    called (None: not asked for)."""
 
-    what: Fold | Side | BatchArithmetic | Expr
+    what: Fold | Elementwise | BatchArithmetic | Expr
     feeds: tuple[str | float, ...]
     results: tuple[str | None, ...]
 
@@ -209,8 +213,8 @@ class Step(NamedTuple):
 class Script:
     """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any.
 
-    ``steps``: all that it does, where that is nothing but folds and arithmetic of one side or of numbers; ``names`` are
-    those of its inputs and ``returned`` those of its outputs in there."""
+    ``steps``: all that it does, where that is nothing but folds, grouped elementwise arithmetic and arithmetic of
+    numbers; ``names`` are those of its inputs and ``returned`` those of its outputs in there."""
 
     inputs: tuple[str, ...]
     outputs: tuple[Expr, ...]
@@ -231,31 +235,32 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 def script(
     program: Lowered,
     numbers: frozenset[str] = frozenset(),
-    gathered: bool = False,
+    grouped: bool = False,
     row_dot: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
 ) -> Script:
-    """Write a program as Python; ``numbers`` are the inputs that are Python numbers. ``row_dot(x, y, dtype)``
-    computes the product of two vectors of one side, summed over their features.
+    """Write a program as Python; ``numbers`` are the inputs that are Python numbers. ``row_dot(x, y, dtype)`` computes
+    the product of two vectors of rows, or of columns, summed over their features.
 
-    ``gathered``: the arithmetic of one side between two passes is one step, run by
-    ``folder.side``."""
-    writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
+    ``grouped``: the elementwise arithmetic of rows, or of columns, between two passes is one step, run by
+    ``folder.run_elementwise``."""
+    writer = Writer(numbers, frozenset() if grouped or row_dot is None else _products(program), row_dot)
     # A scale that leaves its product is a call of its own: as a kernel, the program is nothing but launches
     stored = any(e.is_stored for p in program.passes for e in p.feeds)
     least = 1 if stored else _MIN_CALLS
     for p in program.passes:
-        if gathered:
-            writer.gather(p.feeds, least)
-        if gathered and stored:
-            writer.gather_batch(p.feeds)
+        if grouped:
+            writer.write_groups(p.feeds, least)
+        if grouped and stored:
+            writer.write_batch_arithmetic(p.feeds)
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
-    if gathered:
-        writer.gather(program.outputs, least)
+    if grouped:
+        writer.write_groups(program.outputs, least)
     return writer.script(inputs(program), program.outputs, "folder")
 
 
 def _products(program: Lowered) -> frozenset[Expr]:
-    """The products of two vectors of one side that are only ever summed over their features: never held whole."""
+    """The products of two vectors of rows, or of columns, that are only ever summed over their features: such a product
+    is never written out."""
     roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
     order = topological(roots)
     found = {
@@ -305,7 +310,7 @@ class Writer(FunctionWriter):
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
         self._step(fold, feeds, [self.names[nodes[0]] if nodes else None for nodes in results], before)
 
-    def gather_batch(self, roots: Sequence[Expr]) -> None:
+    def write_batch_arithmetic(self, roots: Sequence[Expr]) -> None:
         """Write arithmetic of numbers per batch element (a scale for each head) as one step each."""
         for e in dict.fromkeys(roots):
             fed = [n for n in topological([e]) if n.op in ("input", "leaf")]
@@ -321,7 +326,7 @@ class Writer(FunctionWriter):
 
     def _step(
         self,
-        what: Fold | Side | BatchArithmetic | Expr,
+        what: Fold | Elementwise | BatchArithmetic | Expr,
         feeds: Sequence[str],
         results: Sequence[str | None],
         before: int,
@@ -331,14 +336,14 @@ class Writer(FunctionWriter):
         self.steps.append(Step(what, given, tuple(results)))
         self.stepped += len(self.lines) - before
 
-    def gather(self, roots: Sequence[Expr], least: int) -> None:
-        """Write what can be done together, ``least`` torch calls of it, as one step each."""
-        for side, fed, outputs in find_sides(roots, frozenset(self.names), least):
+    def write_groups(self, roots: Sequence[Expr], least: int) -> None:
+        """Write elementwise arithmetic that is done together, ``least`` torch calls of it, as one step each."""
+        for group, fed, outputs in group_elementwise(roots, frozenset(self.names), least):
             names, before = [self.of(e) for e in fed], len(self.lines)
-            found = self._line(f"folder.side({self.hold(side)}, [{', '.join(names)}], S)")
+            found = self._line(f"folder.run_elementwise({self.hold(group)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):
                 self.names[e] = self._line(f"{found}[{k}]")
-            self._step(side, names, [self.names[e] for e in outputs], before)
+            self._step(group, names, [self.names[e] for e in outputs], before)
 
     def _line(self, expression: str) -> str:
         self.lines.append(f"v{len(self.lines)} = {expression}")

@@ -154,13 +154,7 @@ class NearestSearch(BatchChunk):
     """The search for one reduction of one batch element."""
 
     def __init__(
-        self,
-        r: Expr,
-        fold: Fold,
-        leaves: dict[Expr, Any],
-        sizes: Sizes,
-        tiles: plan.Tiles | None,
-        ladder: Tensor,
+        self, r: Expr, fold: Fold, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles | None, ladder: Tensor
     ):
         tiles = tiles or plan.choose(1, sizes.rows, sizes.cols)
         elements = max(tiles.rows * tiles.cols, KEPT_BLOCK * FOLDED_BLOCK)
@@ -180,7 +174,7 @@ class NearestSearch(BatchChunk):
         self.most = elements // (KEPT_BLOCK * FOLDED_BLOCK)  # blocks of a tile
 
     def run(self) -> list[Tensor]:
-        self.walk()
+        self.fold_tiles()
         (accumulator,) = self.accumulators
         assert accumulator is not None
         found = []
@@ -189,7 +183,7 @@ class NearestSearch(BatchChunk):
             found[-1][:, self.kept] = value
         return found
 
-    def walk(self) -> None:
+    def fold_tiles(self) -> None:
         (accumulator,) = self.accumulators
         assert accumulator is not None
         wanted = accumulator.kind.selected(accumulator.params)

@@ -78,7 +78,7 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
         if not kind.walks(r, fold.reductions):
             continue
         fields = substitute(r.args, replace)
-        if not kind.idle(params, [interval(f, {}) for f in fields]):
+        if not decided or not kind.idle(params, [interval(f, {}) for f in fields]):
             reducers.append(Reducer(place, *kind.tile_reads(fields, over)))
     return _schedule(reducers, scalars) if reducers else None
 

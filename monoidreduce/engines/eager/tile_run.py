@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...program.constructors import is_along_diagonals
-from ...program.expression import Expr, size, topological
+from ...program.expression import Expr, are_several, letters, size, topological
 from ...program.primitives import PRIMITIVES
-from ...program.several import DOTS, MIX, are_several, letters
+from ...program.several import DOTS, MIX
 from ..common import matmul
 from ..common.evaluate import cast, look_up
 from .tile_code import FEW_FEATURES, WALKED, LabelScatter, Reducer, Step, TileCode, match_label_scatter
@@ -182,7 +182,7 @@ class TileRun:
         narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
         return value.to(torch.bfloat16) if narrow else value
 
-    def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def round_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A tile of weights in the type it is multiplied in; rounded once, even if several products read it."""
         if weight.dtype == dtype or dtype not in matmul.SIXTEEN:
             return weight.to(dtype)

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...plan import tiles as plan
 from ...program.constructors import Contraction, interval
 from ...program.declarations import STORED
-from ...program.expression import Expr, index, size, topological
+from ...program.expression import Expr, index, letters, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold, conditions, ranged
-from ...program.several import MIX, folds, is_product, letters
+from ...program.several import MIX, folds, is_product
 from ...reductions import kind_of, outputs_of
 from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles
@@ -43,7 +43,8 @@ class TileArithmetic:
 
     def __init__(self, over: str):
         self.over, self.dim = over, -1 if over == "cols" else -2
-        self.accumulate = skip_small_tiles.SkippingContraction()
+        skips = skip_small_tiles.active() is not None
+        self.accumulate = skip_small_tiles.SkippingContraction() if skips else matmul.accumulate
 
     def contract(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight × vector over the folded axis."""
@@ -59,7 +60,7 @@ class TileArithmetic:
             total += weight.sum(self.dim)
         else:
             vector = tile.get(c.vector)
-            weight = tile.multiplied(weight, vector.dtype)
+            weight = tile.round_weight(weight, vector.dtype)
             self.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
 
     def _contract_products(self, total: Tensor, weight: Tensor | None, e: Expr, tile: TileRun) -> None:
@@ -70,7 +71,7 @@ class TileArithmetic:
         totals = [total] * count if mixed else total.unflatten(-1, (count, width)).unbind(-2)
         for a in range(count):
             part = tile.component(numbers, a, reuse=True).expand(tile.tile)
-            part = tile.multiplied(part if weight is None else weight * part, vectors[0].dtype)
+            part = tile.round_weight(part if weight is None else weight * part, vectors[0].dtype)
             self.accumulate(totals[a], part if self.over == "cols" else part.mT, vectors[a % len(vectors)])
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
@@ -174,13 +175,13 @@ class BatchChunk:
         return out
 
     def run(self) -> list[Tensor]:
-        self.walk()
+        self.fold_tiles()
         results: list[Tensor] = []
         for place, a in enumerate(self.accumulators):
             results += [self.picked[place]] if a is None else a.finish()
         return results
 
-    def walk(self) -> None:
+    def fold_tiles(self) -> None:
         """Fold every tile into the accumulators."""
         if not (self.batch and self.rows.stop > self.rows.start and self.sizes.cols):
             return
@@ -191,14 +192,14 @@ class BatchChunk:
         row_ranges, col_ranges, fixed = tile_ranges(
             self.code, self.leaves, (self.sizes.rows, self.sizes.cols), self.rows.start, rows, cols
         )
-        hulls = merge_ranges(col_ranges)
+        hulls, counted = merge_ranges(col_ranges), skip_small_tiles.counters.get()
         for i, row in enumerate(rows):
             row_values = self.load_axis(row, True)
             for start, stop, code in decide_tiles(self.code, {**fixed, **row_ranges[i]}, hulls):
                 for col in cols[start:stop]:
-                    skip_small_tiles.count_tile(
-                        code is not None, self.batch, row.stop - row.start, col.stop - col.start
-                    )
+                    if counted:
+                        pairs = self.batch, row.stop - row.start, col.stop - col.start
+                        skip_small_tiles.count_tile(code is not None, *pairs)
                     if code is not None:
                         self._tile(code, row, col, row_values)
 
@@ -264,10 +265,7 @@ def tile_ranges(
     hold."""
     row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
     col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
-    fixed: dict[Expr, tuple[float, float]] = {
-        size("rows"): (lengths[0],) * 2,
-        size("cols"): (lengths[1],) * 2,
-    }
+    fixed: dict[Expr, tuple[float, float]] = {size("rows"): (lengths[0],) * 2, size("cols"): (lengths[1],) * 2}
     for e in code.ranged:
         v = leaves[e]
         if not isinstance(v, Tensor):

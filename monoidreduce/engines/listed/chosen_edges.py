@@ -39,13 +39,13 @@ def _is_chosen(fold: Fold) -> bool:
     for r in fold.reductions:
         target, value, vector = r.args
         once = any(e.op == "listed_once" for e in topological([value]))
-        sides = [target, _whole(value)] + ([vector] if r.attrs[1] == "rows" else [])
+        sides = [target, _assume_listed(value)] + ([vector] if r.attrs[1] == "rows" else [])
         if not once or any(e.cols for e in sides) or (r.attrs[1] == "cols" and vector is not ONE and vector.rows):
             return False
     return True
 
 
-def _whole(value: Expr) -> Expr:
+def _assume_listed(value: Expr) -> Expr:
     """A value of a pair that is listed, and the first of equal ones."""
     known = {e: const(True) for e in topological([value]) if e.op in ("listed", "listed_once")}
     return constructors.substitute((value,), known)[0]
@@ -76,7 +76,7 @@ def _run_element(fold: Fold, given: dict[Expr, Any], sizes: Sizes, keys: Tensor,
             leaves[e.attrs[0]] = take_element(v, e, sizes.batch, number) if isinstance(v, Tensor) else v
     evaluate = Evaluator(here, leaves)
 
-    def side(e: Expr) -> Any:
+    def evaluate_flat(e: Expr) -> Any:
         value = evaluate(e)
         if not isinstance(value, Tensor):
             return value
@@ -87,20 +87,20 @@ def _run_element(fold: Fold, given: dict[Expr, Any], sizes: Sizes, keys: Tensor,
     found = []
     for r in fold.reductions:
         target, value, vector = r.args
-        place, weight = side(target).reshape(sizes.rows, -1).long(), side(_whole(value))
+        place, weight = evaluate_flat(target).reshape(sizes.rows, -1).long(), evaluate_flat(_assume_listed(value))
         wanted = torch.arange(sizes.rows).unsqueeze(1) * max(sizes.cols, 1) + place
         hit = (place >= 0) & (place < (sizes.cols if len(keys) else 0))
         if len(keys):
             hit &= keys[torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)] == wanted
         weight = weight.reshape(sizes.rows, -1) if isinstance(weight, Tensor) and weight.dim() else weight
         weight, place = torch.where(hit, weight, 0.0).to(sizes.compute), torch.where(hit, place, 0)
-        vectors = None if vector is ONE else side(vector)
+        vectors = None if vector is ONE else evaluate_flat(vector)
         by_row = r.attrs[1] == "cols"
-        found.append(_by_row(place, weight, vectors) if by_row else _by_column(place, weight, vectors, here))
+        found.append(_sum_by_row(place, weight, vectors) if by_row else _sum_by_column(place, weight, vectors, here))
     return found
 
 
-def _by_row(place: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+def _sum_by_row(place: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     if vectors is None:
         return weight.sum(-1)
     if not len(vectors) or vectors.dim() == 1:
@@ -108,7 +108,7 @@ def _by_row(place: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     return embedding_bag(place, vectors.contiguous(), per_sample_weights=weight.to(vectors.dtype), mode="sum")
 
 
-def _by_column(place: Tensor, weight: Tensor, vectors: Tensor | None, sizes: Sizes) -> Tensor:
+def _sum_by_column(place: Tensor, weight: Tensor, vectors: Tensor | None, sizes: Sizes) -> Tensor:
     tail = () if vectors is None else vectors.shape[1:]
     total = weight.new_zeros(sizes.cols, *tail)
     if not sizes.cols:

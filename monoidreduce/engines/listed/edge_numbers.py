@@ -134,15 +134,15 @@ class _Element:
                 value = take_element(given[e], e, sizes.batch, number)
                 named[e.attrs[0]] = value
                 if e.is_pair:
-                    self.pairs[e] = self._in_list_order(value)
+                    self.pairs[e] = self._to_list_order(value)
             elif e in given:
                 named[e.attrs[0]] = given[e]
-        self.whole = Evaluator(self.sizes, named)
+        self.evaluator = Evaluator(self.sizes, named)
 
     def run(self) -> list[list[Tensor]]:
-        parts = [stretch.run() for stretch in self._stretches()]
+        parts = [stretch.run() for stretch in self._iterate_stretches()]
         for e, pieces in self.kept.items():
-            self.shared[self.number, e] = self._in_edge_order(torch.cat([t for _, t in pieces]), self.edges)
+            self.shared[self.number, e] = self._to_edge_order(torch.cat([t for _, t in pieces]), self.edges)
         results = []
         for k, (r, scale) in enumerate(self.fold.scaled):
             if r.attrs[0] == "histogram":
@@ -150,7 +150,7 @@ class _Element:
                 continue
             joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
             if r.attrs[0] == "pair":
-                joined = [self._in_edge_order(joined[0], self.edges)]
+                joined = [self._to_edge_order(joined[0], self.edges)]
             if scale is not ONE:
                 factor = self.value(scale)
                 several = isinstance(factor, Tensor) and factor.dim() > 0
@@ -161,7 +161,7 @@ class _Element:
 
     def value(self, e: Expr) -> Any:
         """An expression of one side for the whole axis, ``[length(, features)]``; one number where it has no axis."""
-        value = self.whole(e)
+        value = self.evaluator(e)
         if not isinstance(value, Tensor):
             return value
         value = to_compute_dtype(value, e, self.sizes.compute)
@@ -173,12 +173,12 @@ class _Element:
         """The product of two vectors for every edge, in the order of these lists."""
         if e not in self.dots:
             if (self.number, e) in self.shared:
-                self.dots[e] = self._in_list_order(self.shared[self.number, e])
+                self.dots[e] = self._to_list_order(self.shared[self.number, e])
             else:
                 kept, folded = e.args if e.args[0].rows == (self.over == "cols") else e.args[::-1]
                 x, y = self.value(kept), self.value(folded)
-                self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._stretches()])
-                self.shared[self.number, e] = self._in_edge_order(self.dots[e], self.edges)
+                self.dots[e] = torch.cat([stretch.products(x, y) for stretch in self._iterate_stretches()])
+                self.shared[self.number, e] = self._to_edge_order(self.dots[e], self.edges)
         return self.dots[e]
 
     def weights(self, e: Expr, stretch: _Stretch) -> Tensor:
@@ -186,7 +186,7 @@ class _Element:
         if not self.both or not e.is_pair:
             return stretch.number(e)
         if e not in self.dots and (self.number, e) in self.shared:
-            self.dots[e] = self._in_list_order(self.shared[self.number, e])
+            self.dots[e] = self._to_list_order(self.shared[self.number, e])
         if e in self.dots:
             return self.dots[e][stretch.edges]
         found = stretch.number(e)
@@ -198,16 +198,16 @@ class _Element:
     def _stored(self) -> slice:
         return slice(self.first, self.first + int(self.ends[-1]))
 
-    def _in_list_order(self, numbers: Tensor) -> Tensor:
+    def _to_list_order(self, numbers: Tensor) -> Tensor:
         entry = self.lists.entry
         return numbers[self._stored] if entry is None else numbers[entry[self._stored].long()]
 
-    def _in_edge_order(self, numbers: Tensor, edges: int) -> Tensor:
+    def _to_edge_order(self, numbers: Tensor, edges: int) -> Tensor:
         found, entry = numbers.new_zeros(edges), self.lists.entry
         found[self._stored if entry is None else entry[self._stored].long()] = numbers
         return found
 
-    def _stretches(self) -> list[_Stretch]:
+    def _iterate_stretches(self) -> list[_Stretch]:
         """Neighbouring lists with about ``_STRETCH`` edges in all."""
         last, total = len(self.ends) - 1, int(self.ends[-1])
         wanted = torch.tensor(range(_STRETCH, total, _STRETCH), dtype=torch.int64)
@@ -221,24 +221,24 @@ class _Element:
 class _Stretch:
     """The edges of the lists from ``first`` to ``last``."""
 
-    whole: _Element
+    element: _Element
     first: int
     last: int
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        found = self.whole.ends[self.first : self.last + 1]
+        found = self.element.ends[self.first : self.last + 1]
         return found - found[:1]
 
     @functools.cached_property
     def edges(self) -> slice:
         """Which edges these are, counted along the lists."""
-        return slice(int(self.whole.ends[self.first]), int(self.whole.ends[self.last]))
+        return slice(int(self.element.ends[self.first]), int(self.element.ends[self.last]))
 
     @functools.cached_property
     def folded(self) -> Tensor:
-        at = self.whole.first
-        return self.whole.lists.items[at + self.edges.start : at + self.edges.stop]
+        at = self.element.first
+        return self.element.lists.items[at + self.edges.start : at + self.edges.stop]
 
     @functools.cached_property
     def kept(self) -> Tensor:
@@ -247,16 +247,16 @@ class _Stretch:
     @functools.cached_property
     def evaluate(self) -> Evaluator:
         count = self.edges.stop - self.edges.start
-        return Evaluator(replace(self.whole.sizes, rows=1, cols=1, batch=(count,)), {})
+        return Evaluator(replace(self.element.sizes, rows=1, cols=1, batch=(count,)), {})
 
     def run(self) -> list[list[Tensor]]:
-        return [self._reduce(r) for r in self.whole.fold.reductions]
+        return [self._reduce(r) for r in self.element.fold.reductions]
 
     def _reduce(self, r: Expr) -> list[Tensor]:
         if r.attrs[0] == "pair":
             return [self.number(r.args[0])]
         if r.attrs[0] == "histogram":
-            total = torch.zeros(1, self.whole.sizes.of(str(r.args[2].feature)), dtype=self.whole.sizes.compute)
+            total = torch.zeros(1, self.element.sizes.of(str(r.args[2].feature)), dtype=self.element.sizes.compute)
             add_at(total, self.number(r.args[0]).unsqueeze(0), self.number(r.args[1]).unsqueeze(0))
             return [total[0]]
         if r.attrs[0] == "sum":
@@ -304,25 +304,25 @@ class _Stretch:
             if n in memo:
                 continue
             if n.op == "lookup" and n.is_pair:
-                table, at = self.whole.value(n.args[0]), self.number(n.args[1])
+                table, at = self.element.value(n.args[0]), self.number(n.args[1])
                 memo[n] = look_up(table, at, 1).view(-1, 1, 1)
             elif n.op == "dot":
-                memo[n] = self.whole.products(n)[self.edges].view(-1, 1, 1)
+                memo[n] = self.element.products(n)[self.edges].view(-1, 1, 1)
             elif n.op == "leaf" and n.is_pair:
-                memo[n] = self.whole.pairs[n][self.edges].view(-1, 1, 1)
+                memo[n] = self.element.pairs[n][self.edges].view(-1, 1, 1)
             elif not n.is_pair:
-                value = self.whole.value(n)
+                value = self.element.value(n)
                 if n.rows or n.cols:
                     value = value.index_select(0, self._places(n)).view(-1, 1, 1)
                 memo[n] = value.view(1, 1, 1) if isinstance(value, Tensor) and value.dim() == 0 else value
         found = self.evaluate.to_compute(self.evaluate(e), e)
         if not isinstance(found, Tensor):
-            kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, self.whole.sizes.compute)
+            kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, self.element.sizes.compute)
             return torch.full((count,), found, dtype=kind)
         return found.reshape(-1).expand(count)
 
     def _places(self, e: Expr) -> Tensor:
-        return self.kept if e.rows == (self.whole.over == "cols") else self.folded
+        return self.kept if e.rows == (self.element.over == "cols") else self.folded
 
     def products(self, x: Tensor, y: Tensor) -> Tensor:
         """The product of a kept index's and a folded one's vector for every edge."""
@@ -342,10 +342,10 @@ class _Stretch:
         """Σ weight × value of every list."""
         total: Tensor | None = None
         for c in parts:
-            number = self.whole.weights(c.weight, self) if weight is None else self.number(c.weight) * weight
+            number = self.element.weights(c.weight, self) if weight is None else self.number(c.weight) * weight
             found = self._add_up(number)
             if c.vector is not None:
-                table, starts = self.whole.value(c.vector), self.ends[:-1]
+                table, starts = self.element.value(c.vector), self.ends[:-1]
                 number = number.to(table.dtype).contiguous()
                 found = embedding_bag(self.folded, table, starts, mode="sum", per_sample_weights=number)
             total = found if total is None else total + found

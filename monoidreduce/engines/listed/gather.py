@@ -211,8 +211,8 @@ class Piece:
         assert self.lists.once is not None
         return self.lists.once[self.place].repeat_interleave(self.lists.unit, 1)
 
-    def extra(self, name: str, whole: Sizes) -> Any:
+    def extra(self, name: str, sizes: Sizes) -> Any:
         """The value of a leaf that only pieces have."""
         if name in ("num_rows", "num_cols"):
-            return whole.of(name[4:])
+            return sizes.of(name[4:])
         return {"row_index": lambda: self.rows, "col_index": lambda: self.cols}.get(name, lambda: getattr(self, name))()

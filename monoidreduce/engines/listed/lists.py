@@ -79,11 +79,11 @@ def find_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, ove
     """The lists of a domain for reductions over ``over``, made once for the same tensors; ``ordered``: items rise
     within each list, and those that are listed again are marked."""
     given = ("lists", form, rows, cols, over, ordered, *tensors)
-    make = lambda: _without_memory_of(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
+    make = lambda: _own_memory(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
     return bounded_cache.compute_once(given, make, tensors[0].device)
 
 
-def _without_memory_of(tensors: Sequence[Tensor], lists: Lists) -> Lists:
+def _own_memory(tensors: Sequence[Tensor], lists: Lists) -> Lists:
     """The same lists with tensors of their own: what is cached for a tensor must not keep it alive."""
     given = {t.untyped_storage()._cdata for t in tensors}
     held: dict[str, Any] = {f.name: getattr(lists, f.name) for f in fields(lists)}
@@ -96,13 +96,13 @@ def _make_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, ov
     domain = restore_domain(form, tensors)
     if isinstance(domain, Pages):
         batch = tuple(tensors[1].shape)
-        return _pages_over_rows(domain, batch, rows, cols) if over == "rows" else _pages(domain, batch, rows)
+        return _list_rows_of_pages(domain, batch, rows, cols) if over == "rows" else _list_pages(domain, batch, rows)
     lists = domain.listing(rows, cols) if over == "cols" else domain.transposed(rows, cols)
-    found = _from_column_lists(lists, *((rows, cols) if over == "cols" else (cols, rows)))
-    return _sorted(found) if ordered else found
+    found = _read_column_lists(lists, *((rows, cols) if over == "cols" else (cols, rows)))
+    return _sort_items(found) if ordered else found
 
 
-def _from_column_lists(lists: ColumnLists, kept_size: int, folded_size: int) -> Lists:
+def _read_column_lists(lists: ColumnLists, kept_size: int, folded_size: int) -> Lists:
     offsets, items, entry = lists.offsets.long(), lists.items.long(), lists.entry
     start, length = offsets[:-1], offsets[1:] - offsets[:-1]
     unit = lists.col_block
@@ -129,7 +129,7 @@ def _split_units(offsets: Tensor, items: Tensor, entry: Tensor | None, block: in
     return unit, moved[:-1], moved[1:] - moved[:-1], items[source] * each + inside, entry
 
 
-def _sorted(lists: Lists) -> Lists:
+def _sort_items(lists: Lists) -> Lists:
     """The same lists, items in rising order."""
     owner = torch.repeat_interleave(lists.length)
     first = lists.length.cumsum(0) - lists.length
@@ -156,7 +156,7 @@ def check_numbers(lists: Lists) -> None:
         )
 
 
-def _pages(domain: Pages, batch: tuple[int, ...], rows: int) -> Lists:
+def _list_pages(domain: Pages, batch: tuple[int, ...], rows: int) -> Lists:
     """A list of all columns of each sequence, in the order of their positions."""
     length = domain.lengths.long()
     start = length.cumsum(0) - length
@@ -167,9 +167,9 @@ def _pages(domain: Pages, batch: tuple[int, ...], rows: int) -> Lists:
     return Lists(batch, max(rows, 1), rows, 1, element, torch.zeros_like(element), start, length, items)
 
 
-def _pages_over_rows(domain: Pages, batch: tuple[int, ...], rows: int, cols: int) -> Lists:
+def _list_rows_of_pages(domain: Pages, batch: tuple[int, ...], rows: int, cols: int) -> Lists:
     """A list with the rows of one sequence for each page of it."""
-    element, slot = (domain._used(domain.lengths)).nonzero().unbind(1)
+    element, slot = (domain._find_used_slots(domain.lengths)).nonzero().unbind(1)
     kept, zeros = domain.table.long()[element, slot], torch.zeros_like(element)
     items, limit = zeros.new_zeros(1), domain.lengths.long()[element]
     return Lists(

@@ -69,7 +69,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", r
     folded: list[int] = []
     plain: list[Expr] = []
     for k, (r, scale) in zip(places, chosen, strict=True):
-        (new,) = constructors.substitute((_as_sum(r),), replaced)
+        (new,) = constructors.substitute((_write_as_sum(r),), replaced)
         if kind_of(new).both_axes and ragged:
             number, *rest = new.args
             new = constructors.rebuild(new, (apply("where", extra["exists"], number, 0.0), *rest))
@@ -83,7 +83,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", r
             folded.append(k)
         else:
             whole = constructors.rebuild(r, (apply("mul", r.args[0], scale),)) if scale is not ONE else r
-            plain.append(constructors.substitute((_as_sum(whole),), replaced)[0])
+            plain.append(constructors.substitute((_write_as_sum(whole),), replaced)[0])
     own = {*fold.leaves, *extra.values()}
     leaves = tuple(e for e in topological([*inner, *scales, *plain]) if e in own)
     used = () if all(s is ONE for s in scales) else tuple(scales)
@@ -94,7 +94,7 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", r
     return LocalFold(places, whole_fold, tuple(folded), tuple(plain), leaves, named, outputs)
 
 
-def _as_sum(r: Expr) -> Expr:
+def _write_as_sum(r: Expr) -> Expr:
     """A gather at an index as the sum of ``where(index == target, ...)``; any other reduction as it is."""
     if not kind_of(r).gathers:
         return r

@@ -24,7 +24,7 @@ from ...reductions import kind_of
 from ..common import bounded_cache, combine
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
-from .run import results_of_nothing
+from .run import make_empty_results
 
 _SHORT = 2**16  # pairs of all batch elements, which take less time than a fold takes to begin
 
@@ -59,10 +59,10 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
             outputs.append(torch.zeros(shape, dtype=dtype))
         else:
             outputs.append(allocate_result(fold, r, k, leaves, sizes))
-    _fill_rest(fold, outputs, stretches, sizes)
+    _fill_unpaired(fold, outputs, stretches, sizes)
     pairs = sum(s.pairs for s in stretches)
     for s in stretches:
-        own = _without_condition(fold, same) if s.single else fold
+        own = _drop_condition(fold, same) if s.single else fold
         _run_stretch(own, leaves, replace(sizes, repeats=max(1, pairs // s.pairs)), s, engine, outputs)
     return outputs
 
@@ -95,7 +95,7 @@ def _run_stretch(
         target.narrow(len(sizes.batch), kept.start, kept.stop - kept.start).copy_(t)
 
 
-def _fill_rest(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], sizes: Sizes) -> None:
+def _fill_unpaired(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], sizes: Sizes) -> None:
     """What rows and columns without a partner have, which are of no stretch."""
     full = {"cols": sum(s.rows.stop - s.rows.start for s in stretches) == sizes.rows}
     full["rows"] = sum(s.cols.stop - s.cols.start for s in stretches) == sizes.cols
@@ -103,12 +103,12 @@ def _fill_rest(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], 
         if kind_of(r).both_axes:
             mine[0].zero_()
         elif not kind_of(r).per_pair and not full[r.attrs[1]]:
-            for t, nothing in zip(mine, results_of_nothing(r, sizes), strict=True):
+            for t, nothing in zip(mine, make_empty_results(r, sizes), strict=True):
                 t.copy_(nothing)
 
 
 @functools.lru_cache(maxsize=1024)
-def _without_condition(fold: Fold, same: Expr) -> Fold:
+def _drop_condition(fold: Fold, same: Expr) -> Fold:
     """The fold of one sequence; what would no longer depend on rows and columns both keeps the condition."""
     reductions = []
     for r in fold.reductions:

@@ -23,11 +23,11 @@ _FREE_BITS = 9  # of the number of items: below 2⁹ items two significant bits,
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Pieces of one length: ``list`` says whose, ``start`` where in the items, ``slot`` where the result belongs: the
-    number of a kept block where it is ``whole``, else a place among the parts. ``length``: the units of each that are
-    its own, where some are filled up."""
+    number of a kept block where they are ``complete`` lists, else a place among the parts. ``length``: the units of
+    each that are its own, where some are filled up."""
 
     units: int
-    whole: bool
+    complete: bool
     list: Tensor
     start: Tensor
     slot: Tensor
@@ -48,7 +48,7 @@ class Pieces:
 def cut(owner: Tensor, start: Tensor, length: Tensor, most: int, spare: int = 0) -> Pieces:
     """Cut lists into pieces; ``owner``: the kept block that each list belongs to, several lists may have one.
     ``spare``: units that may be filled up in a batch; 0: none are."""
-    lists, starts, units = _cut_whole(start, length, most) if spare else _cut_lengths(start, length, most)
+    lists, starts, units = _cut_at_most(start, length, most) if spare else _cut_lengths(start, length, most)
     own, units = units, _fill_up(units, spare) if spare else units
     whose = owner[lists]
     order = (starts - start[lists]).argsort(stable=True)
@@ -56,20 +56,20 @@ def cut(owner: Tensor, start: Tensor, length: Tensor, most: int, spare: int = 0)
     lists, starts, units, own, whose = lists[order], starts[order], units[order], own[order], whose[order]
     owners, place, counts = torch.unique_consecutive(whose, return_inverse=True, return_counts=True)
     several = counts > 1
-    whole = ~several[place]
-    slot = torch.where(whole, whose, (~whole).cumsum(0) - 1)
-    order = (units * 2 + whole).argsort(stable=True)
-    kinds, sizes = torch.unique_consecutive((units * 2 + whole)[order], return_counts=True)
+    complete = ~several[place]
+    slot = torch.where(complete, whose, (~complete).cumsum(0) - 1)
+    order = (units * 2 + complete).argsort(stable=True)
+    kinds, sizes = torch.unique_consecutive((units * 2 + complete)[order], return_counts=True)
     batches, at = [], 0
     for kind, size in zip(kinds.tolist(), sizes.tolist(), strict=True):
         mine = order[at : at + size]
         filled = own[mine] if bool((own[mine] != units[mine]).any()) else None
         batches.append(Batch(kind // 2, bool(kind % 2), lists[mine], starts[mine], slot[mine], filled))
         at += size
-    return Pieces(tuple(batches), int((~whole).sum()), counts[several], owners[several])
+    return Pieces(tuple(batches), int((~complete).sum()), counts[several], owners[several])
 
 
-def _cut_whole(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _cut_at_most(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """The list, the start and the length of every piece, the last of each list as long as it is."""
     count = -(-length // most)
     lists = torch.repeat_interleave(count)
@@ -97,7 +97,7 @@ def _cut_lengths(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tens
     """The list, the start and the length of every piece."""
     total = int(length.sum())
     bits = max(_LEAST_BITS, min(_MOST_BITS, _LEAST_BITS + (total.bit_length() - _FREE_BITS) // 3))
-    lists, at, units = _cut_whole(start, length // most * most, most)
+    lists, at, units = _cut_at_most(start, length // most * most, most)
     found = [(lists, at, units)]
     at, rest = start + length // most * most, length % most
     lists = torch.arange(len(length), device=length.device)

@@ -39,7 +39,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     tensors = [given[a] for a in fold.domain.args]
     if sizes.device.type == "meta":  # lists without numbers: shapes alone
         return [
-            _zeros_per_pair(given[r.args[1]], sizes, edges)
+            _make_pair_zeros(given[r.args[1]], sizes, edges)
             if kind_of(r).per_pair
             else torch.empty(result_form(r, k, sizes)[0], dtype=result_form(r, k, sizes)[1], device="meta")
             for r, k in fold.outputs
@@ -48,7 +48,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
     results: list[Any] = [None] * len(fold.reductions)
     shared: edge_numbers.Shared = {}
-    groups = _groups(fold, leaves, sizes)
+    groups = _group_reductions(fold, leaves, sizes)
     for over, places in groups:
         found = None
         chosen = [fold.reductions[k] for k in places]
@@ -65,7 +65,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
             lists = find(True) if ordered and form[0] != "pages" else lists
             if edges and any(e.is_pair for e in local.leaves) and any(name == "once" for name, _ in local.extra):
                 check_numbers(lists)
-            found = _Run(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
+            found = _DirectionRun(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
     return [t for values in results for t in values]
@@ -76,7 +76,9 @@ def _has_once(fold: Fold, places: tuple[int, ...]) -> bool:
     return any(name == "once" for name, _ in local.extra)
 
 
-def _groups(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[tuple[tuple[str, tuple[int, ...]], tuple]]:
+def _group_reductions(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes
+) -> list[tuple[tuple[str, tuple[int, ...]], tuple]]:
     """The reductions that run together: of one direction, combined over the same batch dimensions.
 
     A sum that is the gradient of a leaf without some batch dimension is combined along it, so that columns that many
@@ -95,7 +97,7 @@ def _groups(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[tuple[tuple
     return [(key, tuple(places)) for key, places in found.items()]
 
 
-class _Run:
+class _DirectionRun:
     """The reductions of one direction."""
 
     def __init__(
@@ -126,7 +128,7 @@ class _Run:
         self.own = [kept[d] for d in self.layout.own]
         self.blocks = math.prod(kept) * lists.kept_blocks
         self.pairs = {
-            k: _zeros_per_pair(given[r.args[1]], sizes, edges)
+            k: _make_pair_zeros(given[r.args[1]], sizes, edges)
             for k, r in zip(local.places, self.reductions, strict=True)
             if kind_of(r).per_pair
         }
@@ -137,39 +139,39 @@ class _Run:
         }
 
     def run(self) -> list[list[Tensor]]:
-        bytes_kept, bytes_unit = self._bytes()
+        bytes_kept, bytes_unit = self._count_bytes()
         elements = max(1, math.prod(self.layout.shared_sizes))  # which engines in torch run one after the other
         room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
         room = min(room, (budget.requested() or room)) // budget.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
-        pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._spare(bytes_unit))
-        whole = [self._empty(r) for r in self.reductions]
+        pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._count_spare_units(bytes_unit))
+        results = [self._make_empty(r) for r in self.reductions]
         parts: list[list[Tensor]] = []
         for batch in pieces.batches:
             step = max(1, room // max(1, bytes_kept + batch.units * bytes_unit))
             for first in range(0, len(batch.list), step):
                 piece = Piece(self.lists, batch, self.over, first, min(first + step, len(batch.list)))
                 found = self._fold_piece(piece)
-                if batch.whole:
-                    for targets, values in zip(whole, found, strict=True):
+                if batch.complete:
+                    for targets, values in zip(results, found, strict=True):
                         for t, v in zip(targets, values, strict=True):
                             t.index_copy_(self.layout_dim, piece.slot, v.to(t.dtype))
                 else:
                     self._keep_parts(parts, pieces.parts, piece, found)
         if pieces.parts:
-            for r, targets, state in zip(self.reductions, whole, parts, strict=True):
+            for r, targets, state in zip(self.reductions, results, parts, strict=True):
                 if not targets:
                     continue
                 merge = lambda states, r=r: combine.merge_states(r, states)
                 done = combine_parts(state, pieces.counts, 1 + self.layout_dim, merge)
                 for t, v in zip(targets, combine.close_state(r, done), strict=True):
                     t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
-        named = dict(zip(self.local.places, whole, strict=True))
+        named = dict(zip(self.local.places, results, strict=True))
         return [
-            [self.pairs[k]] if k in self.pairs else [self._as_result(t) for t in named[k]] for k in self.local.places
+            [self.pairs[k]] if k in self.pairs else [self._to_result(t) for t in named[k]] for k in self.local.places
         ]
 
-    def _spare(self, bytes_unit: int) -> int:
+    def _count_spare_units(self, bytes_unit: int) -> int:
         """Units that may be filled up in a batch of pieces on a CPU, where beginning a batch takes as long."""
         if self.sizes.device.type != "cpu" or self.pairs or self.lists.limit is not None:
             return 0
@@ -204,7 +206,7 @@ class _Run:
         """The dimension of kept blocks in results, and of pieces in what the engine returns."""
         return len(self.layout.shared)
 
-    def _bytes(self) -> tuple[int, int]:
+    def _count_bytes(self) -> tuple[int, int]:
         """Bytes that a piece takes for its kept indices, and for each unit of folded ones."""
         kept, unit = 0, 0
         wide, shared = self.sizes.compute.itemsize, math.prod(self.layout.shared_sizes)
@@ -227,7 +229,7 @@ class _Run:
         lengths = piece.rows.shape[1] * self.layout.copies, piece.cols.shape[1]
         sizes = replace(self.sizes, rows=lengths[0], cols=lengths[1], batch=batch)
         local = self.local if piece.length is None else self.filled
-        values = {e: self._leaf(e, piece) for e in local.leaves}
+        values = {e: self._read_leaf(e, piece) for e in local.leaves}
         found: dict[int, list[Tensor]] = {}
         if local.fold is not None:
             fold = local.fold
@@ -246,7 +248,7 @@ class _Run:
                 found[k] = [self._to_index(t, piece) if n == at else t for n, t in enumerate(found[k])]
         return [found[k] for k in self.local.places]
 
-    def _leaf(self, e: Expr, piece: Piece) -> Any:
+    def _read_leaf(self, e: Expr, piece: Piece) -> Any:
         if e in self.extra:
             value = piece.extra(self.extra[e], self.sizes)
             value = value.repeat(1, self.layout.copies) if e.rows and self.layout.packed else value
@@ -312,12 +314,12 @@ class _Run:
             total.copy_(back)
         return []
 
-    def _empty(self, r: Expr) -> list[Tensor]:
+    def _make_empty(self, r: Expr) -> list[Tensor]:
         """Results of all kept blocks, each as if its list were empty."""
         if kind_of(r).per_pair or kind_of(r).both_axes:
             return []
         lead = *self.layout.shared_sizes, self.blocks, self.kept_block
-        return [t.expand(*lead, *t.shape[1:]).contiguous() for t in results_of_nothing(r, self.sizes)]
+        return [t.expand(*lead, *t.shape[1:]).contiguous() for t in make_empty_results(r, self.sizes)]
 
     def _keep_parts(self, parts: list[list[Tensor]], count: int, piece: Piece, found: list[list[Tensor]]) -> None:
         """Put the states of some pieces among the parts, which are allocated when the first are known."""
@@ -330,7 +332,7 @@ class _Run:
             for t, v in zip(parts[n], state, strict=True):
                 t.index_copy_(1 + self.layout_dim, piece.slot, v.to(t.dtype))
 
-    def _as_result(self, t: Tensor) -> Tensor:
+    def _to_result(self, t: Tensor) -> Tensor:
         """``[*shared, blocks, block, features]`` as ``[*batch, kept axis, features]``."""
         lists, layout = self.lists, self.layout
         tail = t.shape[self.layout_dim + 2 :]
@@ -345,7 +347,7 @@ class _Run:
         return t.permute((*order, *range(len(order), t.dim()))).contiguous()
 
 
-def results_of_nothing(r: Expr, sizes: Sizes) -> list[Tensor]:
+def make_empty_results(r: Expr, sizes: Sizes) -> list[Tensor]:
     """The results of a reduction that folds no pair, of one kept index: ``[1(, features)]``."""
     found = []
     for k, (feature, _) in enumerate(outputs_of(r)):
@@ -356,7 +358,7 @@ def results_of_nothing(r: Expr, sizes: Sizes) -> list[Tensor]:
     return [t.to(f.dtype) for t, f in zip(nothing, found, strict=True)]
 
 
-def _zeros_per_pair(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:
+def _make_pair_zeros(like: Tensor, sizes: Sizes, edges: bool) -> Tensor:
     """Zeros for a result per pair, or per edge."""
     shape, dtype = (tuple(like.shape), sizes.compute) if edges else pair_result_form(like, sizes)
     return torch.zeros(shape, dtype=dtype, device=sizes.device)

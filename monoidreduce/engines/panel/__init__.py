@@ -62,7 +62,7 @@ class Step(Protocol):
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]) -> None:
         """``dtypes``: those of the columns' vectors."""
 
-    def compute_row_scalars(self, scalars: tuple[Expr, ...], whole: Evaluator) -> None:
+    def compute_row_scalars(self, scalars: tuple[Expr, ...], evaluator: Evaluator) -> None:
         """Compute scalars of all rows, if there is a faster way than the evaluator's own."""
 
     def choose_layout(self, limit: int) -> panel_layout.PanelLayout | None:
@@ -111,19 +111,19 @@ def _run_loops(
     step_class: StepClass, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int
 ) -> list[Any]:
     program = split_softmax_means(program) if step_class.splits_softmax_means else program
-    whole = Evaluator(sizes, inputs)
+    evaluator = Evaluator(sizes, inputs)
     needed = _list_nodes(program.outputs)
     for loop in split_into_loops(program):
-        first = _LoopRun(loop, whole, needed, step_class, limit)
+        first = _LoopRun(loop, evaluator, needed, step_class, limit)
         runs = [first]
         if first.layout is None:
-            runs = [_LoopRun(one, whole, needed, step_class, limit) for one in loop.split_directions()] or runs
+            runs = [_LoopRun(one, evaluator, needed, step_class, limit) for one in loop.split_directions()] or runs
         if not all(each.layout for each in runs):
             bytes = least_bytes(program, sizes, step_class, first.dtypes)
             raise BudgetError(given=budget.format_floor(first.limit), least=budget.format_ceil(bytes), bytes=bytes)
         for each in runs:
             each.run()
-    return [whole(e) for e in program.outputs]
+    return [evaluator(e) for e in program.outputs]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,19 +176,21 @@ def _expand_result(value: Any, e: Expr, sizes: Sizes) -> Tensor:
 class _LoopRun:
     """One loop over panels: its layout, what it is fed, and the results over columns so far."""
 
-    def __init__(self, loop: PanelLoop, whole: Evaluator, needed: frozenset[Expr], step_class: StepClass, limit: int):
-        self.loop, self.whole, self.needed = loop, whole, needed
+    def __init__(
+        self, loop: PanelLoop, evaluator: Evaluator, needed: frozenset[Expr], step_class: StepClass, limit: int
+    ):
+        self.loop, self.evaluator, self.needed = loop, evaluator, needed
         self.nodes = [list(group_by_reduction(s.fold.reductions, s.results).values()) for s in loop.stages]
-        self.sizes = whole.sizes
+        self.sizes = evaluator.sizes
         feeds = [f for s in loop.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
-        self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
+        self.fixed = {f: evaluator(f) for f in dict.fromkeys(feeds) if not f.rows}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.dtypes = {v.dtype for v in vectors}
         self.step = step_class(loop, self.sizes, self.dtypes)
         known = find_row_scalars(tuple(feeds))
-        self.step.compute_row_scalars(known, whole)
-        self.scalars = {f: whole(f) for f in known}
+        self.step.compute_row_scalars(known, evaluator)
+        self.scalars = {f: evaluator(f) for f in known}
         self.layout: panel_layout.PanelLayout | None = panel_layout.PanelLayout(1, 1)
         self.limit = limit
         if self.sizes.rows and self.sizes.cols:
@@ -207,8 +209,8 @@ class _LoopRun:
                 self.step.run_stages(group, panel)
         for at, stage in enumerate(self.loop.stages):
             for nodes, value in pair_results(stage, self.step.finish_stage(at)):
-                self.whole.memo |= {n: to_layout(value, n) for n in nodes}
-        self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+                self.evaluator.memo |= {n: to_layout(value, n) for n in nodes}
+        self.evaluator.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
         self.last = None
         del self.step  # and with it the panel's memory, before another loop allocates its own
         for stage in self.loop.stages:
@@ -223,7 +225,7 @@ class _LoopRun:
         return self.last[1:]
 
     def _make_evaluator(self, rows: slice) -> Evaluator:
-        inputs = self.whole.inputs
+        inputs = self.evaluator.inputs
         memo = dict(self.fixed)
         for f, value in self.scalars.items():
             memo[f] = value[rows] if isinstance(value, Tensor) and value.shape[0] > 1 else value
@@ -237,18 +239,18 @@ class _LoopRun:
                 memo[e] = to_layout(value[rows] if isinstance(value, Tensor) else value, e)
             elif e.op == "row_index":
                 memo[e] = torch.arange(rows.start, rows.stop, device=self.sizes.device).view(-1, 1)
-            elif e.rows and e in self.whole.memo:  # a result of an earlier loop
-                memo[e] = self.whole.memo[e][rows]
+            elif e.rows and e in self.evaluator.memo:  # a result of an earlier loop
+                memo[e] = self.evaluator.memo[e][rows]
         return Evaluator(self.sizes, inputs, memo)
 
-    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator, whole: Tensor | None) -> None:
+    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator, full: Tensor | None) -> None:
         """Keep what later stages read of these rows, and what outputs read of all rows."""
         for n in nodes:
             local.memo[n] = to_layout(value, n)
             if n not in self.needed:
                 continue
-            if whole is not None or value.shape[0] == self.sizes.rows:
-                self.found[n] = value if whole is None else whole
+            if full is not None or value.shape[0] == self.sizes.rows:
+                self.found[n] = value if full is None else full
                 continue
             if n not in self.found:
                 self.found[n] = value.new_empty((self.sizes.rows, *value.shape[1:]))
@@ -257,7 +259,7 @@ class _LoopRun:
     def _gather(self, gathers: Pass | None) -> None:
         if gathers is None:
             return
-        leaves = {e: from_layout(self.whole(f), f) for e, f in zip(gathers.fold.leaves, gathers.feeds, strict=True)}
+        leaves = {e: from_layout(self.evaluator(f), f) for e, f in zip(gathers.fold.leaves, gathers.feeds, strict=True)}
         leaves = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for r, (nodes,) in group_by_reduction(gathers.fold.reductions, gathers.results).items():
             length = self.sizes.rows if r.attrs[1] == "cols" else self.sizes.cols
@@ -265,7 +267,7 @@ class _LoopRun:
             tail = () if feature is None else (self.sizes.of(str(feature)),)
             out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
             run_pick(r, leaves, self.sizes, 1, out, plan.ELEMENTS)
-            self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
+            self.evaluator.memo |= {n: to_layout(out[0], n) for n in nodes}
 
 
 def iterate_grid(sizes: Sizes, layout: panel_layout.PanelLayout) -> Iterator[tuple[slice, slice]]:
@@ -298,11 +300,15 @@ class Panel:
         """Some rows, and all columns."""
         return Panel(self.run, rows, slice(0, self.run.sizes.cols))
 
-    def keep_results(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
-        """Hand over the results of one reduction of a stage; ``wholes``: the tensors of all rows that they are slices
-        of, where they are."""
-        for own, value, whole in zip(self.run.nodes[at][place], values, wholes or [None] * len(values), strict=True):
-            self.run.keep(own, value, self.rows, self.local, whole)
+    def keep_results(
+        self, at: int, place: int, values: list[Tensor], full_tensors: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Hand over the results of one reduction of a stage; ``full_tensors``: the tensors of all rows that they are
+        slices of, where they are."""
+        for own, value, full in zip(
+            self.run.nodes[at][place], values, full_tensors or [None] * len(values), strict=True
+        ):
+            self.run.keep(own, value, self.rows, self.local, full)
 
 
 # Stages in torch ----------------------------------------------------------------------------------------------
@@ -324,7 +330,7 @@ class TorchStep:
         self.tile_bytes = plan.LEAST
         self.groups = tuple(range(at, at + 1) for at in range(len(loop.stages)))
 
-    def compute_row_scalars(self, scalars: tuple[Expr, ...], whole: Evaluator) -> None:
+    def compute_row_scalars(self, scalars: tuple[Expr, ...], evaluator: Evaluator) -> None:
         pass
 
     def choose_layout(self, limit: int) -> panel_layout.PanelLayout | None:
@@ -384,7 +390,7 @@ class TorchStep:
         code = self.code(stage.fold, frozenset(numbers))
         buffers, accumulators = self._tile_buffers(at, numbers), self.accumulators[at]
         chunk = BatchChunk(code, given, self.sizes, self.tiles, 1, buffers, panel.rows, accumulators)
-        chunk.walk()
+        chunk.fold_tiles()
         for place, accumulator in enumerate(chunk.accumulators):
             if place not in accumulators:
                 panel.keep_results(at, place, _take_first(accumulator))

@@ -170,7 +170,7 @@ def as_program(fold: Fold) -> Lowered:
     """A fold as a program whose outputs are its results."""
     results = tuple(result(r, k, feature, dtype) for r in fold.pure for k, (feature, dtype) in enumerate(outputs_of(r)))
     only = Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results))
-    return Lowered((only,), results).having(fold.exact)
+    return Lowered((only,), results).with_exactness(fold.exact)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,7 +184,7 @@ def split_softmax_means(program: Lowered) -> Lowered:
             seen = apply("where", apply("eq", log_total, -math.inf), 0.0, apply("exp", apply("neg", log_total)))
             weight = apply("mul", apply("exp", apply("sub", fields[0], peak)), seen)
             (replace[e],) = make("sum", over, (), (apply("mul", weight, fields[e.attrs[0]]),))
-    return compile_program(substitute(program.outputs, replace)).having(program.exact) if replace else program
+    return compile_program(substitute(program.outputs, replace)).with_exactness(program.exact) if replace else program
 
 
 def list_feeds(stage: Stage) -> list[tuple[Expr, Expr]]:

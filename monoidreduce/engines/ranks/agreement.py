@@ -309,7 +309,7 @@ def swap_axes() -> contextlib.AbstractContextManager[None]:
 
 def _agree(
     layout: Layout,
-    told: str,
+    description: str,
     here: Mapping[str, int],
     device: torch.device | None,
     failed: bool = False,
@@ -323,7 +323,7 @@ def _agree(
     try:
         for group in layout.rounds:
             try:
-                headers = exchange_headers(group, failed, told, here, given, device)
+                headers = exchange_headers(group, failed, description, here, given, device)
                 given = given.combine_headers(headers)
                 for name in here:
                     lengths = [h[2 if name == "rows" else 3] for h in headers]
@@ -332,7 +332,7 @@ def _agree(
                     elif len(set(lengths)) > 1:
                         raise _uneven_error(name, lengths)
             except ShardError as error:
-                problem, failed, told = problem or error, True, error.text
+                problem, failed, description = problem or error, True, error.text
     except RankError:
         for group in layout.groups:
             abort_group(group)
@@ -358,7 +358,7 @@ def header_device(group: Group) -> torch.device:
 def exchange_headers(
     group: Group,
     failed: bool,
-    told: str,
+    description: str,
     here: Mapping[str, int],
     given: PairShards,
     device: torch.device | None = None,
@@ -368,7 +368,7 @@ def exchange_headers(
     device = header_device(group) if device is None or dist.get_backend(group) == "gloo" else device
     mine = [
         int(failed),
-        _hash_text(told),
+        _hash_text(description),
         here["rows"],
         here["cols"],
         given.own,
@@ -377,16 +377,16 @@ def exchange_headers(
     ]
     found = all_gather(torch.tensor(mine, device=device), group).tolist()
     if any(h[0] for h in found) or any(h[1] != found[0][1] for h in found):
-        _raise_disagreement([h[0] for h in found], all_gather_texts(told, group))
+        _raise_disagreement([h[0] for h in found], all_gather_texts(description, group))
     return found
 
 
-def _raise_disagreement(status: list[int], told: list[str]) -> None:
+def _raise_disagreement(status: list[int], description: list[str]) -> None:
     failed = [r for r, s in enumerate(status) if s]
     if failed:
-        reasons = "; ".join(f"rank {r}: {told[r]}" for r in failed)
+        reasons = "; ".join(f"rank {r}: {description[r]}" for r in failed)
         raise ShardError(detail=f"not every rank could take part: {reasons}")
-    lines = [text.split("\n") for text in told]
+    lines = [text.split("\n") for text in description]
     for parts in zip(*lines, strict=False):
         if len(set(parts)) > 1:
             raise ShardError(

@@ -22,9 +22,16 @@ from ...program.lower import Fold, Lowered
 from ...reductions import State, kind_of
 from ...reductions.base import Exchange
 from ..common import combine, subproblem
+from ..common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ..common.gradient_program import build_gradient_program, constant_results, detach_views, load_saved, zero_gradient
-from ..common.others import Blocks, add_gradients, each_reduction, split_cotangents
+from ..common.gradient_program import (
+    build_gradient_program,
+    constant_results,
+    detach_views,
+    load_values,
+    save_values,
+    zero_gradient,
+)
 from ..common.shard import (
     Group,
     Ranges,
@@ -230,12 +237,12 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     inner = replace(sizes, shard=None)
     try:
         if shard.ring:
-            states = _reduced(fold, Grid(fold, leaves, inner, shard, engine).run(), shard, ("both",))
+            states = _combine_over_ranks(fold, Grid(fold, leaves, inner, shard, engine).run(), shard, ("both",))
         else:
             states = subproblem.run_subproblem(
                 fold, leaves, inner, Subproblem(shard.rows.own, shard.cols.own, shard.totals), engine
             )
-            states = _reduced(fold, states, shard, ("cols", "rows"))
+            states = _combine_over_ranks(fold, states, shard, ("cols", "rows"))
         return subproblem.finish_states(fold, states)
     except BaseException:  # whatever it was, the others must not wait for this rank
         for group in shard.groups:
@@ -246,7 +253,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
 # Columns (or rows) divided: an all-reduce with ⊙ ---------------------------------------------------------------
 
 
-def _reduced(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...]) -> list[State]:
+def _combine_over_ranks(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...]) -> list[State]:
     """Every state combined with those of the ranks that share its axis: all reductions' messages of a round are one.
     One over both axes is combined along each of them; ``axes`` ``"both"`` is one group that divides both."""
     for over in axes:
@@ -254,12 +261,12 @@ def _reduced(fold: Fold, states: list[State], shard: Shard, axes: tuple[str, ...
         mine = [k for k, r in enumerate(fold.reductions) if r.attrs[1] in (over, "both")]
         if group is not None and mine:
             talks = [kind_of(fold.reductions[k]).exchange(fold.reductions[k].attrs[2], states[k]) for k in mine]
-            for k, state in zip(mine, _talk(talks, group), strict=True):
+            for k, state in zip(mine, _run_exchanges(talks, group), strict=True):
                 states[k] = state
     return states
 
 
-def _talk(talks: list[Exchange], group: Group) -> list[State]:
+def _run_exchanges(talks: list[Exchange], group: Group) -> list[State]:
     """Run the kinds' exchanges side by side, round by round, one message per operation and number type."""
     results: dict[int, State] = {}
     asked = {k: next(talk) for k, talk in enumerate(talks)}
@@ -336,33 +343,29 @@ class _Pass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         constant = constant_results(ctx.context.fold)
         ctx.mark_non_differentiable(*(o for o, is_constant in zip(output, constant, strict=True) if is_constant))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+        save_values(ctx, leaves, *output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         context: Context = ctx.context
-        first = ctx.constants.count(None)  # tensors among the leaves
-        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        rest = iter(tensors)
-        leaves = [c if c is not None else next(rest) for c in ctx.constants]
-        results = list(rest if unchanged else _Pass.apply(context, *leaves))
-        asked = tuple(ctx.needs_input_grad[1:])
+        leaves, results, unchanged = load_values(ctx, len(cotangents))
+        results = results if unchanged else list(_Pass.apply(context, *leaves))
+        wanted = tuple(ctx.needs_input_grad[1:])
         if not context.sizes.of("rows") or not context.sizes.of("cols"):  # no pairs: all gradients are zero
-            return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+            return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
         local, others = split_cotangents(context.fold, cotangents)
         given = tuple(g is not None for g in local)
-        made = build_gradient_program(context.fold, asked, given)
+        made = build_gradient_program(context.fold, wanted, given)
         values = execute_program(made.program, made.bind(leaves, results, local), context.sizes, context.engine)
         values = [from_layout(v, e) for v, e in zip(values, made.program.outputs, strict=True)]
         grads = made.gradients(values, leaves)[0]
         if any(g is not None for g in others):
-            more = sharded_other_gradients(context.fold, leaves, context.sizes, asked, others)
+            more = sharded_other_gradients(context.fold, leaves, context.sizes, wanted, others)
             grads = [g if m is None or g is None else g + m for g, m in zip(grads, more, strict=True)]
         return None, *grads
 
 
-# Gradients of monoids that have no local one (``common/others.py``), over many ranks.
+# Gradients of monoids that have no local one (``common/block_gradients.py``), over many ranks.
 # Where the folded axis is divided, a rank's share is one more block: the ranks' states are gathered, and the
 # cotangent of this rank's comes from their fold. All of it is differentiable, so that second derivatives communicate
 # by themselves.
@@ -371,12 +374,12 @@ class _Pass(torch.autograd.Function):
 def sharded_other_gradients(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of this rank's leaves; see ``others.other_gradients``."""
+    """The gradients of this rank's leaves; see ``block_gradients.differentiate_by_blocks``."""
     shard = sizes.shard
     assert shard is not None
     grads: list[Tensor | None] = [None] * len(leaves)
     used = [_replicate(v, e, shard) for v, e in zip(leaves, fold.leaves, strict=True)]
-    for one, given in each_reduction(fold, cotangents):
+    for one, given in iterate_block_reductions(fold, cotangents):
         _refuse_ring(shard, one.reductions[0])
         job = Blocks(one, sizes, tuple(used), tuple(wanted))
         group = shard.axis(one.reductions[0].attrs[1]).group
@@ -388,7 +391,7 @@ def sharded_other_gradients(
     return [g if g is None else _sum_over_ranks(g, e, shard) for g, e in zip(grads, fold.leaves, strict=True)]
 
 
-def _lacking(leaf: Expr, shard: Shard) -> list[Group]:
+def _find_replicating_groups(leaf: Expr, shard: Shard) -> list[Group]:
     """The groups over which a leaf is replicated: those of divided axes that it does not have."""
     axes = ((leaf.rows, shard.rows), (leaf.cols, shard.cols))
     return [axis.group for has, axis in axes if not has and axis.group is not None]
@@ -397,13 +400,13 @@ def _lacking(leaf: Expr, shard: Shard) -> list[Group]:
 def _replicate(value: Any, leaf: Expr, shard: Shard) -> Any:
     """A leaf as this rank uses it: second derivatives by a replicated one are summed over the ranks."""
     if isinstance(value, Tensor) and value.requires_grad:
-        for group in _lacking(leaf, shard):
+        for group in _find_replicating_groups(leaf, shard):
             value = replicate(value, group)
     return value
 
 
 def _sum_over_ranks(g: Tensor, leaf: Expr, shard: Shard) -> Tensor:
-    for group in _lacking(leaf, shard):
+    for group in _find_replicating_groups(leaf, shard):
         g = sum_replicas(g, group)
     return g
 

@@ -66,7 +66,7 @@ def describe_arguments(values: Mapping[str, Any], axes: Mapping[str, Axes], dims
 
 
 def agree_on_sizes(
-    unplaced: Sequence[Unplaced], told: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
+    unplaced: Sequence[Unplaced], description: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
 ) -> dict[tuple[str, int], str]:
     """For each (name, mesh dimension) what the tensor is along its sharded axis: "one" for all, the "whole", or a
     rank's "own" shard; a collective call.
@@ -79,11 +79,13 @@ def agree_on_sizes(
     for m in _rounds(list(groups)):
         try:
             given = agreement.PairShards(own=own, shared=whole, wide=(one,))
-            headers = agreement.exchange_headers(groups[m], problem is not None, told, {"rows": 0, "cols": 0}, given)
+            headers = agreement.exchange_headers(
+                groups[m], problem is not None, description, {"rows": 0, "cols": 0}, given
+            )
             for h in headers:
                 own, whole, one = own & h[4], whole & h[5], one & h[6]
         except ShardError as error:
-            problem, told = problem or error, error.text
+            problem, description = problem or error, error.text
     for k, u in enumerate(unplaced):
         if problem is None and not (own | whole | one) >> k & 1:
             problem = ShardError(
@@ -347,8 +349,8 @@ class PlacedCall:
         used = [m for m in range(self.mesh.ndim) if m in self.roles.axis or m in self.roles.batch]
         groups = {m: self.mesh.get_group(m) for m in used}
         unplaced = self._find_unplaced(used)
-        told = describe_arguments(self.values, self.axes, self.dims)
-        found = agree_on_sizes(unplaced, told, groups, self._dim_name) if self._is_mixed else {}
+        description = describe_arguments(self.values, self.axes, self.dims)
+        found = agree_on_sizes(unplaced, description, groups, self._dim_name) if self._is_mixed else {}
         for (name, m), what in found.items():
             if what == "one":
                 self._broadcast(name, [self._key(name, m)])

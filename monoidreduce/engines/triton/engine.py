@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from ..common import matmul
 from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
-from ..common.torch_code import Side
+from ..common.torch_code import Elementwise
 from . import describe_leaves, prepared_folds
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported
@@ -227,7 +227,9 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     return found
 
 
-def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+def prepare_side(
+    side: Elementwise, leaves: Sequence[Any], sizes: Sizes
+) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """Arithmetic on rows or columns alone as one launch, for leaves like these; None where it has no kernel."""
     try:
         return elementwise.ElementwiseLaunch(side, leaves, sizes)

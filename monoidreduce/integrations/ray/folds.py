@@ -210,7 +210,7 @@ class RowBlock:
         self.choices, self.columns = choices, dict(columns)
         self.prepared: Prepared = self.stream._prepare(columns)
         self.chunks = ChunkMaker(self.stream._prepare)
-        self.walk: ChunkedProgram = replace(self.prepared.walk, first_row=start, all_rows=total_rows)
+        self.walk: ChunkedProgram = replace(self.prepared.chunked, first_row=start, all_rows=total_rows)
         _check_results_are_per_row(self.walk)
 
     @property

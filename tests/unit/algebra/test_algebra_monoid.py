@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monoidreduce import errors
-from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, fold, monoids, product
+from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, fold, laws, monoids, product
 
 
 class LogMean(Monoid):
@@ -150,6 +150,17 @@ def test_combine_must_return_an_element():
         fold(Tuple, torch.ones(3))
 
 
+def test_combine_decides_by_no_python_if():
+    class Larger(Monoid):
+        v: Scalar = -math.inf
+
+        def combine(a, b):
+            return Larger(v=a.v if a.v > b.v else b.v)
+
+    with pytest.raises(errors.DeclarationError, match=r"Larger.combine decides by a Python if.*torch\.where"):
+        laws.check(Larger)
+
+
 # --- elements ---
 
 
@@ -232,9 +243,9 @@ def test_dot_of_symbols_is_matmul():
 
 
 def test_roads_to_a_gradient():
-    assert (LogMean.has_gradient, LogMean.gradient_road) == (True, "pullback")
-    assert (Times.has_gradient, Times.gradient_road) == (True, "remove")
-    assert (Total.has_gradient, Total.gradient_road) == (False, "none")
+    assert (LogMean.has_gradient, LogMean.gradient_source) == (True, "pullback")
+    assert (Times.has_gradient, Times.gradient_source) == (True, "remove")
+    assert (Total.has_gradient, Total.gradient_source) == (False, "none")
     one = Total(v=torch.ones(1))
     for ask in (lambda: Total.pullback(one, one, one), lambda: Total.remove(one, one)):
         with pytest.raises(errors.NoGradientError, match=r"Total has no local gradient.*pullback.*remove"):

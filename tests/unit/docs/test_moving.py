@@ -18,6 +18,9 @@ NEEDS = {  # section: what must be importable, and whether its kernels need a GP
     "Liger": ("liger_kernel", True),
     "Cut Cross-Entropy": ("cut_cross_entropy", True),
     "KeOps": ("pykeops", False),
+    "scikit-learn and scipy": ("sklearn", False),
+    "faiss": ("faiss", False),
+    "GeomLoss": ("geomloss", False),
     "Varlen attention": ("flash_attn", True),
     "Graphs": ("torch_geometric", False),
     "cuEquivariance": ("cuequivariance_torch", True),
@@ -74,5 +77,5 @@ def test_so_does_the_other_library(row, names):
         pytest.skip(f"{module} needs a CUDA device")
     with DEVICE, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FlexAttention says that it is slow without a compiler
-        theirs = eval(there, names)
-        torch.testing.assert_close(theirs, eval(plain, names), rtol=1e-4, atol=1e-5)
+        theirs, expected = torch.as_tensor(eval(there, names)), eval(plain, names)
+        torch.testing.assert_close(theirs.to(expected), expected, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Pair, Row
 from monoidreduce.engines.eager import cpp
-from monoidreduce.engines.eager.cpp import compiler, primitive_text, support
+from monoidreduce.engines.eager.cpp import compiled_fold, compiler, primitive_text, support, variants
 
 pytestmark = pytest.mark.skipif(
     compiler.current_compiler() is None or compiler.gemm_addresses() is None, reason="no C++ compiler, or no BLAS"
@@ -192,9 +193,9 @@ def windowed(q: Row["f"], k: Col["f"], v: Col["d"], left: int, slope: mr.Batch):
 
 def test_tables_of_tiles_are_kept_where_only_indices_decide(monkeypatch):
     """Of packed sequences one for each; another window makes others, and data is read in every call."""
-    made, decide = [], cpp.decide_tiles
-    monkeypatch.setattr(cpp, "decide_tiles", lambda *given: made.append(1) or decide(*given))
-    monkeypatch.setattr(cpp, "_make_index_table", functools.lru_cache(cpp._make_index_table.__wrapped__))
+    made, decide = [], variants.decide_tiles
+    monkeypatch.setattr(variants, "decide_tiles", lambda *given: made.append(1) or decide(*given))
+    monkeypatch.setattr(variants, "_make_index_table", functools.lru_cache(variants._make_index_table.__wrapped__))
     x, ends = R(2, 700, 8), torch.tensor([0, 300, 700])
     for left, count in ((50, 2), (50, 0), (400, 2), (50, 0)):
         made.clear()
@@ -247,6 +248,10 @@ def test_functions_are_as_exact_as_torchs(tmp_path):
         "expm1_": torch.expm1,
         "tanh_": torch.tanh,
         "erf_": torch.erf,
+        "erfc_": torch.erfc,
+        "exp2_": torch.exp2,
+        "mish_gate_": lambda x: torch.tanh(F.softplus(x)),
+        "normal_gate_": lambda x: 0.5 * torch.erfc(x * -math.sqrt(0.5)),
         "logsigmoid_": F.logsigmoid,
         **{f"{name}_": getattr(torch, name) for name in ("log10", "atan", "asin", "acos", "asinh", "acosh", "atanh")},
         **{f"{name}_": getattr(torch, name) for name in ("logit", "erfinv", "sinc", "lgamma", "digamma")},
@@ -299,7 +304,8 @@ def _use(folder, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(folder))
     monkeypatch.setattr(compiler, "_loaded", {})
     compiler._noted.clear()
-    cpp._compile.cache_clear()
+    compiled_fold.compile_form.cache_clear()
+    cpp._calls.clear()
 
 
 def test_damaged_and_missing_files_are_compiled_again(tmp_path, monkeypatch):
@@ -351,7 +357,7 @@ def test_memory_is_a_few_tiles(monkeypatch):
     q = R(1, 1, 2048, 16)
     sizes = []
     empty = torch.empty
-    monkeypatch.setattr(cpp.torch, "empty", lambda *a, **k: (sizes.append(a[0]), empty(*a, **k))[1])
+    monkeypatch.setattr(compiled_fold.torch, "empty", lambda *a, **k: (sizes.append(a[0]), empty(*a, **k))[1])
     with mr.use(engine="eager"), torch.no_grad():
         mr.ops.attention(q, q, q)
         numbers = [n for n in sizes if isinstance(n, int)]

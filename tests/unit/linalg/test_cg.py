@@ -139,6 +139,13 @@ def test_numpy_comes_and_goes():
     assert isinstance(found, numpy.ndarray)
     dense = numpy.exp(-((x[:, None] - x) ** 2).sum(-1) / 2) + 0.1 * numpy.eye(50)
     numpy.testing.assert_allclose(found, numpy.linalg.solve(dense, b), rtol=1e-6, atol=1e-6)
+    in_numpy = linalg.cg(lambda v: dense @ v, b, preconditioner=lambda v: v / numpy.diag(dense)[:, None])
+    numpy.testing.assert_allclose(in_numpy, found, rtol=1e-6, atol=1e-6)
+    with pytest.raises(mr.ArgumentError, match="called with a numpy array, as b is one"):
+        linalg.cg(lambda v: torch.mm(torch.from_numpy(dense), v), b)
+    for wrong in (lambda v: v[:5], lambda v: None, lambda v: v.astype("f")):
+        with pytest.raises(mr.ShapeError, match="the preconditioner gave"):
+            linalg.cg(lambda v: dense @ v, b, preconditioner=wrong)
 
 
 def test_scipy_uses_an_operator():

@@ -264,6 +264,8 @@ OPTIONS: dict[str, list[tuple[dict, type, str]]] = {
         ({"bias": 1.0}, mr.ArgumentError, "bias was given 1.0"),
         ({"out_bias": X[0]}, mr.ShapeError, "out_bias has 4 numbers.*3 features"),
         ({"out_bias": P[0].double()}, mr.DTypeError, "out_bias is float64"),
+        ({"out_bias": P[:2]}, mr.ShapeError, r"out_bias has shape \(2, 3\), but the result \(5, 3\)"),
+        ({"out_bias": P[None, :1]}, mr.ShapeError, r"out_bias has shape \(1, 1, 3\)"),
         ({"dropout_p": 2}, mr.ArgumentError, "dropout_p was given 2"),
         ({"dropout_p": 0.5, "seed": 0.5}, mr.ArgumentError, "seed was given 0.5"),
     ],

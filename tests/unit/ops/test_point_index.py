@@ -8,7 +8,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.common.point_tree import build_in_torch, depth_for
+from monoidreduce.engines.common.point_tree import build_in_torch, choose_depth
 from monoidreduce.engines.eager import nearest_tree
 from monoidreduce.engines.eager.cpp import ball_search, compiler, point_search
 from monoidreduce.ops import point_index
@@ -155,7 +155,7 @@ def test_mistakes_are_those_of_knn():
 def test_trees_built_by_sorts_hold_the_same_points(count):
     points = torch.cat([cloud(count, 3), torch.full((2, 3), float("nan"))])
     for tree in (build_in_torch(points), point_search.build(points)):
-        assert tree.depth == depth_for(count) and tree.finite == count
+        assert tree.depth == choose_depth(count) and tree.finite == count
         torch.testing.assert_close(points[tree.order].mT, tree.sorted, equal_nan=True)
         assert sorted(tree.order.tolist()) == list(range(count + 2))
         for level in range(tree.depth + 1):

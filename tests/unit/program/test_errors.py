@@ -254,6 +254,10 @@ def shape_asked(x: Row["f"], y: Col["f"]):
     return mr.sum((x @ y) / x.shape[-1])  # here
 
 
+def largest_values(x: Row["f"], y: Col["f"]):
+    return mr.max(x @ y).values  # here
+
+
 def transposed(x: Row["f"], y: Col["f"]):
     return mr.sum(x @ y.T)  # here
 
@@ -461,6 +465,7 @@ BODIES = [
     (string, mr.TraceError, ("'2'", "str", "numbers")),
     (shape_asked, mr.TraceError, (".shape", "mr.num_rows")),
     (transposed, mr.TraceError, (".T", "q @ k")),
+    (largest_values, mr.TraceError, (".values", "mr.max and mr.min are the number itself")),
     (item, mr.TraceError, (".item", "traced")),
     (to_device, mr.TraceError, (".to('cuda')", "torch.float32")),
     (slice_of_features, mr.TraceError, ("slice", "x[0]")),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines.common import others
-from monoidreduce.reductions.derived_gradient import gradient_road
+from monoidreduce.engines.common import block_gradients
+from monoidreduce.reductions.derived_gradient import gradient_source
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import own_monoids as own
 from tests.support.comparison import use_small_tiles
@@ -16,8 +16,8 @@ from tests.support.comparison import use_small_tiles
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     use_small_tiles(monkeypatch)
-    monkeypatch.setattr(others, "_BLOCK", 4)
-    monkeypatch.setattr(others, "_LEAST_BLOCK", 4)
+    monkeypatch.setattr(block_gradients, "_BLOCK", 4)
+    monkeypatch.setattr(block_gradients, "_LEAST_BLOCK", 4)
 
 
 def assert_right(op, found, args, second=False, tolerance=1e-9):
@@ -27,11 +27,11 @@ def assert_right(op, found, args, second=False, tolerance=1e-9):
 
 
 def test_where_gradients_come_from():
-    assert {m: gradient_road(m) for m in own.ROADS} == own.ROADS
-    assert gradient_road(mr.monoids.LogWSum) == "pullback"
-    assert gradient_road(mr.monoids.LogWSum * own.Extent) == "trace"
-    assert gradient_road(own.Extent * own.TopTwo) == "others"
-    assert gradient_road(mr.monoids.And * mr.monoids.Or) == "none"
+    assert {m: gradient_source(m) for m in own.ROADS} == own.ROADS
+    assert gradient_source(mr.monoids.LogWSum) == "pullback"
+    assert gradient_source(mr.monoids.LogWSum * own.Extent) == "trace"
+    assert gradient_source(own.Extent * own.TopTwo) == "others"
+    assert gradient_source(mr.monoids.And * mr.monoids.Or) == "none"
 
 
 @pytest.mark.sampled(6)
@@ -161,7 +161,7 @@ def test_hand_written_gradients_are_found(name):
     with mr.use(engine="eager"):
         for one in (monoid, without_pullback(monoid)):
             found.append(own.with_gradients(fold_of(one), (s, v)))
-    assert gradient_road(monoid) == "pullback"
+    assert gradient_source(monoid) == "pullback"
     for got, right in zip(*found, strict=True):
         torch.testing.assert_close(got, right)
 

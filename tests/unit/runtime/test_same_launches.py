@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What a run may not write over, tables with a column for each feature, patterns, and what an interrupt says."""
 
+import itertools
 import os
 import sys
 
@@ -129,3 +130,63 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     notes = getattr(stopped.value, "__notes__", []) if sys.version_info >= (3, 11) else [capsys.readouterr().err]
     assert len(notes) == 1 and f"the state is kept in {tmp_path / 'run'}, with 100 columns folded" in notes[0]
     assert "The same call goes on from there" in notes[0]
+
+
+def test_home_folders_and_endings_in_capitals(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    numpy.save(tmp_path / "x.npy", X)
+    (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
+    want = ops.kernel_sum(X, X, X[:, 0])
+    numpy.save(tmp_path / "b.npy", X[:, 0])
+    kept = ops.kernel_sum.stream("~/X.NPY").over("~/X*.NPY", "~/b.npy", out="~/sum.npy", state="~/run")
+    assert torch.equal(torch.tensor(numpy.load(tmp_path / "sum.npy")), torch.tensor(kept))
+    numpy.testing.assert_allclose(kept, want, rtol=1e-5)
+    with pytest.raises(mr.ArgumentError, match=r"is the file .*b\.npy that is read"):
+        ops.kernel_sum.stream("~/X.NPY").over("~/X.NPY", "~/b.npy", out=tmp_path / "b.npy")
+
+
+def test_texts_beside_the_numbers_of_a_table_are_left_alone(tmp_path):
+    vectors = pytest.importorskip("pyarrow").array(list(X))
+    table = write_table(tmp_path / "table.parquet", 1, y=vectors, title=[str(k) for k in range(len(X))])
+    want = ops.knn(X[:50], X, 4)
+    assert numpy.array_equal(ops.knn.stream(X[:50], k=4).over(table).indices, want.indices)
+    wide = write_table(tmp_path / "wide.parquet", title=[str(k) for k in range(len(X))])
+    with pytest.raises(mr.ArgumentError, match=r"wide.parquet has f0, f1, f2, but y is needed"):
+        ops.knn.stream(X, k=4).over(wide)
+
+
+def test_a_large_group_of_a_table_is_decoded_piece_by_piece(tmp_path):
+    """Writers put a million rows in one group unless told."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    x = numpy.random.default_rng(0).random((300_000, 16), numpy.float32)
+    pq.write_table(pa.table({"y": pa.FixedSizeListArray.from_arrays(x.reshape(-1), 16)}), tmp_path / "y.parquet")
+    at, held, before = 0, 0, pa.total_allocated_bytes()
+    chunks = mr.chunks(tmp_path / "y.parquet", size=20_000)
+    for (part,) in itertools.chain(chunks, chunks):  # as a second pass reads it
+        assert numpy.array_equal(part, x[at : at + len(part)])
+        at = (at + len(part)) % len(x)
+        held = max(held, pa.total_allocated_bytes() - before)
+    assert at == 0 and held < x.nbytes // 2
+    opened = chunks.arrays[0]
+    for start, stop in ((70_000, 70_001), (100, 20_000), (20_000, 20_100), (299_000, 300_000), (5, 5)):
+        assert numpy.array_equal(opened.read(start, stop), x[start:stop])
+
+
+def test_what_cannot_be_is_refused_before_any_work(points, tmp_path, monkeypatch):
+    def read(self, chunk):
+        yield (torch.tensor(X[:100]),)  # which says their type
+        raise AssertionError
+
+    columns = mr.chunks(points, size=100)
+    monkeypatch.setattr(type(columns), "read_from", read)
+    for rows in (X[:50], points):
+        for more in ({}, {"state": tmp_path / "run"}, {"out": tmp_path / "out.npy"}):
+            with pytest.raises(mr.TopKError, match="k = 401 of only 400 columns"):
+                ops.knn.stream(rows, k=401).over(columns, **more)
+            assert not (tmp_path / "run" / "progress").exists()  # which would refuse a run with another k
+    for every in ("30s", -1, None, True, float("nan")):
+        with pytest.raises(mr.ArgumentError, match="every was given"):
+            ops.knn.stream(X, k=4).over(points, state=tmp_path / "run", every=every)
+    for thing in (numpy, numpy.ndarray, 3.0):
+        with pytest.raises(mr.MonoidReduceError, match="y was given"):
+            ops.kernel_sum.stream(X).over(thing, X[:, 0])

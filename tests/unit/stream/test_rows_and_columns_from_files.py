@@ -415,3 +415,15 @@ def test_the_line_says_how_far_how_fast_and_how_long(monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     ops.knn.stream(X, k=5).over(Y, state=None)
     assert re.search(r"folding  100%  1 of 1", shown.getvalue()) and shown.getvalue().endswith("\r")
+
+
+def test_a_file_of_no_columns_is_no_columns_and_a_source_of_nothing_an_error(tmp_path):
+    x = numpy.ones((50, 3), numpy.float32)
+    numpy.save(tmp_path / "x.npy", x)
+    numpy.save(tmp_path / "none.npy", x[:0])
+    for rows, more in ((x, {}), (tmp_path / "x.npy", {"out": tmp_path / "out.npy", "state": tmp_path / "run"})):
+        found = ops.kernel_logsumexp.stream(rows).over(tmp_path / "none.npy", **more)
+        assert numpy.array_equal(found, numpy.full(50, -numpy.inf, numpy.float32))
+        for nothing in (iter([]), []):
+            with pytest.raises(mr.StreamError, match="the source is empty"):
+                ops.kernel_logsumexp.stream(rows).over(nothing, **more)

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ...common.point_tree import PointTree, depth_for, split_finite
+from ...common.point_tree import PointTree, choose_depth, split_finite
 from . import compiler
 
 MOST_FEATURES = 16  # beyond, generated folds multiply matrices, and boxes exclude nothing
@@ -27,7 +27,7 @@ def build(points: Tensor) -> PointTree | None:
         return None
     order, count = split_finite(points)
     points = points.contiguous()
-    depth = depth_for(count)
+    depth = choose_depth(count)
     boxes = points.new_zeros(2 ** (depth + 1), 2 * points.shape[1])
     sorted_points = points.new_empty(points.shape[1], len(points))
     threads = torch.get_num_threads()

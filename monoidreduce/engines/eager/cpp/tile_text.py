@@ -39,6 +39,7 @@ class TileText:
         self.names: dict[object, str] = {}  # values of the tile and of the kept index
         self.own: dict[object, str] = {}  # values of the loop that is being written
         self.lines: list[str] = []  # of that loop
+        self.asked: list[str] = []  # values of it that quick forms of functions take up to QUICK_TURNS
         self.slots: dict[object, str] = {}  # tile-sized buffers by what they hold
         self.alpha: dict[Expr, str] = {}
         self.alias: dict[Expr, Expr] = {}
@@ -102,7 +103,16 @@ class TileText:
             return f"(F)({self.get(e.args[0])}) * {own}"
         if e.op == "exp" and _is_softmax_exponent(e.args[0]):
             return f"exp_weight({self.get(e.args[0])})"
-        return write_primitive(e, [self.get(a) for a in e.args], self.k.form.single)
+        return self._primitive(e, [self.get(a) for a in e.args])
+
+    def _primitive(self, e: Expr, args: list[str]) -> str:
+        """The text of a primitive; of a quick form that not every number has, its argument is noted for the loop."""
+        text = write_primitive(e, args, self.k.form.single)
+        if "quick_" in text:
+            if not self.k.is_folded(e):
+                return text.replace("quick_", "")
+            self.asked += args
+        return text
 
     def _leaf(self, e: Expr) -> str:
         if e.feature is not None:
@@ -153,8 +163,7 @@ class TileText:
         numbers = self.once(("values", red), "F*", f"w + {self.k.room.take(('values', red), across)}", self.top)
         room = self.k.room.take(("places", red), across * (2 if self.k.form.single else 1))
         places = self.once(("places", red), "I*", f"(I*)(w + {room})", self.top)
-        sets = self.once("sets", "int", "a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3]", self.top)
-        own = self.once("set", "int", f"set_of(i0 / BM, {sets})", self.top)
+        own = self.once("set", "int", "set_of(i0 / ROWS, (int)SETS)", self.top)
         at = self.k.output_at[red]
         out = f"(double*)a[{at}] + b * a[{at + 1}] + {own} * a[{at + 2}]"
         total = self.once(("entries", red), "double*", out, self.top)
@@ -217,7 +226,7 @@ class TileText:
         elif e.op == "spread":
             return self.get(e.args[0])
         elif e.op in PRIMITIVES:
-            text = write_primitive(e, [self.component(a, f) for a in e.args], self.k.form.single)
+            text = self._primitive(e, [self.component(a, f) for a in e.args])
         else:
             raise Unsupported(f"{e.op} of vectors has no C++ form")
         known[e, f] = self.name()
@@ -365,13 +374,20 @@ class TileText:
 """
 
     def begin_loop(self) -> None:
-        self.own, self.lines = {}, []
+        self.own, self.lines, self.asked = {}, [], []
 
     def end_loop(self, reductions: dict[str, list[str]], extra: list[str]) -> list[str]:
         """The text of a loop over the folded indices: its values, then ``extra``."""
         said = "".join(f" reduction({op}:{', '.join(names)})" for op, names in reductions.items() if names)
-        inside = [f"  {line}" for line in (*self.lines, *extra)]
-        return [f'_Pragma("omp simd{said}")', "for (int j = 0; j < n; j++) {", *inside, "}"]
+        head = "for (int j = 0; j < n; j++) {"
+        loop = [f'_Pragma("omp simd{said}")', head, *(f"  {line}" for line in (*self.lines, *extra)), "}"]
+        if not self.asked:
+            return loop
+        large = self.name()
+        test = " | ".join(f"!({x} <= QUICK_TURNS && {x} >= -QUICK_TURNS)" for x in dict.fromkeys(self.asked))
+        ask = [f"int32_t {large} = 0;", f'_Pragma("omp simd reduction(|:{large})")', head, *self.lines]
+        slow = [line.replace("quick_", "") for line in loop]
+        return [*ask, f"{large} |= (int32_t)({test});", "}", f"if (!{large}) {{", *loop, "} else {", *slow, "}"]
 
     def _sums(self, reducers: list[Reducer]) -> list[str]:
         self.begin_loop()
@@ -598,7 +614,7 @@ class TileText:
         there, self_loop = self.get(target), self.name()
         self.begin_loop()
         x = self.get(r.roots[0])
-        inside = " ".join(self.lines)
+        inside = " ".join(self.lines).replace("quick_", "")
         return [
             f"const I {self_loop} = {there} - j0;",
             f"if ({self_loop} >= 0 && {self_loop} < n) {{ const int j = (int){self_loop}; {inside} "

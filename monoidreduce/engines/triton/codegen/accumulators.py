@@ -13,8 +13,8 @@ import functools
 from typing import Any
 
 from ....program.constructors import Contraction, apply, contractions
-from ....program.expression import Expr
-from ....program.several import MIX, OUTER, is_product, letters
+from ....program.expression import Expr, letters
+from ....program.several import MIX, OUTER, is_product
 from ....reductions import outputs_of
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Slices, Unsupported, pad_width, widen

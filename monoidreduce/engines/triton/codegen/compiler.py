@@ -15,8 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....program.expression import Expr, topological
-from ....program.several import are_several, letters
+from ....program.expression import Expr, are_several, letters, topological
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, kernel_text, listed, tile_ranges

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from ....program.constructors import apply
-from ....program.expression import Expr, const, topological, widest
+from ....program.expression import Expr, are_several, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from ....program.several import are_several
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen

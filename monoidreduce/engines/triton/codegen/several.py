@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ....program.expression import Expr
+from ....program.expression import Expr, are_several, letters
 from ....program.primitives import PRIMITIVES
-from ....program.several import DOTS, are_several, letters
+from ....program.several import DOTS
 from .exponents import literal
 from .kernel_spec import TINY, WIDEST, Unsupported, pad_width
 

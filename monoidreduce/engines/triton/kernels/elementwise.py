@@ -17,7 +17,7 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import evaluate
 from ...common.evaluate import Allocator, Form, Sizes
-from ...common.torch_code import Side
+from ...common.torch_code import Elementwise
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
@@ -125,7 +125,7 @@ class ElementwiseLaunch:
 
     def __init__(
         self,
-        side: Side,
+        side: Elementwise,
         leaves: Sequence[Any],
         sizes: Sizes,
         total: bool = False,
@@ -181,7 +181,7 @@ class ElementwiseLaunch:
         return (*batch, length, *tail), kind
 
     @staticmethod
-    def _strides(e: Expr, side: Side, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _strides(e: Expr, side: Elementwise, leaves: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """A vector lies in memory as the first of the side's vectors that is given; None: contiguous."""
         given = [v for x, v in zip(side.leaves, leaves, strict=True) if x.feature is not None and isinstance(v, Tensor)]
         return None if e.feature is None or not (given and shape) else evaluate.find_strides(shape, given[0])

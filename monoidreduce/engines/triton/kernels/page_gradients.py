@@ -25,7 +25,7 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import bounded_cache
 from ...common.evaluate import Sizes, restore_domain
-from ...common.torch_code import Side
+from ...common.torch_code import Elementwise
 from ..codegen.kernel_spec import Unsupported
 from ..launch.launch_recipes import FoundAtLaunch, Leaf, Recipe
 from .elementwise import ElementwiseLaunch
@@ -194,7 +194,11 @@ def _copy_rows(e: Expr, moved: Tensor, sizes: Sizes) -> Recipe | None:
     batch = tuple(moved.shape[: moved.dim() - 1 - (e.feature is not None)])
     try:
         one = ElementwiseLaunch(
-            Side("rows", (e,), (e,)), [moved], replace(sizes, batch=batch), types={0: moved.dtype}, contiguous=True
+            Elementwise("rows", (e,), (e,)),
+            [moved],
+            replace(sizes, batch=batch),
+            types={0: moved.dtype},
+            contiguous=True,
         )
     except Unsupported:
         return None

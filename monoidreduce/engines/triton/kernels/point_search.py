@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...common.point_tree import PointTree, depth_for
+from ...common.point_tree import PointTree, choose_depth
 from ..codegen.kernel_spec import pad_width
 from ..launch.jit_module import Kernels
 
@@ -115,7 +115,7 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
     equals first. ``excluded``: query i is not to find the point ``excluded + i``. Infinite distances have place -1."""
     found = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
     if len(queries):
-        level = depth_for(tree.finite, _POINTS)
+        level = choose_depth(tree.finite, _POINTS)
         boxes = tree.boxes[2**level : 2 ** (level + 1)]
         own = -(2**31) if excluded is None else excluded
         blocks = 2**level if tree.finite else 0

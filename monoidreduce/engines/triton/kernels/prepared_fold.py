@@ -26,7 +26,7 @@ from ....reductions import kind_of, outputs_of
 from ...common import bounded_cache, evaluate
 from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
-from ...common.torch_code import BatchArithmetic, Side, Step, batch_index
+from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
 from ..launch import hardware
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
@@ -500,7 +500,7 @@ def record(
 
 
 def _side(
-    side: Side, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
+    side: Elementwise, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
 ) -> tuple[Sequence[Tensor], Sequence[StepLaunches] | None]:
     try:
         one = elementwise.ElementwiseLaunch(side, leaves, sizes, total, types)

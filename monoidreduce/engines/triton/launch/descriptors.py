@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....program.expression import Expr
+from ....program.expression import Expr, are_several
 from ....program.lower import Fold
-from ....program.several import are_several
 from ..codegen.kernel_spec import NARROW, TINY, WIDEST, Spec, gluon_type, pad_width
 
 _MOST_DIMENSIONS = 5  # of a descriptor

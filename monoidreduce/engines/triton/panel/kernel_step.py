@@ -25,7 +25,7 @@ from ....reductions import outputs_of
 from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ...common.torch_code import FoundSide, find_sides
+from ...common.torch_code import ElementwiseGroup, group_elementwise
 from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
@@ -423,8 +423,8 @@ _SCALAR_LAUNCHES: BoundedCache[tuple, elementwise.ElementwiseLaunch] = BoundedCa
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_scalars(scalars: tuple[Expr, ...]) -> list[FoundSide]:
-    return find_sides(scalars, frozenset())
+def _gather_scalars(scalars: tuple[Expr, ...]) -> list[ElementwiseGroup]:
+    return group_elementwise(scalars, frozenset())
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ from ...program.constructors import find_listed
 from ...program.expression import Expr, Feature
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
-from ...reductions.derived_gradient import gradient_road, saved_by_autograd, trace_combine
+from ...reductions.derived_gradient import gradient_source, saved_by_autograd, trace_combine
 from .evaluate import Evaluator, Sizes
 from .matmul import free_memory
 from .shard import Axis, Ranges, Shard
@@ -46,25 +46,25 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
-def other_results(fold: Fold) -> tuple[bool, ...]:
+def lack_local_gradient(fold: Fold) -> tuple[bool, ...]:
     """For each result of a fold, whether its gradient comes from all others, and so from here."""
-    return tuple(r.attrs[0] == "user" and gradient_road(r.attrs[2][0]) == "others" for r, _ in fold.outputs)
+    return tuple(r.attrs[0] == "user" and gradient_source(r.attrs[2][0]) == "others" for r, _ in fold.outputs)
 
 
-def other_gradients(
+def differentiate_by_blocks(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, wanted: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of leaves (those ``wanted``) through the results of :func:`other_results`; differentiable."""
+    """The gradients of leaves (those ``wanted``) through the results of :func:`lack_local_gradient`; differentiable."""
     grads: list[Tensor | None] = [None] * len(leaves)
-    for fold_of, given in each_reduction(fold, cotangents):
+    for fold_of, given in iterate_block_reductions(fold, cotangents):
         job = Blocks(fold_of, sizes, tuple(leaves), tuple(wanted))
         add_gradients(grads, job, job.gradients(given))
     return grads
 
 
 def split_cotangents(fold: Fold, cotangents: Sequence[Tensor | None]) -> tuple[list, list]:
-    """The cotangents of the results that have a local gradient, and those of :func:`other_results`; None elsewhere."""
-    pairs = [*zip(cotangents, other_results(fold), strict=True)]
+    """The cotangents of the results that have a local gradient, and those of all others; None elsewhere."""
+    pairs = [*zip(cotangents, lack_local_gradient(fold), strict=True)]
     return [None if other else g for g, other in pairs], [g if other else None for g, other in pairs]
 
 
@@ -75,13 +75,15 @@ def add_gradients(grads: list[Tensor | None], job: Blocks, found: Sequence[Tenso
         grads[k] = g if before is None else before + g
 
 
-def each_reduction(fold: Fold, cotangents: Sequence[Tensor | None]) -> Iterator[tuple[Fold, list[Tensor | None]]]:
-    """Each reduction of :func:`other_results` as a fold of its own, with its cotangents, if it has any."""
+def iterate_block_reductions(
+    fold: Fold, cotangents: Sequence[Tensor | None]
+) -> Iterator[tuple[Fold, list[Tensor | None]]]:
+    """Each reduction of :func:`lack_local_gradient` as a fold of its own, with its cotangents, if it has any."""
     at = 0
     for r in fold.reductions:
         count = len(outputs_of(r))
         given = list(cotangents[at : at + count])
-        if other_results(fold)[at] and any(g is not None for g in given):
+        if lack_local_gradient(fold)[at] and any(g is not None for g in given):
             _refuse_lists(r)
             yield Fold(fold.leaves, (r,), exact=fold.exact), given
         at += count
@@ -110,25 +112,25 @@ class Blocks:
         return self.fold.reductions[0]
 
     @functools.cached_property
-    def moving(self) -> tuple[int, ...]:
+    def differentiable(self) -> tuple[int, ...]:
         """The leaves that derivatives are taken by: all floating-point tensors."""
         return tuple(k for k, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.is_floating_point())
 
     @functools.cached_property
     def asked(self) -> tuple[int, ...]:
-        return tuple(k for k in self.moving if self.wanted[k])
+        return tuple(k for k in self.differentiable if self.wanted[k])
 
     def states(self) -> list[Tensor]:
         """The results of the fold."""
-        return list(_Fold.apply(_Call(self, 0), *(self.leaves[k] for k in self.moving)))
+        return list(_Fold.apply(_Call(self, 0), *(self.leaves[k] for k in self.differentiable)))
 
     def gradients(self, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The gradients of the leaves that are asked for."""
-        asked = tuple(self.moving.index(k) for k in self.asked)
+        asked = tuple(self.differentiable.index(k) for k in self.asked)
         if not asked:
             return ()
         given = self.fill_cotangents(cotangents)
-        return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.moving), *given)
+        return _Gradient.apply(_Call(self, 0, asked), *(self.leaves[k] for k in self.differentiable), *given)
 
     def fill_cotangents(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents, with zeros for those that are not given."""
@@ -171,9 +173,9 @@ class Blocks:
         fixed = {
             str(e.attrs[0]): self.leaf_slice(k, v, kept, folded) if isinstance(v, Tensor) else v
             for k, (e, v) in enumerate(zip(self.fold.leaves, self.leaves, strict=True))
-            if k not in self.moving
+            if k not in self.differentiable
         }
-        names = [str(self.fold.leaves[k].attrs[0]) for k in self.moving]
+        names = [str(self.fold.leaves[k].attrs[0]) for k in self.differentiable]
         sizes = self._block_sizes(rows, cols)
         r = self.reduction
 
@@ -190,12 +192,12 @@ class Blocks:
                 made.append(t.expand(*sizes.batch, length, *t.shape[t.dim() - (feature is not None) :]))
             return tuple(made)
 
-        return _with_tangents(block, order)
+        return _add_tangents(block, order)
 
     def merge(self, order: int) -> Function:
         """The fold of stacked states, as a function of them and of their tangents."""
         kind, params = kind_of(self.reduction), self.reduction.attrs[2]
-        return _with_tangents(lambda *stacked: tuple(kind.fold(params, stacked, 0)), order)
+        return _add_tangents(lambda *stacked: tuple(kind.fold(params, stacked, 0)), order)
 
     def _block_sizes(self, rows: slice, cols: slice) -> Sizes:
         shard = self.sizes.shard
@@ -217,8 +219,8 @@ class Blocks:
 
     def slices_of(self, values: Sequence[Tensor], kept: slice, folded: slice) -> list[Tensor]:
         """The slices of the moving leaves and of their tangents."""
-        count = len(self.moving)
-        return [self.leaf_slice(self.moving[n % count], v, kept, folded) for n, v in enumerate(values)]
+        count = len(self.differentiable)
+        return [self.leaf_slice(self.differentiable[n % count], v, kept, folded) for n, v in enumerate(values)]
 
 
 def cut_axes(r: Expr, sizes: Sizes, kept: int, folded: int, order: int = 0) -> tuple[list[slice], list[slice]]:
@@ -306,20 +308,20 @@ def _join(parts: Sequence[Tensor], at: int | None) -> Tensor:
     return functools.reduce(torch.add, parts) if at is None else torch.cat(list(parts), at)
 
 
-def _with_tangents(function: Function, order: int) -> Function:
+def _add_tangents(function: Function, order: int) -> Function:
     """``function`` of inputs and tangents: its results and their tangents; ``order`` times over."""
     if order == 0:
         return function
-    inner = _with_tangents(function, order - 1)
+    inner = _add_tangents(function, order - 1)
 
-    def pushed(*values: Tensor) -> tuple[Tensor, ...]:
+    def push_forward(*values: Tensor) -> tuple[Tensor, ...]:
         half = len(values) // 2
         # a tangent is laid out as its value, and cannot be written where elements of that share memory
         values = tuple(v.contiguous() if 0 in v.stride() else v for v in values)
         pair: Any = torch.func.jvp(inner, values[:half], values[half:])
         return *pair[0], *pair[1]
 
-    return pushed
+    return push_forward
 
 
 # Forward and gradient, of any order -------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ def differentiate_blocks(
 ) -> tuple[Tensor, ...]:
     """The gradients of the values numbered ``asked``, block by block."""
     kept_slices, folded_slices = job.cut_both_axes(order)
-    leaves = [job.moving[n % len(job.moving)] for n in asked]
+    leaves = [job.differentiable[n % len(job.differentiable)] for n in asked]
     folded_at, kept_at = (
         [job.cut_axis(k, values[n], side) for k, n in zip(leaves, asked, strict=True)] for side in (False, True)
     )
@@ -420,7 +422,7 @@ class _Call:
     @property
     def values(self) -> int:
         """How many values there are: moving leaves, and their tangents."""
-        return len(self.job.moving) * 2**self.order
+        return len(self.job.differentiable) * 2**self.order
 
     @property
     def results(self) -> int:
@@ -447,7 +449,7 @@ class _Fold(torch.autograd.Function):
         asked = tuple(n for n, need in enumerate(ctx.needs_input_grad[1:]) if need)
         call = replace(ctx.call, asked=asked)
         found = _Gradient.apply(call, *ctx.saved_tensors, *cotangents)
-        return None, *_spread(found, asked, call.values)
+        return None, *_scatter(found, asked, call.values)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
@@ -479,11 +481,11 @@ class _Gradient(torch.autograd.Function):
         values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if all(h is None for h in directions):
             return (None,) * (1 + count + len(g))
-        both = (*values, *_fill_tangents(_spread(directions, call.asked, count), values))
+        both = (*values, *_fill_tangents(_scatter(directions, call.asked, count), values))
         asked = tuple(n for n in range(count) if needs[n])
         moved = _hessian(call, asked, both, g) if asked else ()
-        pushed = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
-        return None, *_spread(moved, asked, count), *pushed
+        push_forward = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
+        return None, *_scatter(moved, asked, count), *push_forward
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
@@ -507,7 +509,7 @@ def _fill_tangents(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) 
     return [torch.zeros_like(v) if t is None else t.to(v.dtype).expand_as(v) for t, v in pairs]
 
 
-def _spread(found: Sequence[Tensor | None], asked: Sequence[int], count: int) -> list[Tensor | None]:
+def _scatter(found: Sequence[Tensor | None], asked: Sequence[int], count: int) -> list[Tensor | None]:
     made: list[Tensor | None] = [None] * count
     for n, value in zip(asked, found, strict=True):
         made[n] = value

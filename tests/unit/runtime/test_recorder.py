@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.eager import cpp
-from monoidreduce.runtime import torch_replay
+from monoidreduce.runtime import recorder as recorders
 from tests.support import internals
 from tests.support.layers import ZOO
 
@@ -17,15 +17,16 @@ NAMED = [layer for layer in ZOO if layer.differentiable][::6]
 
 @pytest.fixture
 def made(monkeypatch):
-    """The recordings that were made, None for those that could not be."""
+    """The recordings of folds that were made, None for those that could not be."""
     found = []
-    real = torch_replay.CallRecorder.function
+    real = recorders.Recorder.function
 
-    def function(self, results):
-        found.append(real(self, results))
-        return found[-1]
+    def function(self, *given):
+        replay = real(self, *given)
+        found.extend([replay] if type(self) is recorders.Recorder else [])  # not of layers
+        return replay
 
-    monkeypatch.setattr(torch_replay.CallRecorder, "function", function)
+    monkeypatch.setattr(recorders.Recorder, "function", function)
     return found
 
 
@@ -105,7 +106,7 @@ def test_tiles_are_counted_in_every_call():
 
 def test_what_can_be_recorded():
     x = torch.randn(4)
-    with torch_replay.CallRecorder([x]) as recorder:
+    with recorders.Recorder([x]) as recorder:
         first = x + 1
         second = first.exp()
         third = second[:2].mul_(2)
@@ -113,10 +114,10 @@ def test_what_can_be_recorded():
     assert calls is not None
     torch.testing.assert_close(calls(x)[0], ((x + 1).exp() * 2)[:2], rtol=0, atol=0)
     assert [len(step.made) for step in recorder.steps] == [1, 1, 1, 0]
-    with torch_replay.CallRecorder([x]) as recorder:
+    with recorders.Recorder([x]) as recorder:
         float(x.sum())
     assert recorder.function([]) is None
-    with torch_replay.CallRecorder([x]) as recorder:
+    with recorders.Recorder([x]) as recorder:
         found = torch.ones(3)[torch.tensor([True, False, True])]
     assert recorder.function([found]) is None
 
