@@ -75,14 +75,22 @@ def _class_before_sharding(module: Any) -> type:
 def _check_untouched(head: nn.Module, owner: str) -> None:
     """Refuse a head whose call does more than its class says: hooks, or a forward that was replaced.
 
-    A head that accelerate placed on a device, or that FSDP2 sharded, is taken: its weights are read where they lie.
+    A head that accelerate placed on a device, that FSDP2 sharded, or whose classes tensor parallelism (torch's or
+    transformers') spread over ranks, is taken: its weights are read where they lie.
     """
-    placed = hasattr(head, "_hf_hook") or hasattr(head, "unshard")
-    if not placed and (head._forward_pre_hooks or head._forward_hooks or "forward" in head.__dict__):
-        raise ArgumentError(
-            detail=f"the head of {owner} has hooks or a forward of its own, which a loss without logits would pass by",
-            fix=f"Remove them, or {ADVICE}",
-        )
+    added = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    added += [head.__dict__["forward"]] if "forward" in head.__dict__ else []
+    if hasattr(head, "_hf_hook") or hasattr(head, "unshard") or all(map(_places_classes, added)):
+        return
+    raise ArgumentError(
+        detail=f"the head of {owner} has hooks or a forward of its own, which a loss without logits would pass by",
+        fix=f"Remove them, or {ADVICE}",
+    )
+
+
+def _places_classes(function: Any) -> bool:
+    """Whether a hook, or what replaced a forward, is tensor parallelism's."""
+    return getattr(function, "__module__", "").startswith(("torch.distributed.tensor.", "transformers.distributed."))
 
 
 def _read_wrapper(head: Any, owner: str) -> Head:
