@@ -70,8 +70,8 @@ def read_head(head: nn.Module | None, owner: str, placed: bool = True) -> Head:
     if weight.is_meta and placed:
         raise ArgumentError(
             detail=f"the head of {owner} is on the meta device: its weights are not loaded, or offloaded",
-            fix="Load them first, and keep the head out of offloading. A model that gets its weights after fuse_loss is "
-            "fused by fuse_loss(model, check=False)",
+            fix="Load them first, and keep the head out of offloading. A model that gets its weights after fuse_loss "
+            "is fused by fuse_loss(model, check=False)",
         )
     return Head(weight, head.bias)
 
@@ -159,7 +159,9 @@ def _read_trained_tokens(layer: Any, owner: str, placed: bool) -> Head:
     terms = []
     for name in layer.active_adapters:
         tokens = torch.tensor(layer.token_indices[name], device=base.weight.device)
-        make_rows = functools.partial(_token_rows, layer, owner, base.weight, tokens, layer.trainable_tokens_delta[name])
+        make_rows = functools.partial(
+            _token_rows, layer, owner, base.weight, tokens, layer.trainable_tokens_delta[name]
+        )
         columns = F.one_hot(tokens, base.weight.shape[0]).T.to(base.weight.dtype)
         terms.append((make_rows, columns))
     return Head(base.weight, None, tuple(terms))  # PEFT leaves a bias out

@@ -103,8 +103,8 @@ def attention_forward(
         )
     if cache is not None:
         raise ArgumentError(
-            detail=f"continuous batching passes a paged cache to the attention of {type(module).__name__}, which is not "
-            "supported",
+            detail=f"continuous batching passes a paged cache to the attention of {type(module).__name__}, which is "
+            "not supported",
             fix='Use model.generate, or attn_implementation="sdpa" for generate_batch',
         )
     if block_indices is not None:
@@ -127,8 +127,8 @@ def attention_forward(
     if layer is not None:
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ArgumentError(
-                detail=f"keys in pages are seen as far as a sequence goes, and the mask of {type(module).__name__} says "
-                "more",
+                detail=f"keys in pages are seen as far as a sequence goes, and the mask of {type(module).__name__} "
+                "says more",
                 fix="Leave PagedKeyValueCache out",
             )
         layer.write_prompt(key, value, attention_mask)

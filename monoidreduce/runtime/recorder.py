@@ -65,8 +65,8 @@ _NAMES = """
 abs add addcmul addmm all amax amin and any arange argmax argmin atan baddbmm bitwise_and bitwise_left_shift
 bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm bool cat ceil clamp clone contiguous copy copysign cos cosh
 cumsum detach div double empty empty_like eq erf erfc exp exp2 expand expand_as expm1 fill find_best flatten flip float
-floor floor_divide floordiv fmod full full_like gather ge gelu gt iadd imul index_add int invert isfinite isinf isnan isub
-le leaky_relu log log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logsumexp long
+floor floor_divide floordiv fmod full full_like gather ge gelu gt iadd imul index_add int invert isfinite isinf isnan
+isub le leaky_relu log log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logsumexp long
 lshift lt masked_fill matmul maximum mean minimum mm mod movedim mul nan_to_num ne neg new_empty new_full new_ones
 new_zeros ones ones_like or permute pow prod radd rdiv reciprocal relu remainder reshape rmul round rpow rshift rsqrt
 rsub rtruediv scalar_tensor scatter scatter_add sigmoid sign silu sin sinh softmax softplus sort special_erfcx
