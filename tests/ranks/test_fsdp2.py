@@ -1,4 +1,4 @@
-"""FSDP2, DDP and tensor parallelism: the losses of one process, saved and resumed runs, fused models of transformers."""
+"""FSDP2, DDP, tensor parallelism: the losses of one process, saved and resumed runs, fused models of transformers."""
 
 import json
 import os

@@ -113,7 +113,7 @@ def heads_wrapped_alone(group: Any) -> dict[str, str]:
 
 
 def tensor_parallel_transformers(group: Any, folder: str) -> dict[str, str]:
-    """A fused model in torch's tensor parallelism, of its head, and in transformers' own, of all: loss and gradients."""
+    """A fused model in torch's tensor parallelism, of its head, and in transformers' own, of all."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(3))
     alone = _model(4)

@@ -407,7 +407,7 @@ def test_heads_that_are_refused():
         fuse_loss(model)
     model = make()
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(mr.ArgumentError, match="has weights of type int8.* Leave the head unquantised"):
+    with pytest.raises(mr.ArgumentError, match=r"has weights of type int8.* Leave the head unquantised"):
         fuse_loss(model)
 
 
@@ -420,7 +420,7 @@ def test_what_was_given_in_the_place_of_a_model_is_named():
         with pytest.raises(mr.ArgumentError, match=message):
             fuse_loss(given)
     for call in (lambda b: causal_lm_loss(make(), b), lambda b: token_logprobs(make(), b, tokens())):
-        with pytest.raises(mr.ArgumentError, match="inputs of LlamaForCausalLM were given as a Tensor.* by name"):
+        with pytest.raises(mr.ArgumentError, match=r"inputs of LlamaForCausalLM were given as a Tensor.* by name"):
             call(tokens())
 
 
