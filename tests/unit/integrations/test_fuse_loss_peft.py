@@ -80,6 +80,18 @@ def test_before_and_after_get_peft_model(when, options):
         assert unfuse_loss(ours)(**batch()).logits is not None
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wrapper_that_remembers_the_forward_of_its_model(when):
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_layers=1, adapter_len=3)
+    plain, base = peft.get_peft_model(make(), config).train(), make()
+    base = fuse_loss(base) if when == "before" else base
+    ours = peft.get_peft_model(base, config).train()
+    fuse_loss(ours).load_state_dict(plain.state_dict())
+    assert_same_step(ours, plain)
+    assert unfuse_loss(ours)(**batch()).logits is not None
+    assert fuse_loss(ours)(**batch()).logits is None
+
+
 def test_adapters_in_every_state():
     plain = adapt(make(), **HEAD)
     plain.add_adapter("other", peft.LoraConfig(**LORA | HEAD | dict(r=7)))
