@@ -103,7 +103,10 @@ class Scaled:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Scaled:
         """The same vectors on another device."""
-        move = lambda t: t.to(device, non_blocking=non_blocking) if isinstance(t, Tensor) else t
+
+        def move(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+
         return replace(self, values=move(self.values), scale=move(self.scale), master=move(self.master))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

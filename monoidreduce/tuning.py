@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -371,7 +372,7 @@ class Session:
     def _measure(
         self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, spend: float | None = None
     ) -> float:
-        run = lambda: auto.run_choice(choice, fold, leaves, sizes)
+        run = functools.partial(auto.run_choice, choice, fold, leaves, sizes)
         return measure_seconds(run, self.device, spend, self.times.get(self.best, math.inf))
 
     def _pick_tuned(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
@@ -495,18 +496,18 @@ def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | 
     own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in given]
     passes, dense = Choice("flash"), Choice("dense")
 
-    def whole(*given: Any) -> list[Any]:
+    def run_dense(*given: Any) -> list[Any]:
         with follow({"call": dense}):
             return call(*given)
 
     truth = _run_with_gradients(call.passes, own)
     try:
-        refused = describe_difference(_run_with_gradients(whole, own), truth, tolerance(own))
+        refused = describe_difference(_run_with_gradients(run_dense, own), truth, tolerance(own))
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
-    tried = (call.passes,) if refused else (call.passes, whole)
-    clock = lambda run: measure_seconds(lambda: _run_with_gradients(run, own), call.sizes.device)
-    turns = [[clock(run) for run in tried] for _ in range(3)]
+    tried = (call.passes,) if refused else (call.passes, run_dense)
+    timed = [functools.partial(_run_with_gradients, run, own) for run in tried]
+    turns = [[measure_seconds(run, call.sizes.device) for run in timed] for _ in range(3)]
     safe, *others = (min(column) for column in zip(*turns, strict=True))
     tuned = dense if others and others[0] < GAIN * safe else passes
     best = others[0] if tuned is dense else safe

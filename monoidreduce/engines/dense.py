@@ -22,8 +22,8 @@ from .common.torch_code import Script, Writer, inputs
 
 def has_dense_form(program: Lowered) -> bool:
     """Whether every reduction of a program has a form for whole matrices, and no vectors are packed."""
-    whole = lambda e: kind_of(e).has_whole_form(e) if e.op == "reduce" else e.packing is None
-    return all(map(whole, topological(program.outputs)))
+    nodes = topological(program.outputs)
+    return all(kind_of(e).has_whole_form(e) if e.op == "reduce" else e.packing is None for e in nodes)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -40,8 +40,9 @@ class Head:
     low_rank: tuple[tuple[Callable[[Tensor], Tensor], Tensor], ...] = ()
 
 
-def read_head(head: nn.Module | None, owner: str) -> Head:
-    """What a model's head multiplies with. ``owner`` is the name of the model's class, for errors."""
+def read_head(head: nn.Module | None, owner: str, placed: bool = True) -> Head:
+    """What a model's head multiplies with. ``owner`` is the name of the model's class, for errors. ``placed`` is False
+    where weights may still come (a model on the meta device)."""
     if any(hasattr(p, "ds_id") for p in (() if head is None else head.parameters())):
         raise ArgumentError(
             detail=f"the head of {owner} is partitioned by DeepSpeed ZeRO-3, which gathers weights only while their "
@@ -49,20 +50,28 @@ def read_head(head: nn.Module | None, owner: str) -> Head:
             fix=f"Shard with FSDP2 (fully_shard) or ZeRO-2, or {ADVICE}",
         )
     if _class_before_sharding(head).__module__.startswith("peft."):
-        return _read_wrapper(head, owner)
+        return _read_wrapper(head, owner, placed)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        kind = f"the head of {owner} is {type(head).__name__}, not a plain nn.Linear"
+        kind = f"{type(head).__module__}.{type(head).__name__}"
         raise ArgumentError(
-            detail=f"{owner} has no head of a language model" if head is None else kind,
+            detail=f"{owner} has no head of a language model"
+            if head is None
+            else f"the head of {owner} is a {kind}, not a plain nn.Linear",
             fix="Only a linear head's loss can be computed without its logits: give a language model with an nn.Linear "
             "head that is not quantised, or keep the model's own loss",
         )
     _check_untouched(head, owner)
     weight = head.weight
-    if not weight.is_floating_point() or weight.is_meta:
+    if not weight.is_floating_point():
         raise ArgumentError(
-            detail=f"the head of {owner} has weights of type {str(weight.dtype)[6:]} on {weight.device}",
-            fix="Leave the head unquantised (llm_int8_skip_modules, modules_to_not_convert) and not offloaded",
+            detail=f"the head of {owner} has weights of type {str(weight.dtype)[6:]}",
+            fix="Leave the head unquantised (llm_int8_skip_modules, modules_to_not_convert)",
+        )
+    if weight.is_meta and placed:
+        raise ArgumentError(
+            detail=f"the head of {owner} is on the meta device: its weights are not loaded, or offloaded",
+            fix="Load them first, and keep the head out of offloading. A model that gets its weights after fuse_loss "
+            "is fused by fuse_loss(model, check=False)",
         )
     return Head(weight, head.bias)
 
@@ -75,37 +84,47 @@ def _class_before_sharding(module: Any) -> type:
 def _check_untouched(head: nn.Module, owner: str) -> None:
     """Refuse a head whose call does more than its class says: hooks, or a forward that was replaced.
 
-    A head that accelerate placed on a device, or that FSDP2 sharded, is taken: its weights are read where they lie.
+    A head that accelerate placed on a device, that FSDP2 sharded, or whose classes tensor parallelism (torch's or
+    transformers') spread over ranks, is taken: its weights are read where they lie.
     """
-    placed = hasattr(head, "_hf_hook") or hasattr(head, "unshard")
-    if not placed and (head._forward_pre_hooks or head._forward_hooks or "forward" in head.__dict__):
-        raise ArgumentError(
-            detail=f"the head of {owner} has hooks or a forward of its own, which a loss without logits would pass by",
-            fix=f"Remove them, or {ADVICE}",
-        )
+    added = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    added += [head.__dict__["forward"]] if "forward" in head.__dict__ else []
+    if hasattr(head, "_hf_hook") or hasattr(head, "unshard") or all(map(_places_classes, added)):
+        return
+    raise ArgumentError(
+        detail=f"the head of {owner} has hooks or a forward of its own, which a loss without logits would pass by",
+        fix=f"Remove them, or {ADVICE}",
+    )
 
 
-def _read_wrapper(head: Any, owner: str) -> Head:
+def _places_classes(function: Any) -> bool:
+    """Whether a hook, or what replaced a forward, is tensor parallelism's."""
+    return getattr(function, "__module__", "").startswith(("torch.distributed.tensor.", "transformers.distributed."))
+
+
+def _read_wrapper(head: Any, owner: str, placed: bool) -> Head:
     """The parameters of a wrapped head, as its wrapper would use them now: active, disabled or merged adapters."""
     from peft.tuners.lora import Linear as LoraLinear
-    from peft.utils.other import ModulesToSaveWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     _check_untouched(head, owner)
     if isinstance(head, ModulesToSaveWrapper):
         used = not head.disable_adapters and head.active_adapters and head.active_adapters[0] in head.modules_to_save
-        return read_head(head.modules_to_save[head.active_adapters[0]] if used else head.original_module, owner)
+        return read_head(head.modules_to_save[head.active_adapters[0]] if used else head.original_module, owner, placed)
+    if isinstance(head, TrainableTokensWrapper):
+        return _read_trained_tokens(head.token_adapter, owner, placed)
     kind = _class_before_sharding(head)
     if kind is not LoraLinear:
         raise ArgumentError(
             detail=f"the head of {owner} is {kind.__module__}.{kind.__name__}, of which only LoRA's linear "
-            "layer and modules_to_save can be used without logits",
+            "layer, modules_to_save and trainable_token_indices can be used without logits",
             fix=f'Leave the head out of target_modules, use LoRA or modules_to_save=["lm_head"] for it, or {ADVICE}',
         )
-    base = read_head(head.base_layer, owner)
+    base = read_head(head.base_layer, owner, placed)
     if head.disable_adapters:
         if head.merged:
             head.unmerge()  # as PEFT does
-            base = read_head(head.base_layer, owner)
+            base = read_head(head.base_layer, owner, placed)
         return base
     if head.merged:
         return base
@@ -127,6 +146,30 @@ def _read_wrapper(head: Any, owner: str) -> Head:
             added = (up.bias * scaling).to(base.weight.dtype)
             bias = added if bias is None else bias + added
     return Head(base.weight, bias, tuple(terms))
+
+
+def _read_trained_tokens(layer: Any, owner: str, placed: bool) -> Head:
+    """A head of which PEFT trains the weights of some tokens (``trainable_token_indices``): their difference from the
+    head's is a term of rank K, whose columns say which tokens they are."""
+    base = read_head(layer.base_layer, owner, placed)
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()  # as PEFT does
+    if layer.disable_adapters or layer.merged or not layer.active_adapters:
+        return base
+    terms = []
+    for name in layer.active_adapters:
+        tokens = torch.tensor(layer.token_indices[name], device=base.weight.device)
+        make_rows = functools.partial(
+            _token_rows, layer, owner, base.weight, tokens, layer.trainable_tokens_delta[name]
+        )
+        columns = F.one_hot(tokens, base.weight.shape[0]).T.to(base.weight.dtype)
+        terms.append((make_rows, columns))
+    return Head(base.weight, None, tuple(terms))  # PEFT leaves a bias out
+
+
+def _token_rows(layer: Any, owner: str, weight: Tensor, tokens: Tensor, trained: Tensor, hidden: Tensor) -> Tensor:
+    weight = gather_weight(weight, layer.base_layer, hidden, owner)
+    return F.linear(hidden, (trained.to(weight.dtype) - weight[tokens]).to(hidden.dtype))
 
 
 def _rows(

@@ -98,12 +98,13 @@ def attention_forward(
     """
     if output_attentions or _records_attentions():
         raise ArgumentError(
-            detail="output_attentions=True asks for attention weights, which are never built",
+            detail=f"output_attentions=True asks {type(module).__name__} for attention weights, which are never built",
             fix='Leave it out, or use attn_implementation="eager" where the weights are needed',
         )
     if cache is not None:
         raise ArgumentError(
-            detail="continuous batching passes a paged cache to the attention function, which is not supported",
+            detail=f"continuous batching passes a paged cache to the attention of {type(module).__name__}, which is "
+            "not supported",
             fix='Use model.generate, or attn_implementation="sdpa" for generate_batch',
         )
     if block_indices is not None:
@@ -126,8 +127,9 @@ def attention_forward(
     if layer is not None:
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ArgumentError(
-                detail="keys in pages are seen as far as a sequence goes, and this mask says more",
-                fix="Leave past_key_values out",
+                detail=f"keys in pages are seen as far as a sequence goes, and the mask of {type(module).__name__} "
+                "says more",
+                fix="Leave PagedKeyValueCache out",
             )
         layer.write_prompt(key, value, attention_mask)
     if attention_mask is None:
@@ -252,6 +254,7 @@ class PagedKeyValueCache(Cache):
                 "pages",
                 fix=f'Load the model with attn_implementation="{NAME}"',
             )
+        checks.whole("page", page, least=1)
         self.book = _PageTable(page)
         super().__init__(layer_class_to_replicate=functools.partial(PagedLayer, self.book))  # type: ignore[arg-type]
 
@@ -364,6 +367,13 @@ class PagedLayer(CacheLayerMixin):
         raise ArgumentError(
             detail="beam search reorders the cache, whose pages belong to their sequences",
             fix="Generate without beams, or leave past_key_values out",
+        )
+
+    def crop(self, max_length: int) -> None:
+        """Refused."""
+        raise ArgumentError(
+            detail="assisted generation drops tokens from the cache, whose pages are written once",
+            fix="Generate without an assistant or prompt lookup, or leave past_key_values out",
         )
 
 

@@ -35,6 +35,10 @@ class MaskForm(enum.IntEnum):
     FLASH = 3  # None or a 2-dim padding mask, beside `is_causal` and `sliding_window`, as FlashAttention has it
 
 
+# Layers of some models (Phi-3.5-MoE, Qwen2-MoE) declare FlashAttention and do not tell the attention function of their
+# window: it is lost with FlashAttention. We take these models for FLEX, whose windows are in their masks.
+
+
 def check_dispatch(model_class: type) -> None:
     """Raise :class:`ArgumentError` for a model class whose attention layers do not call the attention function.
 
@@ -97,6 +101,7 @@ class Reading(NamedTuple):
     own_choice: bool  # among layers of its own, by the name of the implementation: it does not know ours
     has_parts: bool  # models with configurations of their own, which are looked at when they are made
     asks_for_matrix: bool  # of transformers' mask functions: its layers compute with the mask themselves
+    loses_window: bool  # it makes masks with a window, of which some layer does not tell the attention function
 
 
 @functools.cache
@@ -118,7 +123,7 @@ def dispatch(model_class: type) -> Dispatch:
 
 @functools.cache
 def _read(model_class: type) -> Reading:
-    has_attention = uses_interface = own_choice = has_parts = asks_for_matrix = False
+    has_attention = uses_interface = own_choice = has_parts = asks_for_matrix = has_window = tells_none = False
     pending, seen = [model_class], set()
     while pending:
         found = pending.pop()
@@ -128,13 +133,18 @@ def _read(model_class: type) -> Reading:
         has_attention |= "Attention" in found.__name__ and not issubclass(found, PreTrainedModel)
         for name, value in _globals_used(found):
             uses_interface |= name == "ALL_ATTENTION_FUNCTIONS"
+            has_window |= name.startswith("create_") and "sliding_window" in name
             own_choice |= isinstance(value, dict) and "eager" in value and all(map(_is_layer, value.values()))
             if _is_layer(value) and _shares_config(value, model_class):
                 pending.append(value)
             elif _is_layer(value) or name.startswith("AutoModel"):
                 has_parts = True
-        asks_for_matrix |= any(_names_skip(code) for _, code in _codes(found))
-    return Reading(frozenset(seen), has_attention, uses_interface, own_choice, has_parts, asks_for_matrix)
+        codes = [code for _, code in _codes(found)]
+        asks_for_matrix |= any(_passes(code, "allow_is_causal_skip", "allow_is_bidirectional_skip") for code in codes)
+        calls = [code for code in codes if "ALL_ATTENTION_FUNCTIONS" in code.co_names]
+        tells_none |= not all(_passes(code, "sliding_window") for code in calls)
+    loses_window = has_window and tells_none
+    return Reading(frozenset(seen), has_attention, uses_interface, own_choice, has_parts, asks_for_matrix, loses_window)
 
 
 def _models(config_class: type | None) -> list[type]:
@@ -251,10 +261,10 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
         yield from _codes_within(inner)
 
 
-def _names_skip(code: types.CodeType) -> bool:
-    """Whether a function tells transformers' mask functions to leave no matrix out: as an argument or a key."""
+def _passes(code: types.CodeType, *names: str) -> bool:
+    """Whether a function passes one of these names on, as an argument or a key."""
     constants = [c for value in code.co_consts for c in (value if isinstance(value, tuple) else (value,))]
-    return "allow_is_causal_skip" in constants or "allow_is_bidirectional_skip" in constants
+    return any(name in constants for name in names)
 
 
 def _classes(module_name: str) -> list[type]:
@@ -269,7 +279,7 @@ def _mask_form(model_class: Any) -> MaskForm:
     if _read(model_class).asks_for_matrix:
         return MaskForm.SDPA if model_class._supports_sdpa else MaskForm.EAGER
     if model_class._supports_flash_attn:
-        return MaskForm.FLASH
+        return MaskForm.FLEX if _read(model_class).loses_window else MaskForm.FLASH
     if not model_class._supports_sdpa:
         return MaskForm.EAGER
     return MaskForm.FLEX if model_class._supports_flex_attn else MaskForm.SDPA

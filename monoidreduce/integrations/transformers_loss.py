@@ -89,7 +89,7 @@ def fuse_loss(model: Model, *, when: When = "training", check: bool = True) -> M
     if when not in ("training", "always"):
         raise ArgumentError(detail=f"when was given {shown(when)}", fix='Give when="training" or when="always"')
     inner = _language_model(model)
-    path, name = _find_head(inner)
+    path, name = _find_head(inner, placed=check)
     check_attention(inner)  # comparing losses would not notice: both would come from the same wrong attention
     old = inner.__dict__.get(_STATE)
     own = old.forward if old is not None else inner.__dict__.get("forward")
@@ -152,7 +152,7 @@ def causal_lm_loss(
     ... )
     True
     """
-    options = dict(inputs)
+    options = _named(model, inputs)
     if num_items_in_batch is not None:
         options["num_items_in_batch"] = num_items_in_batch
     if options.get("labels") is None:
@@ -190,7 +190,8 @@ def token_logprobs(model: nn.Module, inputs: Mapping[str, Any], tokens: Tensor) 
 
 def describe_logits(model: nn.Module, inputs: Mapping[str, Any]) -> HeadLogits:
     """What ``model(**inputs).logits`` would be, as a description of it, for losses of other trainers."""
-    return _describe(model, {k: v for k, v in inputs.items() if k not in ("labels", "shift_labels")}).logits
+    named = _named(model, inputs)
+    return _describe(model, {k: v for k, v in named.items() if k not in ("labels", "shift_labels")}).logits
 
 
 # The forward of a fused model
@@ -256,6 +257,16 @@ def _replicate(self: Any) -> Any:
     return replica
 
 
+def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """A batch as keyword arguments."""
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(
+            detail=f"the inputs of {type(model).__name__} were given as a {type(inputs).__name__}",
+            fix="Give a batch by name, as a tokenizer or a data collator makes it: dict(input_ids=..., labels=...)",
+        )
+    return dict(inputs)
+
+
 def _describe(model: nn.Module, options: Mapping[str, Any]) -> Any:
     """A model's outputs with described logits."""
     inner = _language_model(model)
@@ -281,7 +292,11 @@ def _language_model(model: Any) -> PreTrainedModel:
         )
     if not isinstance(found, PreTrainedModel):
         kind = f"{type(found).__module__}.{type(found).__name__}".removeprefix("builtins.")
-        load = "Load it first: AutoModelForCausalLM.from_pretrained(name). " if isinstance(found, str) else ""
+        if isinstance(found, type):
+            kind = f"the class {found.__name__}"
+        load = "Load it first: AutoModelForCausalLM.from_pretrained(name). " if isinstance(found, (str, type)) else ""
+        if isinstance(getattr(found, "model", None), nn.Module) and not isinstance(found, nn.Module):
+            load = "Give its model, before it trains: fuse_loss(trainer.model). "
         raise ArgumentError(
             detail=f"{kind} was given, which is no model of transformers",
             fix=f"{load}Give a language model of transformers (a PreTrainedModel with a head), or a PEFT model around "
@@ -290,10 +305,10 @@ def _language_model(model: Any) -> PreTrainedModel:
     return found
 
 
-def _find_head(model: PreTrainedModel) -> tuple[str, str]:
-    """The path of the submodule that owns the head, and the head's name there."""
+def _find_head(model: PreTrainedModel, placed: bool = True) -> tuple[str, str]:
+    """The path of the submodule that owns the head, and the head's name there. ``placed``: see :func:`read_head`."""
     head = model.get_output_embeddings()
-    read_head(head, type(model).__name__)
+    read_head(head, type(model).__name__, placed)
     for path, module in model.named_modules():
         for name, child in module._modules.items():
             if child is head:

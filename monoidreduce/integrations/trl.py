@@ -102,10 +102,13 @@ class _Settings:
 
 def _models(trainer: Any) -> Iterator[PreTrainedModel]:
     """The policy and the reference model, out of their wrappers."""
-    if not isinstance(getattr(trainer, "model", None), nn.Module):
+    a_model = isinstance(trainer, nn.Module)
+    if a_model or not isinstance(getattr(trainer, "model", None), nn.Module):
+        more = ". The loss of a model is fused by monoidreduce.integrations.transformers.fuse_loss" if a_model else ""
         raise ArgumentError(
-            detail=f"fuse was given a {type(trainer).__name__}, which has no model",
-            fix="Give a trainer of TRL (SFTTrainer, DPOTrainer, GRPOTrainer, RLOOTrainer, KTOTrainer)",
+            detail=f"fuse was given a {type(trainer).__name__}, which {'is' if a_model else 'has'} no "
+            f"{'trainer' if a_model else 'model'}",
+            fix=f"Give a trainer of TRL (SFTTrainer, DPOTrainer, GRPOTrainer, RLOOTrainer, KTOTrainer){more}",
         )
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:

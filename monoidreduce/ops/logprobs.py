@@ -189,9 +189,9 @@ def linear_logprobs(
             detail="neither target nor ids were given, and no option asks for anything else",
             fix="Give target [...] or ids [..., K], or ask by return_entropy, return_argmax, return_lse or top_k",
         )
-    labels = _check_tokens(x, weight, target, ids, ignore_index)
     if mask is not None:
         checks.truths("mask", mask, x)
+    labels = _check_tokens(x, weight, target, ids, ignore_index, mask)
     rows, (low_rows, low_cols) = checks.flatten_rows(x), heads.check_low_rank(x, weight, low_rank)
     kept = _rows_that_count(None if mask is None else mask.reshape(-1), labels[0] if alone else None)
     given = {"target": None if labels[0] is None else labels[0].classes, "ids": labels[1], **_row_numbers(head, x)}
@@ -200,8 +200,9 @@ def linear_logprobs(
     if kept is not None:
         rows, given = rows.index_select(0, kept), {n: _select_rows(y, n, kept) for n, y in given.items()}
     elif mask is not None:  # what rows that do not count hold must not reach a gradient
-        clear = lambda y: y.masked_fill(~mask.reshape(-1, 1), 0.0)
-        rows, given = clear(rows), {n: clear(y) if n == "low_rows" else y for n, y in given.items()}
+        clear = lambda y, to=0.0: y.masked_fill(~mask.reshape(-1, *(1,) * (y.dim() - 1)), to)
+        neutral = {"low_rows": 0.0, "row_temperature": 1.0, "wide_temperature": 1.0}
+        rows, given = clear(rows), {**given, **{n: clear(given[n], to) for n, to in neutral.items() if n in given}}
     no_ids = ids is not None and ids.shape[-1] == 0
     if no_ids:
         given["ids"] = None
@@ -225,11 +226,16 @@ def _check_head(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any) 
     return {**head, "temperature": temperature}
 
 
-def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any) -> tuple[Any, Any]:
-    """The targets (:class:`checks.Labels`) and the ids as int64 [M, K], None for what was not given."""
+def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any, mask: Any) -> tuple[Any, Any]:
+    """The targets (:class:`checks.Labels`) and the ids as int64 [M, K], None for what was not given.
+
+    Rows that do not count may hold anything: theirs are ``ignore_index``.
+    """
     labels = wanted = None
     if target is not None:
         checks.classes(x, weight, target)
+        if mask is not None:
+            target = target.long().masked_fill(~mask, ignore_index)
         labels = checks.labels(target, len(weight), ignore_index)
     if ids is not None:
         checks.tensor("ids", ids, "[..., K]", 1)
@@ -242,6 +248,8 @@ def _check_tokens(x: Any, weight: Any, target: Any, ids: Any, ignore_index: Any)
             )
         checks.one_device({"x": x, "ids": ids})
         rows = math.prod(ids.shape[:-1])
+        if mask is not None:
+            ids = ids.long().masked_fill(~mask[..., None], ignore_index)
         wanted = checks.labels(ids, len(weight), ignore_index).classes.reshape(rows, ids.shape[-1])
     return labels, wanted
 

@@ -56,8 +56,11 @@ def rank_untuned(case: Case) -> list[Choice]:
     case, own = case.typical(), dict(case.defaults)
     seconds = _estimate_once(case)
     found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
-    known = lambda c: all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in c.tiles)
-    return _rank(case, [c for c in found if known(c)], seconds)
+
+    def is_default(choice: Choice) -> bool:
+        return all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in choice.tiles)
+
+    return _rank(case, list(filter(is_default, found)), seconds)
 
 
 def _estimate_once(case: Case) -> Callable[[Choice], float]:
@@ -78,8 +81,8 @@ def _rank(case: Case, found: list[Choice], seconds: Callable[[Choice], float], p
     if case.panels is not False and panels:
         found = [] if case.gpu and not case.kernels else found
         found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
-    lead = lambda c: PANEL_LEAD if c.schedule == "panel" and case.gpu and case.kernels else 1.0
-    return sorted(dict.fromkeys(found), key=lambda c: lead(c) * seconds(c))
+    lead = PANEL_LEAD if case.gpu and case.kernels else 1.0
+    return sorted(dict.fromkeys(found), key=lambda c: (lead if c.schedule == "panel" else 1.0) * seconds(c))
 
 
 def choose(case: Case, key: Key | None = None) -> Choice:

@@ -23,9 +23,11 @@ def best_mesh(ranks: int, L: int, R: int, A: int, B: int, P: int) -> tuple[int, 
     >>> best_mesh(8, L=1000, R=10, A=4, B=4, P=4)
     (8, 1)
     """
-    shapes = [(l, ranks // l) for l in range(1, ranks + 1) if ranks % l == 0]
-    cost = lambda l, r: forward_cost(l, r, L, R, A, B, P) + backward_cost(l, r, L, R, A, B, P)
-    return min(shapes, key=lambda shape: cost(*shape))
+
+    def cost(shape: tuple[int, int]) -> float:
+        return forward_cost(*shape, L, R, A, B, P) + backward_cost(*shape, L, R, A, B, P)
+
+    return min(((l, ranks // l) for l in range(1, ranks + 1) if ranks % l == 0), key=cost)
 
 
 # What the collectives send -----------------------------------------------------------------------------------
@@ -73,7 +75,10 @@ class State:
 
 def state(reduction: Expr, of: Of, item: int) -> State:
     """The state of one row (or column) of a reduction, with ``item`` bytes a number."""
-    width = lambda e: 1 if e.feature is None else of(str(e.feature))
+
+    def width(e: Expr) -> int:
+        return 1 if e.feature is None else of(str(e.feature))
+
     return State(*kind_of(reduction).exchanged_bytes(reduction, width, item))
 
 

@@ -77,8 +77,7 @@ def terms(x: Expr, known: dict[Expr, list[Term] | None] | None = None) -> list[T
 
     ``known``: the terms of what was asked for before, to which those of ``x`` and all under it are added."""
     found = {} if known is None else known
-    whole = lambda e: e in found or e.feature is None or not e.is_pair or e.op not in _LINEAR
-    for e in topological([x], stop=whole):
+    for e in topological([x], stop=lambda e: e in found or not _is_elementwise(e) or e.op not in _LINEAR):
         if e not in found:
             parts = _terms(e, found)
             found[e] = None if parts is None or len(parts) > _MOST_TERMS else parts

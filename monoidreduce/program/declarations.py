@@ -366,16 +366,32 @@ def _restrict_reduction(e: Expr, fields: tuple[Expr, ...], exists: Expr) -> Expr
 
 
 def _move_indices(outputs: tuple[Expr, ...], form: Form, inputs: dict[str, Expr]) -> tuple[Expr, ...]:
-    """Indices counted from the start of the own sequence.
+    """Indices counted from the start of the own sequence, but where they are compared with places that were found.
 
     Where rows and columns are packed alike and indices are only compared with or subtracted from each other, packed
     ones give the same numbers, and kernels know their ranges. Random numbers are those of the packed call."""
     row, col = index("row"), index("col")
-    stop = lambda e: e.op in DRAWS
-    order = topological(outputs, stop=stop)
-    used = [e for e in order if not stop(e) and not {row, col}.isdisjoint(e.args)]
+    order = topological(outputs, stop=lambda e: e.op in DRAWS)
+    held = {e for e in order if _compares_place(e)}
+    used = [e for e in order if e.op not in DRAWS and e not in held and not {row, col}.isdisjoint(e.args)]
     apart = [e for e in used if e.op not in _COMPARED or set(e.args) != {row, col}]
     if form[1] and not apart and row not in outputs and col not in outputs:
         return outputs
     moved = {row: inputs["_cols_row_position"], col: inputs["_cols_col_position"]}
-    return constructors.substitute(outputs, moved | {e: e for e in order if stop(e)})
+    done: dict[Expr, Expr] = {}
+    for e in order:
+        args = (a if e in held and a in moved else done[a] for a in e.args)
+        done[e] = e if e.op in DRAWS else moved[e] if e in moved else constructors.rebuild(e, tuple(args))
+    return tuple(done[e] for e in outputs)
+
+
+def _compares_place(e: Expr) -> bool:
+    """Whether an index is compared with a place that a reduction found, which counts as packed indices do."""
+    if e.op not in _COMPARED:
+        return False
+    for one, other in (e.args, e.args[::-1]):
+        other = other.args[0] if other.op == "component" else other
+        if one in (index("row"), index("col")) and other.op == "result":
+            _, over, _ = other.args[0].attrs
+            return other.attrs[0] == kind_of(other.args[0]).place and one.op == f"{over[:3]}_index"
+    return False

@@ -5,6 +5,7 @@ Parameters: ``(largest,)``. A row that sees nothing better than an infinity has 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def first_best(x: Tensor, dim: int, largest: bool) -> Tensor:
     """Where the best is, the first of equals: which run of numbers has it, and where in that run.
 
     torch finds a best number without its place in a tenth of the time that it takes with it."""
-    where = lambda t: (t.argmax if largest else t.argmin)(dim, keepdim=True)
+    where = functools.partial(torch.argmax if largest else torch.argmin, dim=dim, keepdim=True)
     size = x.shape[dim]
     if size < _LONG or x.device.type != "cpu":
         return where(x)

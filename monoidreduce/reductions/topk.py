@@ -1,4 +1,4 @@
-"""``topk``: the k largest (or smallest) numbers of all pairs and their places, best first.
+"""``topk``: the k largest (or smallest) numbers of all pairs and their places, best first, the first of equals.
 
 Parameters: ``(k, largest)``. Where fewer than k were seen, values are infinite and places -1.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 
 from ..errors import TopKError
 from ..program import intervals as iv
@@ -35,6 +35,72 @@ MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
 _WORST_KEY = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
 _EMPTY = -2  # the place of a slot in which nothing is, while states are merged
+
+
+_LOOKED_AT = 2**16  # numbers at a time, of rows with equals
+
+
+def find_best(x: Tensor, k: int, largest: bool, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k best numbers along the last axis, best first and the first of equals, and where they are. ``places``: of
+    the numbers, where these are in another order.
+
+    torch leaves open which of equals it finds. On a CPU it is asked for one more: rows in which that one equals the
+    last are looked at again. Elsewhere that would wait for the device, and numbers are sorted. One call for all that
+    records calls of torch's: what the numbers decide is inside."""
+    if overrides.has_torch_function_unary(x):
+        return overrides.handle_torch_function(find_best, (x,), x, k, largest, places)
+    length = x.shape[-1]
+    k = min(k, length)
+    if not x.is_meta and (x.device.type != "cpu" or not _has_numbers(x)):
+        at = None if places is None else places.argsort(dim=-1)
+        value, order = (x if at is None else x.gather(-1, at)).sort(dim=-1, descending=largest, stable=True)
+        return value[..., :k], (order if at is None else at.gather(-1, order))[..., :k]
+    value, at = x.topk(min(k + 1, length), dim=-1, largest=largest)
+    one, other = value[..., :-1], value[..., 1:]
+    if k and not x.is_meta and not bool((one > other if largest else one < other).all()):
+        tied = _equal(one, other) & (other != worst(x.dtype, largest))
+        if length > k:  # rows in which the next equals the last
+            for part in tied[..., k - 1].nonzero().split(max(1, _LOOKED_AT // length)):
+                rows = part.unbind(-1)
+                at[(*rows, slice(0, k))] = _first_best(x[rows], k, largest, None if places is None else places[rows])
+        at = at[..., :k]
+        order = (at if places is None else places.gather(-1, at)).argsort(dim=-1)
+        at = at.gather(-1, order)
+        value, order = x.gather(-1, at).sort(dim=-1, descending=largest, stable=True)
+        at = at.gather(-1, order)
+    return value[..., :k], at[..., :k]
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether a tensor has memory, and no compiler or function transform runs."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    return type(x) is Tensor and not modes and not torch.compiler.is_compiling()
+
+
+def _first_best(x: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
+    """Where the k best of each row are, the first of equals; in no order."""
+    edge = x.topk(k, dim=-1, largest=largest).values[..., -1:]
+    better, equal = _is_better(x, edge, largest), _equal(x, edge)
+    room = k - better.sum(-1, keepdim=True)
+    if places is None:
+        mine = better | (equal & (equal.cumsum(-1) <= room))
+    else:
+        order = places.argsort(dim=-1)
+        count = equal.gather(-1, order).cumsum(-1)
+        mine = better | (equal & (torch.empty_like(count).scatter_(-1, order, count) <= room))
+    return mine.nonzero(as_tuple=True)[-1].view(*x.shape[:-1], k)
+
+
+def _is_better(value: Tensor, edge: Tensor, largest: bool) -> Tensor:
+    found = value > edge if largest else value < edge
+    if value.is_floating_point():  # NaN is the largest of all
+        found |= value.isnan() & ~edge.isnan() if largest else edge.isnan() & ~value.isnan()
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> Tensor:
+    found = one == other
+    return found | (one.isnan() & other.isnan()) if one.is_floating_point() else found
 
 
 class TopKAccumulator(Accumulator):
@@ -62,19 +128,24 @@ class TopKAccumulator(Accumulator):
             self._put_aside(x, at, offset, None if best is None else best[0])
             return
         value, place = self._candidates(x, None if best is None else best[0])
-        value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
+        value, order = find_best(value, self.k, self.largest, place)
         value, place = value.to(self.number), order if place is None else place.gather(-1, order)
         place = shift_places(place, offset)
         if best is not None:
-            value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
-            place = torch.cat([best[1], place], -1).gather(-1, order)
+            value, place = torch.cat([best[0], value], -1), torch.cat([best[1], place], -1)
+            if isinstance(offset, Tensor):  # not in the order of columns
+                order = place.argsort(dim=-1)
+                value, place = value.gather(-1, order), place.gather(-1, order)
+            value, order = value.sort(dim=-1, descending=self.largest, stable=True)
+            place = place.gather(-1, order)
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
 
     def _put_aside(self, x: Tensor, at: slice, offset: Offset, old: Tensor | None) -> None:
         """Put aside what of a tile beats the k-th, in the order of its columns; merge what is aside if it is much."""
         key, value = (at.start, at.stop), x.to(self.number)
         place = torch.arange(x.shape[-1], device=x.device).expand(value.shape)
-        if old is not None and old.shape[-1] == self.k and x.device.type == "cpu":
+        self.in_order = not isinstance(offset, Tensor)
+        if old is not None and old.shape[-1] == self.k and x.device.type == "cpu" and self.in_order:
             value, place = self._beating(value, old[..., -1:])
         elif value is x:
             value = x.clone()  # the tile's memory is used again
@@ -86,7 +157,7 @@ class TopKAccumulator(Accumulator):
     def _beating(self, value: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of each row that beat its k-th and their columns, as many as most rows need; the rest of a row
         is worse than anything seen."""
-        beats = self._beats(value, edge)
+        beats = _is_better(value, edge, self.largest)
         count = beats.sum(-1)
         at = beats.nonzero(as_tuple=True)
         first = (count.flatten().cumsum(0) - count.flatten()).view(count.shape)
@@ -96,29 +167,17 @@ class TopKAccumulator(Accumulator):
         found = value.new_full(shape, nothing).index_put_((*at[:-1], slot), value[at])
         return found, at[-1].new_zeros(shape).index_put_((*at[:-1], slot), at[-1])
 
-    def _beats(self, value: Tensor, edge: Tensor) -> Tensor:
-        found = value > edge if self.largest else value < edge
-        if value.is_floating_point():  # NaN is the largest of all
-            found |= value.isnan() & ~edge.isnan() if self.largest else edge.isnan() & ~value.isnan()
-        return found
-
     def _merge_aside(self, key: tuple[int, int]) -> None:
         aside = [*([self.best[key]] if key in self.best else []), *self.aside.pop(key, [])]
         values, places = (torch.cat(ts, -1) for ts in zip(*aside, strict=True))
+        if not self.in_order:
+            order = places.argsort(dim=-1)
+            values, places = values.gather(-1, order), places.gather(-1, order)
         if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
-            kept = self._first_best(values)
+            kept = _first_best(values, self.k, self.largest)
             values, places = values.gather(-1, kept), places.gather(-1, kept)
         value, order = values.sort(dim=-1, descending=self.largest, stable=True)
         self.best[key] = value[..., : self.k].clone(), places.gather(-1, order[..., : self.k])
-
-    def _first_best(self, values: Tensor) -> Tensor:
-        """Where the k best of each row are, the first of equals, in their order."""
-        edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
-        beats, equal = self._beats(values, edge), values == edge
-        if values.is_floating_point():
-            equal |= values.isnan() & edge.isnan()
-        mine = beats | (equal & (equal.cumsum(-1) <= self.k - beats.sum(-1, keepdim=True)))
-        return mine.nonzero(as_tuple=True)[-1].view(*values.shape[:-1], self.k)
 
     def edge(self, at: slice) -> Tensor:
         found = self.best.get((at.start, at.stop))
@@ -141,7 +200,11 @@ class TopKAccumulator(Accumulator):
         least = old[..., -1:].to(key.dtype)
         beaten = (key < least) if self.largest else (key > least)
         most = min(self.k + int(blind.sum(-1).amax()), count - int(beaten.sum(-1).amin()))
-        chosen = key.topk(most, dim=-1, largest=self.largest, sorted=False).indices
+        best = key.topk(min(most + 1, count), dim=-1, largest=self.largest)
+        edge, after = best.values[..., most - 1 : most], best.values[..., most:]
+        if bool((_equal(edge, after) & ~(edge < least if self.largest else edge > least)).any()):
+            return x, None  # equal groups: any of them may have the first columns
+        chosen = best.indices[..., :most]
         lanes = torch.arange(self.group, device=x.device).unsqueeze(-1) * count
         rest = torch.arange(whole, x.shape[-1], device=x.device).expand(*x.shape[:-1], -1)
         place = torch.cat([(chosen.unsqueeze(-2) + lanes).flatten(-2), rest], -1)
@@ -156,8 +219,7 @@ class TopKAccumulator(Accumulator):
         for (start, stop), (value, place) in self.best.items():
             values[:, start:stop, : value.shape[-1]] = value
             places[:, start:stop, : place.shape[-1]] = place
-        nothing = values == self.worst if values.is_floating_point() else places < 0
-        return [values, torch.where(nothing, -1, places)]
+        return [values, torch.where(values == self.worst, -1, places)]
 
 
 class TopKLines(Lines):
@@ -195,22 +257,31 @@ class TopKLines(Lines):
         key = key if self.largest else f"~{key}"
         places = self.place_of(fields)
         gone = f"{places} == {n}_place[:, None]"
-        if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time
+        enters, takes = f"tl.max({n}_new, 1) > {n}_worst", f"{n}_best > {n}_worst"
+        edge = [  # the worst that is held, and of equals the last: the first of them stay
+            f"{n}_worst = tl.min({n}_keys, 1)",
+            f"{n}_last = tl.max(tl.where({n}_keys == {n}_worst[:, None], {n}_at, -2), 1)",
+        ]
+        if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time. Lists have any order
             gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
+            before = f"({n}_new == {n}_worst[:, None]) & ({places} < {n}_last[:, None])"
+            enters = f"tl.max((({n}_new > {n}_worst[:, None]) | ({before})).to(tl.int32), 1)"
+            takes = f"({takes}) | (({n}_best == {n}_worst) & ({n}_place < {n}_last))"
         v.inside += [
             f"{n}_new = {v.mask_columns(key, least)}",
-            f"{n}_worst = tl.min({n}_keys, 1)",
-            f"while tl.max((tl.max({n}_new, 1) > {n}_worst).to(tl.int32), 0) > 0:",
+            *edge,
+            f"while tl.max(({enters}).to(tl.int32), 0) > 0:",
             f"    {n}_best = tl.max({n}_new, 1)",
             f"    {n}_place = tl.min(tl.where({n}_new == {n}_best[:, None], {places}, 2147483647), 1)",
-            f"    {n}_slot = tl.min(tl.where({n}_keys == {n}_worst[:, None], {n}_slots, {self.room}), 1)",
-            f"    {n}_takes = {n}_best > {n}_worst",
+            f"    {n}_leaves = ({n}_keys == {n}_worst[:, None]) & ({n}_at == {n}_last[:, None])",
+            f"    {n}_slot = tl.min(tl.where({n}_leaves, {n}_slots, {self.room}), 1)",
+            f"    {n}_takes = {takes}",
             f"    {n}_here = {n}_takes[:, None] & ({n}_slots == {n}_slot[:, None])",
             f"    {n}_keys = tl.where({n}_here, {n}_best[:, None], {n}_keys)",
             f"    {n}_at = tl.where({n}_here, {n}_place[:, None], {n}_at)",
             f"    {n}_gone = {n}_takes[:, None] & ({gone})",
             f"    {n}_new = tl.where({n}_gone, {least}, {n}_new)",
-            f"    {n}_worst = tl.min({n}_keys, 1)",
+            *(f"    {line}" for line in edge),
         ]
 
     def finish(self) -> list[tuple[list[str], Any]]:
@@ -222,7 +293,10 @@ class TopKLines(Lines):
         values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
-        pick = lambda text, zero, f: f"tl.sum(tl.where({n}_slots == {f}, {text}, {zero}), 1)"
+
+        def pick(text: str, zero: str, slot: int) -> str:
+            return f"tl.sum(tl.where({n}_slots == {slot}, {text}, {zero}), 1)"
+
         return [
             ([pick(values, "0" if self.is_integer else "0.0", f) for f in range(self.k)], feature),
             ([pick(places, "0", f) for f in range(self.k)], feature),
@@ -265,9 +339,11 @@ class TopK(Reduction):
         (x,) = stretch(fields, vectors, over, size)
         k, largest = params
         self.check_length(params, size, over)
-        values, at = x.topk(k, dim=folded_dim(over), largest=largest)
-        at = torch.where(values == (-math.inf if largest else math.inf), -1, at)
-        return [t.movedim(folded_dim(over), -1).unsqueeze(folded_dim(over, vector=True)) for t in (values, at)]
+        x = x.movedim(folded_dim(over), -1)
+        _, at = find_best(x.detach(), k, largest)
+        values = x.gather(-1, at)
+        at = torch.where(values == worst(values.dtype, largest), -1, at)
+        return [t.unsqueeze(folded_dim(over, vector=True)) for t in (values, at)]
 
     def dense_part(self, local: Local, fields: list[Tensor], params: tuple, length: int) -> list[Tensor]:
         """The best of fewer than k; the other slots are empty."""
@@ -307,7 +383,7 @@ class TopK(Reduction):
         return no_places(params[1], state)
 
     def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
-        return 0
+        return 0 if memory.sizes.device.type in ("cpu", "meta") else memory.wide + 8  # else a tile is sorted
 
     def no_kernel(self, r: Expr) -> str:
         k = r.attrs[2][0]

@@ -25,6 +25,7 @@ from ..engines import auto, dense, panel
 from ..engines.common import matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
+from ..engines.eager import cpp
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
@@ -408,9 +409,23 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
     if found is None:  # the program is kept, so that its id stays its own
-        cost = estimate_program(program, given, longest, backward, closely=False)
-        found = _PREDICTED.keep(key, (program, cost.chosen.schedule == "dense"))
+        faster = not _runs_in_cpp(program, given, longest, backward)
+        faster = (
+            faster and estimate_program(program, given, longest, backward, closely=False).chosen.schedule == "dense"
+        )
+        found = _PREDICTED.keep(key, (program, faster))
     return found[1]
+
+
+def _runs_in_cpp(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if all folds of a call run as generated C++, which no dense form is faster than."""
+    if sizes.device.type != "cpu" or any(not cpp.is_worthwhile(p.fold, sizes) for p in program.passes):
+        return False
+    for call in dry_run_passes(program, require_gradients(inputs) if backward else inputs, sizes, backward).folds:
+        numbers = frozenset(e for e, v in zip(call.fold.leaves, call.leaves, strict=True) if not isinstance(v, Tensor))
+        if cpp.describe(call.fold, call.sizes, numbers) != "C++":
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

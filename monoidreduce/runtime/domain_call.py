@@ -8,6 +8,7 @@ columns of all sequences lie in one pool, so that heads are a batch dimension of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,11 +87,10 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
 def _make_sequence(*given: Any) -> Tensor:
     """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
     *tensors, form, rows, cols, place = given
-    make = lambda: _sequences(Jagged(*tensors), rows, cols, len(form) > 2)
-    parts = ("sequences", form, rows, cols, *tensors)
+    make = functools.partial(_sequences, Jagged(*tensors), rows, cols, len(form) > 2)
     if not is_plain(*tensors):
         return make()[place]
-    return bounded_cache.compute_once(parts, make, tensors[0].device)[place]
+    return bounded_cache.compute_once(("sequences", form, rows, cols, *tensors), make, tensors[0].device)[place]
 
 
 def _remember_sequence(*given: Any) -> Callable[..., Tensor]:

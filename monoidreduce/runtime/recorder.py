@@ -7,7 +7,8 @@ runs call: the same bits, without the Python in between. Two things are recorded
 - **the Python of a layer** (``layer_replay.py``): checks, defaults and views around its ops. A step is a torch call or
   a whole op. It is recorded under autograd, so the replay is differentiable.
 - **a fold on a CPU, or its gradient** (:class:`FoldReplay`): the tiles of the eager engine, whose own Python takes
-  several times as long as its torch calls on small tensors. A step is a torch call. It is recorded below autograd.
+  several times as long as its torch calls on small tensors. A step is a torch call, or a fold as
+  compiled C++. It is recorded below autograd.
 
 Either is recorded in the second call of a kind: what differs in every call is no kind. Only calls listed here may be
 recorded. Anything else (a number read from a tensor, a tensor that the values do not lead to, gradients switched off)
@@ -37,6 +38,7 @@ from ..engines.common import matmul, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
+from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..plan import settings
 from . import call_context
 from .registry import FOLDERS
@@ -54,7 +56,7 @@ def _methods(names: str) -> set[Any]:
 # read what the keys of its ops hold, a fold what its own key holds.
 _READS = frozenset(
     _getters("device dtype is_cuda is_meta is_nested is_quantized is_sparse layout ndim shape")
-    | _methods("__len__ dim is_complex is_floating_point numel size stride")
+    | _methods("__len__ dim is_complex is_floating_point is_neg numel size stride")
 )
 LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_contiguous}
 # Calls that make or change tensors in a form that is decided by the kind of their arguments. Functions, methods,
@@ -62,9 +64,9 @@ LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_conti
 _NAMES = """
 abs add addcmul addmm all amax amin and any arange argmax argmin atan baddbmm bitwise_and bitwise_left_shift
 bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm bool cat ceil clamp clone contiguous copy copysign cos cosh
-cumsum detach div double empty empty_like eq erf erfc exp exp2 expand expand_as expm1 fill flatten flip float floor
-floor_divide floordiv fmod full full_like gather ge gelu gt iadd imul index_add int invert isfinite isinf isnan isub
-le leaky_relu log log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logsumexp long
+cumsum detach div double empty empty_like eq erf erfc exp exp2 expand expand_as expm1 fill find_best flatten flip float
+floor floor_divide floordiv fmod full full_like gather ge gelu gt iadd imul index_add int invert isfinite isinf isnan
+isub le leaky_relu log log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logsumexp long
 lshift lt masked_fill matmul maximum mean minimum mm mod movedim mul nan_to_num ne neg new_empty new_full new_ones
 new_zeros ones ones_like or permute pow prod radd rdiv reciprocal relu remainder reshape rmul round rpow rshift rsqrt
 rsub rtruediv scalar_tensor scatter scatter_add sigmoid sign silu sin sinh softmax softplus sort special_erfcx
@@ -79,6 +81,8 @@ _MAY_BE_THE_SAME = frozenset({Tensor.__getitem__, Tensor.expand, Tensor.reshape,
 
 def _is_recordable(func: Any, args: tuple) -> bool:
     """Whether the form of what a call makes is decided by the kind of its arguments."""
+    if isinstance(func, CompiledFold):
+        return True
     if func in _INDEXES:  # a mask chooses as many as it holds
         return not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     name = getattr(func, "__name__", "").strip("_")
@@ -86,7 +90,9 @@ def _is_recordable(func: Any, args: tuple) -> bool:
 
 
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's writes into a tensor that is given to it."""
+    """Whether a call writes into a tensor that is given to it."""
+    if isinstance(func, CompiledFold):
+        return bool(func.totals)
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.startswith("__")
     return in_place or name in ("__setitem__", "__iadd__", "__imul__", "__isub__") or kwargs.get("out") is not None
@@ -276,8 +282,8 @@ class FoldReplay:
         chosen = call_context.launch_key() if self.engine == "auto" else settings.now().launches
         if chosen is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
             return self.run(values)
-        kinds = [(v.dtype, v.shape, v.stride()) if isinstance(v, Tensor) else repr(v) for v in values]
-        key = (chosen, FOLDERS[self.engine], _cpp.read(), *kinds)
+        kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]
+        key = (chosen, FOLDERS[self.engine], _cpp.read(), torch.get_num_threads(), *kinds)
         call = self.known.get(key)
         if call is None or call is seen_once:
             return self._record(key, values)

@@ -388,7 +388,8 @@ class ForwardReplays:
             return None
         kept = [name for name in recorded.results if self.steps.may_need_gradients and name not in made.returned]
         tensors = [made.names[k] for k in self.tensors]
-        launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
+        names = triton.ReplayNames(made.names, tensors, made.returned, kept)
+        launches = triton.ProgramReplay(recorded, names, sizes)
         if saved_row_gradients.has_many_pairs(sizes) and not launches.holds_little:
             return None
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
@@ -414,17 +415,8 @@ class ForwardReplays:
             if chain
         }
         tensors = [made.names[k] for k in self.tensors]
-        launches = triton.ProgramReplay(
-            recorded,
-            made.names,
-            tensors,
-            made.returned,
-            [*kept.places],
-            replay.sizes,
-            seen=seen,
-            copied=copied,
-            shown_as=returned_as,
-        )
+        names = triton.ReplayNames(made.names, tensors, made.returned, [*kept.places])
+        launches = triton.ProgramReplay(recorded, names, replay.sizes, triton.ReplayViews(seen, copied, returned_as))
         narrow = replay.backwards.narrow
         backwards = BackwardReplays(self.steps, replay.sizes, recorded, launches.kept, narrow, views)
         backwards.recorded_before = replay.backwards.recorded_before
@@ -610,9 +602,8 @@ class BackwardReplays:
         for name, chain in zip(grads, self.views.inputs if self.views else (), strict=False):
             if chain and name is not None:
                 returned_as[name] = functools.partial(undo_views, chain)
-        launches = triton.ProgramReplay(
-            recorded, inputs, tensors, [None, *grads], None, self.sizes, parts, summed, seen, copied, returned_as
-        )
+        names = triton.ReplayNames(inputs, tensors, [None, *grads], None, parts, summed)
+        launches = triton.ProgramReplay(recorded, names, self.sizes, triton.ReplayViews(seen, copied, returned_as))
         return launches if launches.holds_little else None
 
     def _looks(

@@ -107,13 +107,13 @@ def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeyp
     for _ in range(3):
         for again, same in zip(pulled(loss, x, w), first, strict=True):
             assert torch.equal(again, same)
-    kinds = list(kernel_step._KINDS.values())
+    kinds = list(kernel_step._LOOPS.values())
     assert kinds and all(kind.recordings and not kind.failed for kind in kinds)
     assert extra(lambda: pulled(loss, x, w)) <= bytes_walked
     other = x.flip(0).contiguous()
     for got, want in zip(pulled(loss, other, w), walked(other, w)[1], strict=True):
         assert torch.equal(got, want)
-    assert [kind.recordings for kind in kernel_step._KINDS.values()] == [kind.recordings for kind in kinds]
+    assert [kind.recordings for kind in kernel_step._LOOPS.values()] == [kind.recordings for kind in kinds]
 
 
 @mr.op

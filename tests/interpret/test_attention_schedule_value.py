@@ -67,6 +67,6 @@ def test_a_schedule_that_cannot_run_says_why(change, message):
 
 
 def test_registers_at_the_start_follow_from_the_number_of_consumers():
-    assert kernel_plan.compiler_options(2) == {"maxnreg": 168}
-    assert kernel_plan.compiler_options(3) == {"maxnreg": 128}
-    assert kernel_plan.compiler_options(0) == {}
+    assert kernel_plan.limit_registers(2) == {"maxnreg": 168}
+    assert kernel_plan.limit_registers(3) == {"maxnreg": 128}
+    assert kernel_plan.limit_registers(0) == {}

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines import listed
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
@@ -52,7 +53,7 @@ def weighted(q: Row["f"], k: Col["f"], e: mr.Pair):
 @pytest.fixture
 def run(monkeypatch):
     """Calls with ``cols=`` run in kernels that walk the lists, by these plans; nothing is gathered."""
-    monkeypatch.setattr(listed_fold, "_PREPARED", {})
+    monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
 
     def gathers(fold, *given):
         raise AssertionError(f"no kernel over lists: {fold.reductions}")

@@ -177,7 +177,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
             found = op(*given, 0.7)
             return [*found, *torch.autograd.grad([y.sum() for y in found], given)]
 
-    kinds = lambda: [len(kind.recordings) for kind in kernel_step._KINDS.values()]
+    kinds = lambda: [len(kind.recordings) for kind in kernel_step._LOOPS.values()]
     for size in (limit, 2**20, limit, 2**20):
         free(size)
         for _ in range(2):
@@ -190,7 +190,7 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
     args = vectors(*sizes)
     for _ in range(3):
         wanted = pulled(op, args, limit, 0.7)
-    (kind, *_) = kernel_step._KINDS.values()
+    (kind, *_) = kernel_step._LOOPS.values()
 
     def out(*given):
         ran.append("ran out")
@@ -203,15 +203,15 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
 
 
 def test_so_many_kinds_are_kept(ran, monkeypatch):
-    monkeypatch.setattr(kernel_step, "_KINDS", BoundedCache(2))
+    monkeypatch.setattr(kernel_step, "_LOOPS", BoundedCache(2))
     op, sizes, limit = SWEPT
     for scale in (0.5, 0.6, 0.6, 0.7):  # what is met once pushes nothing out
         pulled(op, vectors(*sizes), limit, scale)
-    (first, second) = kernel_step._KINDS
+    (first, second) = kernel_step._LOOPS
     assert 0.6 in first and 0.6 in second and not ran
     for scale in (0.7, 0.8, 0.9):
         pulled(op, vectors(*sizes), limit, scale)
-    assert [0.7 in key for key in kernel_step._KINDS] == [True, True]
+    assert [0.7 in key for key in kernel_step._LOOPS] == [True, True]
 
 
 # What is heard, and written down: of torch alone

@@ -387,6 +387,17 @@ def test_the_share_of_a_row(count, by_address):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaling_in_place(dtype, by_address):
+    x = torch.arange(30.0).view(5, 6).to(dtype)
+    for factor in (1.0, 2.0, 0.5):
+        expected, before = x * factor, x.data_ptr()
+        assert row_kernels.scale_in_place(x, torch.tensor(factor))
+        assert torch.equal(x, expected) and x.data_ptr() == before
+    assert not row_kernels.scale_in_place(x.mT, torch.tensor(2.0))
+    assert not row_kernels.scale_in_place(x.double(), torch.tensor(2.0))
+
+
 def test_variables_are_read_as_they_are_now(monkeypatch):
     one = EnvironmentVariable("MONOIDREDUCE_TRIED_HERE")
     assert one.read() is None

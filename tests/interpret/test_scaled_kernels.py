@@ -122,6 +122,17 @@ def test_blocks_and_4_bits_in_kernels(name, seed):
         torch.testing.assert_close(gradient, torch.autograd.grad(exact.square().sum(), x)[0])
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, *cases.PACKED], ids=lambda k: str(k).removeprefix("torch."))
+def test_what_is_computed_of_stored_vectors_alone(kind, seed):
+    """By a kernel too: norms of columns, of 20 features, fewer than a block has."""
+    torch.manual_seed(seed)
+    x, *rest = cases.problem(cases.cosine, cases.PACKED.get(kind, kind), width=20, rows=9, cols=37)
+    exact = cases.cosine(x, *widen(rest, torch.float64))
+    with mr.use(engine="triton"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(cases.cosine(x, *rest), exact)
+
+
 @pytest.mark.parametrize("name", cases.PACKED)
 def test_blocks_and_4_bits_in_k_loops(name, seed):
     torch.manual_seed(seed)

@@ -31,3 +31,27 @@ def test_slots_that_were_never_filled(dtype, seen):
         torch.testing.assert_close(ours.values, expected.values, rtol=0, atol=0)
         assert torch.equal(ours.indices, expected.indices)
         assert (ours.indices == -1).sum() == (15 if seen == "none" else 10)
+
+
+@mr.op
+def three(x: Row, y: Col):
+    return mr.topk(x * y, 3), mr.topk(x * y, 3, largest=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("lists", ["all", "edges", "blocks"])
+def test_the_first_of_equals(dtype, lists):
+    """Whatever the order of tiles and lists; with a list of more than a tile, and one of less than k columns."""
+    y = torch.randint(0, 3, (300,)).to(dtype)
+    index = torch.cat([torch.randperm(300), torch.randperm(300)[:2], torch.randperm(300)[:40]])
+    cols = {
+        "all": None,
+        "edges": mr.edges(torch.tensor([0, 300, 302, 342]), index),
+        "blocks": mr.blocks(torch.randperm(10)[None], torch.tensor([7]), rows=4, cols=30),
+    }[lists]
+    found = {}
+    for engine in ("reference", "triton"):
+        with mr.use(engine=engine, strict=True):
+            found[engine] = three(torch.ones(3, dtype=dtype), y, cols=cols)
+    for ours, expected in zip(found["triton"], found["reference"], strict=True):
+        assert torch.equal(ours.indices, expected.indices) and torch.equal(ours.values, expected.values)

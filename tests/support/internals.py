@@ -67,8 +67,8 @@ def forget_tile_ranges(patch: Patch) -> None:
 def forget_panel_recordings(patch: Patch) -> None:
     """No panel program is recorded, nor met once."""
     cache = pkgutil.resolve_name("monoidreduce.engines.common.bounded_cache.BoundedCache")
-    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._KINDS", cache(32))
-    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._ONCE", cache(256))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._LOOPS", cache(32))
+    patch.setattr("monoidreduce.engines.triton.panel.kernel_step._SEEN_ONCE", cache(256))
 
 
 def forget_cache_warnings(patch: Patch) -> None:

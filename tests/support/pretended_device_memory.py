@@ -155,7 +155,7 @@ def again():
             with h200(repeated), mr.budget(budget), pytest.MonkeyPatch.context() as patch:
                 internals.forget_panel_recordings(patch)
                 found.append(counted(*(CASES | MANY)[name]).peak)
-                written = sum(len(kind.recordings) for kind in kernel_step._KINDS.values())
+                written = sum(len(kind.recordings) for kind in kernel_step._LOOPS.values())
         yield f"{name}, {budget}", (*found, written)
     assert {key[0] for key, ready in contraction._PREPARED.items() if ready} == {False, True}  # added to, and not
 

@@ -35,6 +35,12 @@ def best(x: Row["f"], y: Col["f"]):
     return mr.max(x @ y)
 
 
+@mr.op
+def cosine(x: Row["f"], y: Col["f"], z: Col["d"]):
+    """What is computed of stored vectors alone: norms, one feature."""
+    return mr.softmax_mean(F.normalize(x) @ F.normalize(y) + torch.tanh(z[0]), z)
+
+
 def store(x, kind, scales="vector"):
     """A tensor in 8 bits; ``scales``: of each ``"vector"``, each ``"batch"`` element or one ``"number"``."""
     most = x.abs().amax(-1)

@@ -202,8 +202,8 @@ class Blocks:
     def _block_sizes(self, rows: slice, cols: slice) -> Sizes:
         shard = self.sizes.shard
         own = Shard(Axis((((0, self.sizes.rows),),)), Axis((((0, self.sizes.cols),),))) if shard is None else shard
-        part = lambda axis, at: Axis((_cut_ranges(axis.own, at),), whole=axis.total)
-        place = Shard(part(own.rows, rows), part(own.cols, cols), batch=own.batch)
+        kept = Axis((_cut_ranges(own.rows.own, rows),), whole=own.rows.total)
+        place = Shard(kept, Axis((_cut_ranges(own.cols.own, cols),), whole=own.cols.total), batch=own.batch)
         return replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start, shard=place)
 
     def _zeros(self, k: int) -> Tensor:

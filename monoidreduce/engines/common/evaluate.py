@@ -108,23 +108,27 @@ def reduce_listed(
     kind, (_, over, params) = kind_of(e), e.attrs
     times = count_pairs(listed, tensors, *shape)
     most = int(times.max()) if times.numel() else 0
-    if most < 2:
-        found = dense(fields, size)
-        if kind.place is not None and form[0] == "pages" and over == "cols":
-            position = listed_node("listed_position", form, listed.args)
-            found[kind.place] = _to_position(found[kind.place], evaluate_node(position, tensors, *shape))
-        return found
     vectors = [a.feature is not None for a in e.args]
+    if most < 2:
+        if kind.place is None or form[0] != "pages" or over != "cols":
+            return dense(fields, size)
+        position = evaluate_node(listed_node("listed_position", form, listed.args), tensors, *shape)
+        order = position.argsort(-1)  # the first of equals is the first of the sequence
+        (*fields, order) = torch.broadcast_tensors(*stretch(fields, vectors, over, size), order)
+        found = dense([f.gather(-1, order) for f in fields], size)
+        found[kind.place] = _to_position(found[kind.place], position.sort(-1).values)
+        return found
     absent, whole = kind.absent(params, e.args), stretch([*fields, times], [*vectors, False], over, size)
     copies = []
     for f, vector, nothing in zip(whole[:-1], vectors, absent, strict=True):
         seen = [(times > k).unsqueeze(-1) if vector else times > k for k in range(most)]
         parts = [f if nothing is None else torch.where(one, f, torch.full((), nothing, dtype=f.dtype)) for one in seen]
-        copies.append(torch.cat(parts, folded_dim(over, vector)))
+        axis = f.dim() + folded_dim(over, vector)
+        copies.append(torch.stack(torch.broadcast_tensors(*parts), axis + 1).flatten(axis, axis + 1))
     found = dense(copies, size * most)
     if kind.place is not None:
         place = found[kind.place]
-        found[kind.place] = torch.where(place < 0, place, place % size)
+        found[kind.place] = torch.where(place < 0, place, place // most)
     return found
 
 
@@ -298,9 +302,11 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            shape, both = (self.sizes.rows, self.sizes.cols), kind_of(e).both_axes
-            sides: Any = shape
-            dense = lambda f, size: KINDS[kind].dense(f, vectors, over, params, sides if both else size)
+            shape: Any = (self.sizes.rows, self.sizes.cols)
+
+            def dense(fields: list[Tensor], size: int) -> list[Tensor]:
+                return KINDS[kind].dense(fields, vectors, over, params, shape if kind_of(e).both_axes else size)
+
             return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
         return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 

@@ -26,7 +26,7 @@ from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from ...program.reverse_mode import backpropagate
 from ...reductions import KINDS
-from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout
+from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_layout, look_up, part, to_layout, unpack
 
 # Python functions that are written as text: the one place that compiles and runs such text.
 #
@@ -339,7 +339,8 @@ class Writer(FunctionWriter):
     def write_groups(self, roots: Sequence[Expr], least: int) -> None:
         """Write elementwise arithmetic that is done together, ``least`` torch calls of it, as one step each."""
         for group, fed, outputs in group_elementwise(roots, frozenset(self.names), least):
-            names, before = [self.of(e) for e in fed], len(self.lines)
+            names = [self.of(e) if e.packing is None else self._widen(e) for e in fed]
+            before = len(self.lines)
             found = self._line(f"folder.run_elementwise({self.hold(group)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):
                 self.names[e] = self._line(f"{found}[{k}]")
@@ -363,7 +364,8 @@ class Writer(FunctionWriter):
         if e.op in PRIMITIVES:
             return self._primitive(e)
         if e.op == "fsum" and e.args[0] in self.products:
-            return self._line(f"row_dot({', '.join(self.names[a] for a in e.args[0].args)}, C)")
+            sides = (self.names[a] if a.packing is None else self._widen(a) for a in e.args[0].args)
+            return self._line(f"row_dot({', '.join(sides)}, C)")
         name = e.op.removesuffix("_index")
         if name == "batch":  # the same in every call
             found = self._line(f"{self.hold(_index(e))}(S)")
@@ -386,7 +388,14 @@ class Writer(FunctionWriter):
         name = self.names[e]
         if e.op not in ("input", "leaf") or e.dtype != "float" or e in self.plain:
             return name
+        if e.packing is not None:
+            return self._widen(e)
         return self._view(name, f"{name} if {name}.dtype is C else {name}.to(C)")
+
+    def _widen(self, e: Expr) -> str:
+        """Packed vectors as plain ones, of which something is computed that engines do not compute in a tile."""
+        name, scale, function = self.of(e), self.names[e.args[0]] if e.args else None, self.hold(unpack, "unpack")
+        return self._view(name, f"{function}({e.packing}, S.of({str(e.feature)!r}), {name}, {scale}, C)")
 
     def _view(self, name: str, text: str) -> str:
         if (name, text) not in self.views:

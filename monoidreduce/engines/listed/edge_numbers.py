@@ -21,8 +21,9 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE, Contraction, contractions
 from ...program.expression import Expr, topological
 from ...program.lower import scaled_result
-from ...reductions.best import worst
+from ...reductions.best import NOWHERE, worst
 from ...reductions.histogram import add_at
+from ...reductions.topk import find_best
 from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
 from .lists import Lists
 from .local import LocalFold
@@ -277,25 +278,24 @@ class _Stretch:
         return [log_total + safe, *means, log_total, safe]
 
     def _best(self, r: Expr) -> list[Tensor]:
-        """The best numbers of every list and their columns, by torch's top-k: which of equals it finds is left open."""
+        """The best numbers of every list and their columns, the first of equals."""
         number, lengths = self.number(r.args[0]), self.ends.diff()
         k, largest = r.attrs[2] if r.attrs[0] == "topk" else (1, *r.attrs[2])
         longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
         if not number.is_floating_point() or longest * lists > _MOST_PADDING * max(len(number), 1):
             raise Tied
+        if r.attrs[0] == "best" and bool(number.isnan().any()):
+            raise Tied  # NaN beats all, also where the least is sought
         lowest = worst(number.dtype, largest)
-        table = number.new_full((lists, max(longest, k + 1)), lowest)
-        rank = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
-        table.view(-1)[(self.kept - self.first) * table.shape[1] + rank] = number
-        value, at = table.topk(k + 1, dim=-1, largest=largest)
-        place = (self.ends[:-1].unsqueeze(-1) + at).clamp(max=max(len(number) - 1, 0))
-        place = self.folded[place] if len(number) else torch.zeros_like(place)
+        table = number.new_full((lists, max(longest, k)), lowest)
+        columns = torch.full(table.shape, NOWHERE)
+        at = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
+        at += (self.kept - self.first) * table.shape[1]
+        table.view(-1)[at], columns.view(-1)[at] = number, self.folded
+        value, at = find_best(table, k, largest, columns)
+        place = columns.gather(-1, at)
         place = torch.where(value == lowest, -1, place)
-        if r.attrs[0] == "topk":
-            return [value[:, :k], place[:, :k]]
-        if bool(((value[:, 1] == value[:, 0]) & (place[:, 1] != place[:, 0])).any()) or bool(value.isnan().any()):
-            raise Tied  # the first column wins
-        return [value[:, 0], place[:, 0]]
+        return [value, place] if r.attrs[0] == "topk" else [value[:, 0], place[:, 0]]
 
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""

@@ -79,7 +79,10 @@ def find_lists(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, ove
     """The lists of a domain for reductions over ``over``, made once for the same tensors; ``ordered``: items rise
     within each list, and those that are listed again are marked."""
     given = ("lists", form, rows, cols, over, ordered, *tensors)
-    make = lambda: _own_memory(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
+
+    def make() -> Lists:
+        return _own_memory(tensors, _make_lists(form, tensors, rows, cols, over, ordered))
+
     return bounded_cache.compute_once(given, make, tensors[0].device)
 
 

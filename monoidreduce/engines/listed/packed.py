@@ -124,7 +124,7 @@ def _find_stretches(rows: Any, cols: Any, short: int) -> tuple[Stretch, ...] | N
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return None
-    make = lambda: _make_stretches(rows.reshape(-1), cols.reshape(-1), short)
+    make = functools.partial(_make_stretches, rows.reshape(-1), cols.reshape(-1), short)
     return bounded_cache.compute_once(("stretches", rows, cols, short), make, rows.device)
 
 

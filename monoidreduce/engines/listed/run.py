@@ -162,7 +162,7 @@ class _DirectionRun:
             for r, targets, state in zip(self.reductions, results, parts, strict=True):
                 if not targets:
                     continue
-                merge = lambda states, r=r: combine.merge_states(r, states)
+                merge = functools.partial(combine.merge_states, r)
                 done = combine_parts(state, pieces.counts, 1 + self.layout_dim, merge)
                 for t, v in zip(targets, combine.close_state(r, done), strict=True):
                     t.index_copy_(self.layout_dim, pieces.owners, v.to(t.dtype))
@@ -327,8 +327,8 @@ class _DirectionRun:
         for n, (r, values) in enumerate(zip(self.reductions, found, strict=True)):
             state = combine.open_state(r, [t.unsqueeze(0) for t in values], [length], [0]) if values else []
             if len(parts) <= n:
-                shape = lambda t: (*t.shape[: 1 + self.layout_dim], count, *t.shape[2 + self.layout_dim :])
-                parts.append([t.new_empty(shape(t)) for t in state])
+                at = 1 + self.layout_dim
+                parts.append([t.new_empty(*t.shape[:at], count, *t.shape[at + 1 :]) for t in state])
             for t, v in zip(parts[n], state, strict=True):
                 t.index_copy_(1 + self.layout_dim, piece.slot, v.to(t.dtype))
 

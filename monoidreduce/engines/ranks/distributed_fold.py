@@ -167,9 +167,10 @@ class Grid:
         ring = self.rings[self.stays]
         if len(ring) == 1 or not kept:
             return kept
-        shard_of = lambda owner: [
-            [t.narrow(self._state_axis, *self._shard_slice(owner)) for t in state] for state in kept
-        ]
+
+        def shard_of(owner: int) -> list[State]:
+            return [[t.narrow(self._state_axis, *self._shard_slice(owner)) for t in state] for state in kept]
+
         load = shard_of(ring.back(1))
         for step in range(1, len(ring)):
             after = ring.back(step + 1)

@@ -73,8 +73,9 @@ def agree_on_sizes(
 
     Raises ShardError on every rank where the ranks hold different arguments, or a size is none of these on all of them.
     """
-    mask = lambda fits: sum(1 << k for k, u in enumerate(unplaced) if fits(u))
-    one, whole, own = mask(lambda u: u.one), mask(lambda u: u.size == u.whole), mask(lambda u: u.size == u.own)
+    one = sum(1 << k for k, u in enumerate(unplaced) if u.one)  # bits, one for each
+    whole = sum(1 << k for k, u in enumerate(unplaced) if u.size == u.whole)
+    own = sum(1 << k for k, u in enumerate(unplaced) if u.size == u.own)
     problem: ShardError | None = None
     for m in _rounds(list(groups)):
         try:
@@ -95,8 +96,8 @@ def agree_on_sizes(
             )
     if problem is not None:
         raise problem
-    what = lambda k: "one" if one >> k & 1 else "whole" if whole >> k & 1 else "own"
-    return {(u.name, u.dim): what(k) for k, u in enumerate(unplaced)}
+    kinds = ("one" if one >> k & 1 else "whole" if whole >> k & 1 else "own" for k in range(len(unplaced)))
+    return {(u.name, u.dim): kind for u, kind in zip(unplaced, kinds, strict=True)}
 
 
 def check_replicated(

@@ -36,11 +36,12 @@ from .kernels import (
     topk,
     user_kernels,
 )
+from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
 from .launch import hardware, jit_module
 from .launch.jit_module import compile_only, skip_launches, watch_resources
-from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
+from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
 from .panel import epilogue
 from .panel.arena import MemoryPlan
 from .panel.kernel_step import KernelStep, MetaStep
@@ -63,6 +64,8 @@ __all__ = [
     "ProgramReplay",
     "RecordedLaunches",
     "Rendering",
+    "ReplayNames",
+    "ReplayViews",
     "Unsupported",
     "as_for",
     "compile_only",
@@ -240,11 +243,3 @@ def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
     return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)
-
-
-def describe_numbers(numbers: Sequence[Any]) -> tuple:
-    """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
-    found: list[bool] = []
-    for v in numbers:
-        found += (v > 0, abs(v) >= fold_kernel.SMALL)
-    return tuple(found)

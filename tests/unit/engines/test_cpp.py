@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Pair, Row
 from monoidreduce.engines.eager import cpp
-from monoidreduce.engines.eager.cpp import compiler, primitive_text, support
+from monoidreduce.engines.eager.cpp import compiled_fold, compiler, primitive_text, support, variants
 
 pytestmark = pytest.mark.skipif(
     compiler.current_compiler() is None or compiler.gemm_addresses() is None, reason="no C++ compiler, or no BLAS"
@@ -107,6 +108,26 @@ def columns(x: Row["d"], y: Col["d"]):
     return mr.logsumexp(s, over="rows"), mr.topk(s, 5, over="rows").values
 
 
+@mr.op
+@no_type_check
+def spread(x: Row["d"], y: Col["d"], c: Col):
+    s = torch.cos(x @ y) + torch.sin(c) + torch.tan(0.1 * c)
+    return mr.var(s), mr.mean(torch.abs(s) ** 1.7), mr.sum(F.mish(s))
+
+
+@mr.op
+@no_type_check
+def highest(s: Pair):
+    return mr.sum(torch.sin(s)), mr.max(s, over="rows"), mr.argmax(s, over="rows")
+
+
+@mr.op
+@no_type_check
+def chamfer(x: Row["d"], y: Col["d"]):
+    s = mr.sqdist(x, y)
+    return mr.min(s), mr.min(s, over="rows"), mr.argmin(s, over="rows")
+
+
 CASES = {
     "causal": (lambda q, k, v: mr.ops.attention(q, k, v, causal=True), lambda: [R(2, 1, 300, 24) for _ in range(3)]),
     "cross-entropy": (
@@ -118,6 +139,8 @@ CASES = {
     "many features": (distances, lambda: [R(70, 24) / 3, R(600, 24) / 3]),
     "activations": (activations, lambda: [R(70, 5), R(600, 5), R(600, 3)]),
     "a bias per pair": (biased, lambda: [R(2, 40, 9), R(2, 530, 9), R(2, 530, 7), R(40, 530)]),
+    "moments": (spread, lambda: [R(70, 12), R(700, 12), R(700)]),
+    "best of both sides": (chamfer, lambda: [R(150, 24), R(700, 24)]),
     "over rows": (columns, lambda: [R(600, 9), R(50, 9)]),
     "neighbours": (lambda x, y: tuple(mr.ops.knn(x, y, 10, metric="sqeuclidean")), lambda: [R(60, 3), R(1100, 3)]),
     "entropy": (mr.ops.linear_entropy, lambda: [R(70, 16), R(700, 16)]),
@@ -184,6 +207,23 @@ def test_top_k_with_nan_infinities_and_ties():
     assert torch.equal(first, s.argmax(-1))
 
 
+def test_large_angles_and_the_best_over_rows(ran):
+    """Sines of numbers that the quick form does not take, in one row; of equal values the first, NaN before all."""
+    s = torch.randint(0, 5, (300, 530)).float()
+    s[3] = torch.logspace(4, 38, 530)
+    sines = torch.sin(s.double()).sum(1)
+    with mr.use(engine="eager"):
+        sums = highest(s)[0]
+        s[7, 3] = s[9, 3] = s[150, 4] = torch.nan
+        s[:, 5] = -torch.inf
+        value, place = highest(s)[1:]
+    assert (sums - sines).abs().max() < 1e-4
+    first = s.argmax(0)
+    first[5] = -1
+    assert torch.equal(place, first) and torch.equal(value.isnan(), s.isnan().any(0)) and all(ran)
+    assert torch.equal(value.nan_to_num(), s.amax(0).nan_to_num())
+
+
 @mr.op
 def windowed(q: Row["f"], k: Col["f"], v: Col["d"], left: int, slope: mr.Batch):
     i, j = mr.row_index, mr.col_index
@@ -192,9 +232,9 @@ def windowed(q: Row["f"], k: Col["f"], v: Col["d"], left: int, slope: mr.Batch):
 
 def test_tables_of_tiles_are_kept_where_only_indices_decide(monkeypatch):
     """Of packed sequences one for each; another window makes others, and data is read in every call."""
-    made, decide = [], cpp.decide_tiles
-    monkeypatch.setattr(cpp, "decide_tiles", lambda *given: made.append(1) or decide(*given))
-    monkeypatch.setattr(cpp, "_make_index_table", functools.lru_cache(cpp._make_index_table.__wrapped__))
+    made, decide = [], variants.decide_tiles
+    monkeypatch.setattr(variants, "decide_tiles", lambda *given: made.append(1) or decide(*given))
+    monkeypatch.setattr(variants, "_make_index_table", functools.lru_cache(variants._make_index_table.__wrapped__))
     x, ends = R(2, 700, 8), torch.tensor([0, 300, 700])
     for left, count in ((50, 2), (50, 0), (400, 2), (50, 0)):
         made.clear()
@@ -247,6 +287,10 @@ def test_functions_are_as_exact_as_torchs(tmp_path):
         "expm1_": torch.expm1,
         "tanh_": torch.tanh,
         "erf_": torch.erf,
+        "erfc_": torch.erfc,
+        "exp2_": torch.exp2,
+        "mish_gate_": lambda x: torch.tanh(F.softplus(x)),
+        "normal_gate_": lambda x: torch.where(x < -12.94, 0.0, 0.5 * torch.erfc(x * -math.sqrt(0.5))),
         "logsigmoid_": F.logsigmoid,
         **{f"{name}_": getattr(torch, name) for name in ("log10", "atan", "asin", "acos", "asinh", "acosh", "atanh")},
         **{f"{name}_": getattr(torch, name) for name in ("logit", "erfinv", "sinc", "lgamma", "digamma")},
@@ -299,7 +343,8 @@ def _use(folder, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(folder))
     monkeypatch.setattr(compiler, "_loaded", {})
     compiler._noted.clear()
-    cpp._compile.cache_clear()
+    compiled_fold.compile_form.cache_clear()
+    cpp._calls.clear()
 
 
 def test_damaged_and_missing_files_are_compiled_again(tmp_path, monkeypatch):
@@ -351,7 +396,7 @@ def test_memory_is_a_few_tiles(monkeypatch):
     q = R(1, 1, 2048, 16)
     sizes = []
     empty = torch.empty
-    monkeypatch.setattr(cpp.torch, "empty", lambda *a, **k: (sizes.append(a[0]), empty(*a, **k))[1])
+    monkeypatch.setattr(compiled_fold.torch, "empty", lambda *a, **k: (sizes.append(a[0]), empty(*a, **k))[1])
     with mr.use(engine="eager"), torch.no_grad():
         mr.ops.attention(q, q, q)
         numbers = [n for n in sizes if isinstance(n, int)]

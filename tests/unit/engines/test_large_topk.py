@@ -35,11 +35,21 @@ def test_ties_infinities_and_nan_are_those_of_a_stable_sort(largest, way):
         torch.where(torch.rand(700) < 0.9, -torch.inf if largest else torch.inf, 1.0),
         torch.where(torch.rand(700) < 0.5, math.nan, torch.randn(700)),
     ):
-        with mr.use(engine="eager"):
-            values, places = per_column(torch.zeros(5), y, 200, largest)
-        wanted, at = sort_rows(y.expand(5, -1), 200, largest)
-        torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(places, at)
+        for k, engine in ((200, "eager"), (3, "eager"), (3, "reference")):
+            with mr.use(engine=engine):
+                values, places = per_column(torch.zeros(5), y, k, largest)
+            wanted, at = sort_rows(y.expand(5, -1), k, largest)
+            torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(places, at)
+
+
+def test_equal_distances_in_any_order_of_tiles(way):
+    """Near points are searched block by block, and boxes as far as the k-th point may hold an earlier one."""
+    torch.manual_seed(1)
+    x, y = torch.randint(0, 6, (90, 2)).float(), torch.randint(0, 6, (3000, 2)).float()
+    apart = (x[:, None] - y).square().sum(-1)
+    for k in (4, 70):
+        assert torch.equal(mr.ops.knn(x, y, k).indices, sort_rows(apart, k, False)[1])
 
 
 def test_integers_over_either_axis(way):

@@ -349,6 +349,63 @@ def test_indices_of_packed_sequences():
     assert prefix(y, y, cols=mr.jagged(torch.tensor([0, 2, 5])))[0].tolist() == [1.0, 3.0, 4.0, 12.0, 28.0]
 
 
+@mr.op
+def chosen(x: Row["f"], y: Col["f"], v: Col["d"], n: Col):
+    s = x @ y
+    best = mr.topk(s, 2)
+    first = torch.where(mr.col_index == mr.argmax(s), s, 0.0)
+    return mr.topk_mean(s, v, 2), (best.values * best.gather(n * (mr.col_index + 1))).sum(), mr.sum(first * v)
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+def test_what_was_found_in_packed_sequences_is_gathered(engine, square):
+    """Places that a reduction finds are those of the packed call, and indices those of the sequence."""
+    rows = torch.tensor([0, 3, 3, 9])
+    cols = rows if square else torch.tensor([0, 4, 6, 11])
+    length = int(cols[-1])
+    args = [torch.randn(9, 3), torch.randn(length, 3), torch.randn(length, 2), torch.randn(length)]
+    args = [t.double().requires_grad_() for t in args]
+    with mr.use(engine=engine):
+        found = chosen(*args, cols=mr.jagged(rows) if square else mr.jagged(rows, cols))
+        grads = torch.autograd.grad([t.sum() for t in found], args)
+    spans = zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True)
+    each = [chosen(args[0][a:b], *(t[c:d] for t in args[1:])) for a, b, c, d in spans if b > a]
+    truth = [torch.cat(parts) for parts in zip(*each, strict=True)]
+    for one, other in zip(
+        (*found, *grads), (*truth, *torch.autograd.grad([t.sum() for t in truth], args)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+def test_the_first_of_equals_in_lists_of_any_order(engine):
+    """Of integers too; places beyond a short list are -1. A column that is listed twice is found twice."""
+
+    @mr.op
+    def three(x: Row, y: Col):
+        s = x * y
+        return mr.topk(s, 3), mr.topk(s, 3, largest=False)
+
+    y, edges = torch.tensor([1, 2, 2, 1, 2]), mr.edges(torch.tensor([0, 5, 7, 7]), torch.tensor([4, 3, 2, 1, 2, 3, 0]))
+    for x in (torch.ones(3, dtype=torch.int64), torch.ones(3)):
+        with mr.use(engine=engine):
+            most, least = three(x, y.to(x.dtype), cols=edges)
+        assert most.indices.tolist() == [[1, 2, 2], [0, 3, -1], [-1, -1, -1]]
+        assert least.indices.tolist() == [[3, 1, 2], [0, 3, -1], [-1, -1, -1]]
+
+
+def test_the_variance_of_one_pair_is_undefined():
+    @mr.op
+    def spread(x: Row["f"], y: Col["f"]):
+        return mr.var(x @ y), mr.var(x @ y, correction=0)
+
+    x, y, degrees = torch.randn(100, 64), torch.randn(100, 64), torch.randint(1, 30, (100,))
+    degrees[::2] = 1
+    edges = mr.edges(listed_cases.offsets(degrees), torch.randint(0, 100, (int(degrees.sum()),)))
+    assert spread(x, y, cols=edges)[0][::2].isnan().all()
+
+
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 def test_what_belongs_to_no_sequence_is_never_read(engine):
     """Memory beyond the last offset may hold anything; also where a body needs two passes, and rows have no columns."""

@@ -52,7 +52,7 @@ def test_runs_of_tiles_are_decided_as_each_tile_alone(cpp, monkeypatch, seed):
             yield n, n + 1, code.variant({**row, **ranges})
 
     monkeypatch.setattr(tile_walk, "decide_tiles", one_by_one)
-    monkeypatch.setattr("monoidreduce.engines.eager.cpp.decide_tiles", one_by_one)
+    monkeypatch.setattr("monoidreduce.engines.eager.cpp.variants.decide_tiles", one_by_one)
     alone, counted = run()
     assert torch.equal(found, alone) and seen == counted and 0 < seen.skipped < seen.tiles
 

@@ -193,9 +193,9 @@ def test_rows_that_do_not_count_may_hold_anything(looks, dtype, seed, monkeypatc
     if not looks:  # as on a GPU and in a compiled graph: values are not read, every row is computed
         monkeypatch.setattr(checks, "can_inspect", lambda t: False)
     x, w, t = torch.randn(9, 4).to(dtype), torch.randn(7, 4).to(dtype).requires_grad_(), torch.arange(9) % 7
-    x[4], t[4] = math.nan, 5
-    x.requires_grad_()
     mask, heat = torch.arange(9) != 4, 0.5 + torch.rand(9)
+    x[4], t[4], heat[4] = math.nan, 77, 0.0
+    x.requires_grad_()
     call = lambda x, w, m: ops.linear_logprobs(x, w, t, ids=t.view(9, 1), mask=m, temperature=heat, return_entropy=True)
     found = call(x, w, mask)
     floats = found.log_prob, found.entropy, found.ids_log_probs

@@ -141,6 +141,16 @@ def test_a_large_budget_lets_larger_matrices_be_built():
         assert mlp.cost(x, p, q).chosen.schedule == "dense"
 
 
+def test_the_longest_of_a_class_is_asked_whether_cpp_runs_its_folds(monkeypatch):
+    """Of grouped heads at a length that is not the longest of its class."""
+    monkeypatch.setattr(call_cost.cpp, "is_worthwhile", lambda *given: True)
+    monkeypatch.setattr(call_cost.cpp, "describe", lambda *given: "torch")
+    q, k, v = (torch.randn(1, heads, 187, 8, requires_grad=True) for heads in (4, 2, 2))
+    found = mr.ops.attention(q, k, v, enable_gqa=True)
+    wanted = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_calls_inside_transforms_are_folds():
     q, k, v = qkv(20, 30, dtype=torch.float64)
     expected = torch.autograd.functional.jvp(lambda q: torch.softmax(q @ k.T, -1) @ v, q, torch.ones_like(q))[1]

@@ -32,7 +32,7 @@ def assert_equal_to_plain_tensors(engine, op, x, rest):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: str(k)[6:])
-@pytest.mark.parametrize("op", OPS, ids=named)
+@pytest.mark.parametrize("op", [*OPS, cases.cosine], ids=named)
 @pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
 def test_float64_equals_plain_tensors(engine, op, kind, monkeypatch):
     use_small_tiles(monkeypatch, 4, 6)
@@ -182,7 +182,7 @@ def test_wrong_ones_are_refused():
 @pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
 def test_blocks_and_4_bits_equal_plain_tensors(engine, name, monkeypatch):
     use_small_tiles(monkeypatch, 4, 6)
-    for op in OPS:
+    for op in (*OPS, cases.cosine):
         x, *rest = cases.problem(op, cases.PACKED[name], width=40)
         assert_equal_to_plain_tensors(engine, op, x, rest)
 

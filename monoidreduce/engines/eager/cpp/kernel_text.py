@@ -25,7 +25,7 @@ from . import primitive_text, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 from .tile_text import MOST_SORTED, PAD, TileText
 
-HEAD = 13  # arguments before the leaves
+HEAD = 16  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
 OUTPUT = 3  # and of a result: address, stride of the batch, stride of its axis
 
@@ -36,10 +36,11 @@ class Form:
 
     single: bool
     widths: tuple[tuple[str, int], ...]
-    block: tuple[int, int]  # kept, folded
+    block: tuple[int, int]  # kept and folded indices that a tile has at most; calls say how many it has
     numbers: tuple[Expr, ...]  # leaves and sizes that are Python numbers
     pairs: tuple[tuple[Expr, str, int], ...]  # leaves per pair: type in C++, stride along the folded axis (2: any)
     swapped: bool
+    kinds: tuple[int, ...]  # of numbers in vectors that are leaves
     transposed: bool = False  # folded operands of products are copied with features first, before the walk
 
     def width(self, e: Expr) -> int:
@@ -111,14 +112,19 @@ class KernelText:
     def _head(self, used: str) -> list[str]:
         """The fixed part; ``used``: the text that calls its functions."""
         kind = "float" if self.form.single else "double"
-        block, folded = self.form.block
+        folded = self.form.block[1]
         return [
             f"typedef {kind} F;",
-            f"static const int BM = {block}, BN = {folded}, LD = {folded + PAD};",
+            f"static const int BN = {folded}, LD = {folded + PAD};  // folded indices at most, and a buffer's pitch",
+            "#define ROWS a[13]  // kept and folded indices of a tile of this call",
+            "#define COLS a[14]",
+            "#define SETS a[15]  // of blocks, of a walk that sums over both axes",
             support.TYPES,
             support.FUNCTIONS,
             *([primitive_text.FUNCTIONS] if primitive_text.used_by(used) else []),
             *([support.DRAWS] if "gumbel_" in used or "coin_" in used else []),
+            support.NUMBERS,
+            support.reading(self.form.kinds),
             support.TILES,
             *([_SETS] if self.mixed else []),
             *(text for name, text in support.REDUCTIONS.items() if name in used),
@@ -144,8 +150,8 @@ class KernelText:
         """C++ that gives the copy of a tile's folded vectors, features first."""
         before = self.packed.setdefault(e, self.packed_width)
         width = self.form.width(e)
-        across = "((N + BN - 1) / BN)"
-        return f"(const F*)a[11] + a[0] * {across} * BN * {before} + (b * {across} + j0 / BN) * {width} * BN"
+        across = "((N + COLS - 1) / COLS)"
+        return f"(const F*)a[11] + a[0] * {across} * BN * {before} + (b * {across} + j0 / COLS) * {width} * BN"
 
     def _pack_tile(self) -> str:
         lines = []
@@ -155,7 +161,7 @@ class KernelText:
         head = "static const bool PACKS = " + ("true" if self.packed else "false") + ";\n"
         return f"""{head}static void pack_tile(const I* a, I b, I j0) {{
   const I N = a[2];
-  const int n = (int)(N - j0 < BN ? N - j0 : BN); (void)n;
+  const int n = (int)(N - j0 < COLS ? N - j0 : COLS); (void)n;
   {chr(10).join(lines)}
 }}
 """
@@ -163,6 +169,7 @@ class KernelText:
     def pack_lines(self, e: Expr, room: int, index: str, start: str, count: str) -> list[str]:
         """Lines that compute a vector expression of one side, index by index."""
         names: dict[Expr, str] = {}
+        loaded: list[str] = []
         outer: list[str] = []
         inner: list[str] = []
         for n in topological([e]):
@@ -173,18 +180,23 @@ class KernelText:
             if n in self.number_at:
                 kind = "double" if n.dtype == "float" else "I"
                 text = f"(({kind} const*)a[10])[{self.number_at[n]}]"
+            elif n.op == "leaf" and n.feature is not None:
+                width, axis = self.form.width(n), n.rows or n.cols
+                own = self.room.take(("operand", n), width * (self.form.block[index == "j"] if axis else 1))
+                where = f"b, {start}, {count}" if axis else "b, 0, 1"
+                loaded.append(
+                    f"const Vectors {names[n]}v = load_vectors(a + {self.leaf_at[n]}, {where}, {width}, w + {own});"
+                )
+                text = f"{names[n]}v.at[{f'(I){index} * {names[n]}v.ld + ' if axis else ''}f]"
             elif n.op == "leaf":
                 at, axis = self.leaf_at[n], n.rows or n.cols
                 place = f"b * a[{at + 1}]" + (f" + ({start} + {index}) * a[{at + 2}]" if axis else "")
-                if n.feature is not None:
-                    text = f"read_number((const char*)a[{at}], {place} + f * a[{at + 3}], (int)a[{at + 4}])"
-                else:
-                    kind = {"float": "F", "int": "I", "bool": "uint8_t"}[n.dtype]
-                    text = f"((const {kind}*)a[{at}])[{place}]"
+                kind = {"float": "F", "int": "I", "bool": "uint8_t"}[n.dtype]
+                text = f"((const {kind}*)a[{at}])[{place}]"
             elif n.op == "spread":
                 text = names[n.args[0]]
             elif n.op in PRIMITIVES:
-                text = write_primitive(n, [names[a] for a in n.args], self.form.single)
+                text = write_primitive(n, [names[a] for a in n.args], self.form.single).replace("quick_", "")
             else:
                 raise Unsupported(f"{n.op} of one side has no C++ form")
             (outer if n.feature is None else inner).append(
@@ -192,11 +204,16 @@ class KernelText:
             )
         width = self.form.width(e)
         return [
+            "{",
+            *loaded,
             f"for (int {index} = 0; {index} < {count}; {index}++) {{",
             *outer,
+            f"F* const to = w + {room} + (I){index} * {width};",
+            '_Pragma("omp simd")',
             f"for (int f = 0; f < {width}; f++) {{",
             *inner,
-            f"w[{room} + (I){index} * {width} + f] = {names[e]};",
+            f"to[f] = {names[e]};",
+            "}",
             "}",
             "}",
         ]
@@ -228,8 +245,8 @@ class KernelText:
             f"static void finish_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(finish) + "\n}",
             f"""static void tile(const I* a, I b, I row, I col, F* w) {{
   {head}
-  const I i0 = row * BM, j0 = col * BN, across = (N + BN - 1) / BN;
-  const int m = (int)(K - i0 < BM ? K - i0 : BM), n = (int)(N - j0 < BN ? N - j0 : BN);
+  const I i0 = row * ROWS, j0 = col * COLS, across = (N + COLS - 1) / COLS;
+  const int m = (int)(K - i0 < ROWS ? K - i0 : ROWS), n = (int)(N - j0 < COLS ? N - j0 : COLS);
   const int which = a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + col] : 1;
   switch (which) {{
 {cases}
@@ -271,11 +288,11 @@ _RUN_KEPT = (
     + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
-  const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
-  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
+  const I rows = (a[1] + ROWS - 1) / ROWS, cols = (a[2] + COLS - 1) / COLS;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * COLS); });
   run_tasks((int)a[3], a[0] * rows, (Limit)a[9], [&](I k, int own) {
-    const I b = k / rows, row = rows - 1 - k % rows, i0 = row * BM;  // the last first: of causal rows the longest
-    const int m = (int)(a[1] - i0 < BM ? a[1] - i0 : BM);
+    const I b = k / rows, row = rows - 1 - k % rows, i0 = row * ROWS;  // the last first: of causal rows the longest
+    const int m = (int)(a[1] - i0 < ROWS ? a[1] - i0 : ROWS);
     F* w = (F*)a[6] + own * a[7];
     start_rows(a, b, i0, m);
     load_rows(a, b, i0, m, w);
@@ -299,9 +316,9 @@ _RUN_MIXED = (
     + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
-  const I rows = (a[1] + BM - 1) / BM, cols = (a[2] + BN - 1) / BN;
-  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * BN); });
-  const int sets = a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3];
+  const I rows = (a[1] + ROWS - 1) / ROWS, cols = (a[2] + COLS - 1) / COLS;
+  if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * COLS); });
+  const int sets = (int)SETS;
   for (int round = 0; round < sets; round++)
     run_tasks((int)a[3], a[0] * sets, (Limit)a[9], [&](I k, int own) {
       const I b = k / sets;
@@ -309,8 +326,8 @@ extern "C" int run_fold(const I* a) {
       F* w = (F*)a[6] + own * a[7];
       for (I row = 0; row < rows; row++) {
         if (set_of(row, sets) != mine) continue;
-        const I i0 = row * BM;
-        const int m = (int)(a[1] - i0 < BM ? a[1] - i0 : BM);
+        const I i0 = row * ROWS;
+        const int m = (int)(a[1] - i0 < ROWS ? a[1] - i0 : ROWS);
         if (round == 0) start_rows(a, b, i0, m);
         load_rows(a, b, i0, m, w);
         for (I col = 0; col < cols; col++)
@@ -334,8 +351,8 @@ def _init_lines(k: KernelText, r: Expr) -> list[str]:
     kind, _, params = r.attrs
     count = len(outputs_of(r))
     clear = lambda v: f"memset({k.output(r, v, 'i0 + i')}, 0, {_width(k, r, v)} * {outputs_size(r, v)});"
-    if kind in ("sum", "pick"):
-        lines = [clear(0)]
+    if kind in ("sum", "pick", "moments"):
+        lines = [clear(v) for v in range(count)]
     elif kind == "soft":
         lines = [f"*{k.output(r, count - 1, 'i0 + i')} = -INF;", *(clear(v) for v in range(1, count - 1))]
     elif kind in ("best", "topk"):

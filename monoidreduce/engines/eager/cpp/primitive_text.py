@@ -69,7 +69,7 @@ _PLAIN = {
 }
 # texts whose functions exist for float alone: torch's own are as good in double
 _SINGLE = {
-    "exp2": "exp_({0} * 0.69314718f)",
+    "exp2": "exp2_({0})",
     "expm1": "expm1_({0})",
     "log": "log_({0})",
     "log2": "(float)(log_({0}) * 1.4426950408889634)",
@@ -79,7 +79,11 @@ _SINGLE = {
     "xlogy": "({0} == 0 && {1} == {1} ? 0.0f : {0} * log_({1}))",
     "erf": "erf_({0})",
     "erfc": "erfc_({0})",
+    "sin": "quick_sin_({0})",  # where loops have asked (``tile_text.py``); elsewhere without "quick_"
+    "cos": "quick_cos_({0})",
     "tanh": "tanh_({0})",
+    "mish_gate": "mish_gate_({0})",
+    "pow": "pow_({0}, {1})",
     "sigmoid": "sigmoid_({0})",
     "gate": "sigmoid_({0})",
     "normal_gate": "normal_gate_({0})",
@@ -168,6 +172,9 @@ INLINE double root(double x) { return __builtin_sqrt(x); }
 INLINE float log10_(float x) { return (float)(0.4342944819032518 * log_any(x < 1e-37f ? (double)x * 1e10 : (double)x)
                                               - (x < 1e-37f ? 10.0 : 0.0)); }
 INLINE float logit_(float x) { const double d = x; return (float)log_any((x < 0) | (x > 1) ? -1.0 : d / (1.0 - d)); }
+INLINE float copysign_(float a, float b) {
+  return bits<float>((bits<U>(a) & 0x7fffffffu) | (bits<U>(b) & 0x80000000u));
+}
 INLINE double atan_unit(double y) {  // of |y| <= 1
   const double q = y * y;
   double p = 0.001091114046245701;
@@ -189,7 +196,22 @@ INLINE double atan_wide(double x) {
   const double y = atan_unit(big ? 1.0 / x : x), half = x < 0.0 ? -1.5707963267948966 : 1.5707963267948966;
   return big ? half - y : y;
 }
-INLINE float atan_(float x) { return (float)atan_wide(x); }
+INLINE float atan_(float x) {
+  const float a = x < 0.0f ? -x : x;
+  const bool big = a > 1.0f;
+  const float t = big ? -1.0f / a : a, q = t * t;
+  float p = -0.00179362833f;
+  p = p * q + 0.0109146358f;
+  p = p * q - 0.0311779026f;
+  p = p * q + 0.0579576492f;
+  p = p * q - 0.0840345398f;
+  p = p * q + 0.109521873f;
+  p = p * q - 0.142642424f;
+  p = p * q + 0.199985489f;
+  p = p * q - 0.333332986f;
+  const float rest = t * q * p, y = big ? 1.57079637f + (t + (rest - 4.37113883e-8f)) : t + rest;
+  return copysign_(y, x);
+}
 INLINE float asin_(float x) { const double d = x; return (float)atan_wide(d / root((1.0 - d) * (1.0 + d))); }
 INLINE float acos_(float x) { const double d = x; return (float)(2.0 * atan_wide(root((1.0 - d) / (1.0 + d)))); }
 INLINE float atan2_(float y, float x) {
@@ -205,9 +227,6 @@ INLINE float atan2_(float y, float x) {
 INLINE float hypot_(float a, float b) {
   const float y = (float)root((double)a * a + (double)b * b), inf = (float)INF;
   return (a == inf) | (a == -inf) | (b == inf) | (b == -inf) ? inf : y;
-}
-INLINE float copysign_(float a, float b) {
-  return bits<float>((bits<U>(a) & 0x7fffffffu) | (bits<U>(b) & 0x80000000u));
 }
 INLINE float asinh_(float x) {
   const double a = x < 0 ? -(double)x : (double)x, y = a < 1e-4 ? a - a * a * a / 6.0 : log_any(a + root(a * a + 1.0));
@@ -303,6 +322,14 @@ INLINE float polygamma_1(float x) {
   const double s = 1.0 / 6 - q * (1.0 / 30 - q * (1.0 / 42 - q * (1.0 / 30 - q * 5.0 / 66)));
   const double t = r + 0.5 * q + r * q * s + (low ? below : 0.0), sine = sine_of_pi(d);
   return (float)(d < 0.5 ? 9.869604401089358 / (sine * sine) - t : t);
+}
+INLINE float pow_(float a, float b) {
+  const double size = a < 0 ? -(double)a : (double)a, p = (double)b * log_any(size), y = exp_(p);
+  const float whole = __builtin_floorf(b), half = 0.5f * b;
+  const bool odd = (whole == b) & (__builtin_floorf(half) != half);
+  const double z = (bits<int32_t>(a) < 0) & odd ? -y : y;
+  const float w = (a < 0) & (whole != b) & (size != (double)__builtin_inf()) ? (float)NaN : (float)z;
+  return (a == 1.0f) | (b == 0.0f) | ((size == 1.0) & ((b == (float)INF) | (b == -(float)INF))) ? 1.0f : w;
 }
 INLINE I fmod_(I a, I b) { return a % b; }
 INLINE I shift_left_(I x, I count) { return (count < 0) | (count > 63) ? 0 : (I)((uint64_t)x << (count & 63)); }

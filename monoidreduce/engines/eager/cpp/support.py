@@ -138,22 +138,34 @@ INLINE double log_(double x) {  // of positive normal numbers
   p = p * q + 1.0 / 3;
   return 2.0 * (s + s * q * p) + k * 0.6931471805599453;
 }
+// log(1 + f) for f from sqrt(1/2) - 1 to sqrt(2) - 1, and of 2^k times that
+INLINE float log_series(float f, float k) {
+  const float q = f * f;
+  float p = -0.0763451606f;
+  p = p * f + 0.127615958f;
+  p = p * f - 0.131601825f;
+  p = p * f + 0.142017543f;
+  p = p * f - 0.166233569f;
+  p = p * f + 0.200012267f;
+  p = p * f - 0.250008196f;
+  p = p * f + 0.333333313f;
+  const float rest = f * q * p - k * 2.12194440e-4f;
+  return f + (rest - 0.5f * q) + k * 0.693359375f;
+}
 INLINE float log_(float x) {
-  const float y = (float)log_((double)x);
+  const bool tiny = x < 1.17549435e-38f;  // subnormal, or not positive
+  const int32_t i = bits<int32_t>(tiny ? x * 8388608.0f : x) - 0x3f3504f3;
+  const float y = log_series(bits<float>((i & 0x7fffff) + 0x3f3504f3) - 1.0f, (float)((i >> 23) - (tiny ? 23 : 0)));
   const float z = x == 0.0f ? -(float)INF : x < 0.0f ? (float)NaN : y;
   return (x == (float)INF) | (x != x) ? x : z;
 }
-INLINE float log1p_(float x) {
-  const double d = x, s = d / (2.0 + d), q = s * s;  // near 0 the logarithm as a series, else that of 1 + x
-  double p = 1.0 / 9;
-  p = p * q + 1.0 / 7;
-  p = p * q + 1.0 / 5;
-  p = p * q + 1.0 / 3;
-  const float far = (float)log_(1.0 + d);
-  const float z = (x > -0.125f) & (x < 0.125f) ? (float)(2.0 * (s + s * q * p)) : far;
-  const float w = x == -1.0f ? -(float)INF : x < -1.0f ? (float)NaN : z;
-  const float v = x == 0.0f ? x : w;
-  return (x == (float)INF) | (x != x) ? x : v;
+INLINE float log1p_(float x) {  // of 1 + x as a rounded number and what was rounded away
+  const float u = 1.0f + x, d = u - 1.0f, lost = (1.0f - (u - d)) + (x - d);
+  const int32_t i = bits<int32_t>(u) - 0x3f3504f3, k = i >> 23;
+  const float scaled = k > 60 ? 0.0f : lost * bits<float>((127 - k) << 23);
+  const float y = log_series((bits<float>((i & 0x7fffff) + 0x3f3504f3) - 1.0f) + scaled, (float)k);
+  const float z = x == -1.0f ? -(float)INF : x < -1.0f ? (float)NaN : y;
+  return (x == 0.0f) | (x == (float)INF) | (x != x) ? x : z;
 }
 INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 2^n does not overflow
   float c = x < -30.0f ? -30.0f : x;
@@ -171,11 +183,16 @@ INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 
   return (x == 0.0f) | (x == (float)INF) ? x : y;
 }
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
-INLINE float tanh_(float x) {  // in double, where 1 - 2 / (exp(2x) + 1) loses nothing that a float holds
-  const double d = x, c = d < -20.0 ? -20.0 : d > 20.0 ? 20.0 : d, q = c * c;
-  const double near = c + c * q * (-1.0 / 3 + q * (2.0 / 15 - q * (17.0 / 315)));
-  const float y = (float)((q < 1e-3) ? near : 1.0 - 2.0 / (exp_(2.0 * c) + 1.0));
-  return x == 0.0f ? x : y;
+INLINE float tanh_(float x) {
+  const float a = x < 0.0f ? -x : x, q = x * x, c = a > 10.0f ? 10.0f : a, y = 1.0f - 2.0f / (exp_(2.0f * c) + 1.0f);
+  float p = -0.000455462403f;
+  p = p * q + 0.00258267438f;
+  p = p * q - 0.00826455094f;
+  p = p * q + 0.0216635466f;
+  p = p * q - 0.0539293028f;
+  p = p * q + 0.133329779f;
+  p = p * q - 0.333333224f;
+  return a < 0.9f ? x + x * q * p : x < 0.0f ? -y : y;
 }
 INLINE double erfc_(double a) {  // of a >= 1: a polynomial of 1 / (1 + a / 2), times exp(-a^2)
   const double t = 1.0 / (1.0 + 0.5 * a);
@@ -207,19 +224,56 @@ INLINE double erf_near(double x) {  // of |x| <= 1
   p = p * s + 1.12837916709549382;
   return p * x;
 }
-INLINE double erf_wide(double x) {
-  const double a = x < 0.0 ? -x : x, c = a > 10.5 ? 10.5 : a, far = 1.0 - erfc_(c < 1.0 ? 1.0 : c);
-  const double y = a <= 1.0 ? erf_near(x) : x < 0.0 ? -far : far;
-  return x != x ? x : y;
-}
 INLINE double erfc_wide(double x) {
   const double a = x < 0.0 ? -x : x, c = a > 10.5 ? 10.5 : a, far = erfc_(c < 1.0 ? 1.0 : c);
   const double y = a <= 1.0 ? 1.0 - erf_near(x) : x < 0.0 ? 2.0 - far : a > 10.5 ? 0.0 : far;
   return x != x ? x : y;
 }
-INLINE float erf_(float x) { return (float)erf_wide(x); }
 INLINE float erfc_(float x) { return (float)erfc_wide(x); }
-INLINE float normal_gate_(float x) { return (float)(0.5 * erfc_wide(-0.70710678118654752 * (double)x)); }
+// exp(-s a^2) for s of 1 or 1/2 and s a^2 of at most 87; the square is held as two numbers
+INLINE float exp_minus_square(float a, float s) {
+  const float high = bits<float>(bits<U>(a) & 0xfffff000u), low = a - high;
+  const float c = -s * (high * high), rest = -s * (low * (a + high));
+  const float n = ((c + rest) * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const float r = (c - n * 0.693359375f) + (n * 2.12194440e-4f + rest);
+  float p = 0.00139269266f;
+  p = p * r + 0.00836377387f;
+  p = p * r + 0.0416665501f;
+  p = p * r + 0.166665734f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.0f;
+  return p * bits<float>(((int32_t)n + 127) << 23);
+}
+INLINE float erfc_ratio(float a) {  // erfc(a) exp(a^2) for a of 0 to 10.3
+  const float t = 1.0f / (1.0f + 0.36f * a);
+  float p = 0.0688793883f;
+  p = p * t - 0.37262556f;
+  p = p * t + 0.697297871f;
+  p = p * t - 0.542514563f;
+  p = p * t + 0.507855117f;
+  p = p * t + 0.0106462538f;
+  p = p * t + 0.230398998f;
+  p = p * t + 0.196329996f;
+  p = p * t + 0.203759775f;
+  return p * t - 2.73213154e-5f;
+}
+INLINE float erf_(float x) {
+  const float a = x < 0.0f ? -x : x, c = a > 4.0f ? 4.0f : a, q = c * c;
+  const float far = 1.0f - erfc_ratio(c) * exp_minus_square(c, 1.0f), y = x < 0.0f ? -far : far;
+  float p = 7.85387965e-05f;
+  p = p * q - 0.000801019953f;
+  p = p * q + 0.00518832868f;
+  p = p * q - 0.0268538129f;
+  p = p * q + 0.112835854f;
+  p = p * q - 0.37612626f;
+  p = p * q + 0.128379166f;
+  return a < 1.0f ? x + x * p : y;
+}
+INLINE float normal_gate_(float x) {  // 0 where the result would be subnormal
+  const float a = x < 0.0f ? -x : x, c = a > 12.94f ? 12.94f : a;
+  const float y = a > 12.94f ? 0.0f : 0.5f * erfc_ratio(0.70710678f * c) * exp_minus_square(c, 0.5f);
+  return x < 0.0f ? y : 1.0f - y;
+}
 INLINE float gelu_none(float x) { return x * normal_gate_(x); }
 INLINE float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanh_(0.79788456f * (x + 0.044715f * x * x * x)));
@@ -237,6 +291,53 @@ INLINE float logaddexp_(float a, float b) {
   const float y = m + log1p_(exp_(d));
   return (a == b) & ((m == (float)INF) | (m == -(float)INF)) ? m : y;
 }
+INLINE float mish_gate_(float x) {  // tanh(log(1 + e^x)), of which e^x and its square are all that counts
+  const float e = exp_(x > 30.0f ? 30.0f : x), n = e * (e + 2.0f);
+  return n / (n + 2.0f);
+}
+INLINE float exp2_(float x) {
+  float c = x < -151.0f ? -151.0f : x;  // NaN stays
+  c = c > 129.0f ? 129.0f : c;
+  const float n = (c + 12582912.0f) - 12582912.0f, r = c - n;
+  float p = 0.00015345827f;
+  p = p * r + 0.00133999321f;
+  p = p * r + 0.00961848907f;
+  p = p * r + 0.0555032864f;
+  p = p * r + 0.240226462f;
+  p = p * r + 0.693147182f;
+  p = p * r + 1.0f;
+  const int32_t k = (int32_t)n, half = k >> 1;
+  return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
+}
+// Sine and cosine of |x| up to QUICK_TURNS, which loops ask first; the others are the C library's.
+static const float QUICK_TURNS = 1e5f;
+INLINE float sin_(float x) { return __builtin_sinf(x); }
+INLINE float cos_(float x) { return __builtin_cosf(x); }
+INLINE float quick_turn(float x, int32_t quarter) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  const float n = (x * 0.636619772f + 12582912.0f) - 12582912.0f;
+  const float a = __builtin_fmaf(-n, 1.57079637f, x), b = n * 4.37113883e-8f;  // a is exact
+  const float r = a + b, other = r - a, lost = (a - (r - other)) + (b - other);
+  const float rest = lost + __builtin_fmaf(n, 4.37113883e-8f, -b) + n * 1.71512451e-15f;
+#else
+  const double d = x, n = (double)(int32_t)(d * 0.6366197723675814 + (x < 0 ? -0.5 : 0.5));
+  const double near = (d - n * 1.57079631090164184570) - n * 1.58932547735281966916e-8;
+  const float r = (float)near, rest = (float)(near - (double)r);
+#endif
+  const int32_t k = (int32_t)n + quarter;
+  const float q = r * r;
+  float s = -0.000195043176f, c = 2.4423889e-05f;
+  s = s * q + 0.008332083f;
+  s = s * q - 0.166666538f;
+  s = r + (r * q * s + rest);
+  c = c * q - 0.00138872431f;
+  c = c * q + 0.0416666456f;
+  c = (1.0f - 0.5f * q) + (q * q * c - r * rest);
+  const float y = k & 1 ? c : s;
+  return k & 2 ? -y : y;
+}
+INLINE float quick_sin_(float x) { return quick_turn(x, 0); }
+INLINE float quick_cos_(float x) { return quick_turn(x, 1); }
 template <class T> INLINE T decay_(T x) { return x == -(T)INF ? (T)0 : exp_(-x); }
 template <class T> INLINE T minimum_(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <class T> INLINE T maximum_(T a, T b) { return (a > b) | (a != a) ? a : b; }
@@ -287,6 +388,39 @@ INLINE I coin_(U word, U mark, U col) {
 }
 """
 
+_TYPES = ("float", "double", "Bf16", "Half")  # of numbers of leaves, by their kinds
+
+
+def reading(kinds: tuple[int, ...]) -> str:
+    """How numbers of leaves of these kinds are read."""
+    cases = [f"if (kind == {k}) return visit({_TYPES[k]}());" for k in kinds]
+    cases[-1] = f"return visit({_TYPES[kinds[-1]]}());"
+    return f"""
+template <class Visit> INLINE void as_kind(int kind, Visit visit) {{ {" ".join(cases)} }}
+INLINE F read_number(const char* p, I at, int kind) {{
+  F y;
+  as_kind(kind, [&](auto zero) {{ y = to_number(((const decltype(zero)*)p)[at]); }});
+  return y;
+}}
+"""
+
+
+NUMBERS = """
+INLINE float from_bf16(uint16_t x) { return bits<float>((U)x << 16); }
+INLINE float from_half(uint16_t h) {
+  const U sign = (U)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
+  const float sub = (float)m * 5.9604644775390625e-8f;
+  const U body = e == 31 ? 0x7f800000u | m << 13 : (e + 112) << 23 | m << 13;
+  return bits<float>(sign | (e ? body : bits<U>(sub)));
+}
+struct Bf16 { uint16_t x; };
+struct Half { uint16_t x; };
+INLINE F to_number(float x) { return (F)x; }
+INLINE F to_number(double x) { return (F)x; }
+INLINE F to_number(Bf16 x) { return (F)from_bf16(x.x); }
+INLINE F to_number(Half x) { return (F)from_half(x.x); }
+"""
+
 TILES = """
 typedef void (*Gemm)(const char*, const char*, const int*, const int*, const int*, const F*, const F*, const int*,
                      const F*, const int*, const F*, F*, const int*);
@@ -302,96 +436,96 @@ static void multiply_packed(F* c, int ldc, const F* a, int lda, const F* b, int 
   const F zero = 0;
   gemm_("N", "N", &n, &m, &k, &alpha, b, &BN, a, &lda, &zero, c, &ldc);
 }
-// out[m, d] += w[m, n] v[n, d]
-static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[m, d] += alpha w[m, n] v[n, d]
+static void contract(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "N", &d, &m, &n, &one, v, &ldv, w, &ldw, &one, out, &ldo);
+  gemm_("N", "N", &d, &m, &n, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
-// out[n, d] += w[m, n]^T v[m, d]
-static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d) {
+// out[n, d] += alpha w[m, n]^T v[m, d]
+static void contract_rows(F* out, int ldo, const F* w, int ldw, const F* v, int ldv, int m, int n, int d, F alpha = 1) {
   const F one = 1;
-  gemm_("N", "T", &d, &n, &m, &one, v, &ldv, w, &ldw, &one, out, &ldo);
-}
-INLINE float from_bf16(uint16_t x) { return bits<float>((U)x << 16); }
-INLINE float from_half(uint16_t h) {
-  const U sign = (U)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
-  const float sub = (float)m * 5.9604644775390625e-8f;
-  const U body = e == 31 ? 0x7f800000u | m << 13 : (e + 112) << 23 | m << 13;
-  return bits<float>(sign | (e ? body : bits<U>(sub)));
-}
-INLINE F read_number(const char* p, I at, int kind) {
-  switch (kind) {
-    case 0: return (F)((const float*)p)[at];
-    case 1: return (F)((const double*)p)[at];
-    case 2: return (F)from_bf16(((const uint16_t*)p)[at]);
-    default: return (F)from_half(((const uint16_t*)p)[at]);
-  }
+  gemm_("N", "T", &d, &n, &m, &alpha, v, &ldv, w, &ldw, &one, out, &ldo);
 }
 // A leaf in the list of arguments: address, stride of the batch, of the axis and of features, kind of number.
 struct Vectors { const F* at; int ld; };
+INLINE bool lies_in_rows(const I* leaf, int width) {  // as products read them
+  return leaf[4] == (sizeof(F) == 4 ? 0 : 1) && leaf[3] == 1 && leaf[2] >= width && leaf[2] < 2147483647;
+}
 static Vectors load_vectors(const I* leaf, I b, I start, int count, int width, F* room) {
-  const char* p = (const char*)leaf[0];
   const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
-  const int kind = (int)leaf[4];
-  if (kind == (sizeof(F) == 4 ? 0 : 1) && feature == 1 && step >= width && step < 2147483647)
-    return {(const F*)p + first, (int)step};
-  for (int l = 0; l < count; l++)
-    for (int f = 0; f < width; f++) room[(I)l * width + f] = read_number(p, first + l * step + f * feature, kind);
+  if (lies_in_rows(leaf, width)) return {(const F*)leaf[0] + first, (int)step};
+  as_kind((int)leaf[4], [&](auto zero) {
+    const auto* const from = (const decltype(zero)*)leaf[0] + first;
+    for (int l = 0; l < count; l++) {
+      F* const to = room + (I)l * width;
+      if (feature == 1) for (int f = 0; f < width; f++) to[f] = to_number(from[l * step + f]);
+      else for (int f = 0; f < width; f++) to[f] = to_number(from[l * step + f * feature]);
+    }
+  });
   return {room, width};
 }
 // The same block again, after load_vectors.
 INLINE Vectors find_vectors(const I* leaf, I b, I start, int width, const F* room) {
-  const bool direct = leaf[4] == (sizeof(F) == 4 ? 0 : 1) && leaf[3] == 1 && leaf[2] >= width && leaf[2] < 2147483647;
-  if (direct) return {(const F*)leaf[0] + b * leaf[1] + start * leaf[2], (int)leaf[2]};
+  if (lies_in_rows(leaf, width)) return {(const F*)leaf[0] + b * leaf[1] + start * leaf[2], (int)leaf[2]};
   return {room, width};
 }
 // The same with features first: room[f][l], `stride` numbers from one feature to the next.
 static void load_features(const I* leaf, I b, I start, int count, int width, F* room, int stride) {
-  const char* p = (const char*)leaf[0];
   const I first = b * leaf[1] + start * leaf[2], step = leaf[2], feature = leaf[3];
-  const int kind = (int)leaf[4];
-  if (kind == (sizeof(F) == 4 ? 0 : 1)) {
-    const F* const from = (const F*)p + first;
+  as_kind((int)leaf[4], [&](auto zero) {
+    const auto* const from = (const decltype(zero)*)leaf[0] + first;
     for (int start = 0; start < count; start += 16) {  // 16 vectors at a time: whole lines of the cache are written
       const int stop = start + 16 < count ? start + 16 : count;
       for (int f = 0; f < width; f++)
-        for (int l = start; l < stop; l++) room[(I)f * stride + l] = from[l * step + f * feature];
+        for (int l = start; l < stop; l++) room[(I)f * stride + l] = to_number(from[l * step + f * feature]);
     }
-    return;
-  }
-  for (int f = 0; f < width; f++)
-    for (int l = 0; l < count; l++) room[f * stride + l] = read_number(p, first + l * step + f * feature, kind);
+  });
 }
 """
 
 REDUCTIONS = {  # what some folds use, by the name that they call
-    "distances": """
-// Squared distances of many features, as a product of vectors centred on the tile; close pairs are computed directly.
-// The squared norms are held as two numbers each: their rounding would be the largest error.
-static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
+    "centred": """
+// Vectors of both sides less the mean of the folded ones, and their squared norms, in the form in which one product
+// gives all squared distances: left = (-2 (x - c), norm, 1, 1), right = (y - c, 1, 1, norm). Norms are held as two
+// numbers each: their rounding would be the largest error. Returns the largest norm of the folded ones.
+static F centred(Vectors x, Vectors y, int m, int n, int d, F* left, F* right) {
   const int ld = d + 4;
   F* const centre = right + (I)n * ld;
-  for (int f = 0; f < d; f++) {
+  memset(centre, 0, sizeof(F) * d);
+  for (int j = 0; j < n; j++)
+    for (int f = 0; f < d; f++) centre[f] += y.at[(I)j * y.ld + f];
+  for (int f = 0; f < d; f++) centre[f] /= n;
+  auto write = [&](const F* from, F* to, F factor) {
     double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    centre[f] = (F)(s / n);
-  }
+    _Pragma("omp simd reduction(+:s)")
+    for (int f = 0; f < d; f++) {
+      const F v = from[f] - centre[f];
+      to[f] = factor * v;
+      s += (double)v * v;
+    }
+    return s;
+  };
   F most = 0;
   for (int j = 0; j < n; j++) {
-    double s = 0;
     F* const r = right + (I)j * ld;
-    for (int f = 0; f < d; f++) { const F v = y.at[(I)j * y.ld + f] - centre[f]; r[f] = v; s += (double)v * v; }
+    const double s = write(y.at + (I)j * y.ld, r, 1);
     const F high = (F)s;
     r[d] = 1; r[d + 1] = 1; r[d + 2] = high; r[d + 3] = (F)(s - (double)high);
     most = high > most ? high : most;
   }
   for (int i = 0; i < m; i++) {
-    double s = 0;
     F* const l = left + (I)i * ld;
-    for (int f = 0; f < d; f++) { const F v = x.at[(I)i * x.ld + f] - centre[f]; l[f] = -2 * v; s += (double)v * v; }
+    const double s = write(x.at + (I)i * x.ld, l, -2);
     const F high = (F)s;
     l[d] = high; l[d + 1] = (F)(s - (double)high); l[d + 2] = 1; l[d + 3] = 1;
   }
+  return most;
+}
+""",
+    "distances": """
+// Squared distances of many features from what centred() made; close pairs are computed directly.
+static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d, F most, F* left, F* right) {
+  const int ld = d + 4;
   multiply(out, ldo, left, ld, right, ld, m, n, ld, 1);
   for (int i = 0; i < m; i++) {
     F* const o = out + (I)i * ldo;
@@ -413,28 +547,18 @@ static void distances(F* out, int ldo, Vectors x, Vectors y, int m, int n, int d
 }
 """,
     "contract_gap": """
-// Vectors of both sides less the mean of the folded ones (times sign): left = x - mean, right = mean - y.
-static int centre(Vectors x, Vectors y, int m, int n, int d, int sign, F* left, F* right) {
-  F* const mean = right + (I)n * d;
-  for (int f = 0; f < d; f++) {
-    double s = 0;
-    for (int j = 0; j < n; j++) s += y.at[(I)j * y.ld + f];
-    mean[f] = (F)(s / n);
-  }
-  for (int i = 0; i < m; i++)
-    for (int f = 0; f < d; f++) left[(I)i * d + f] = sign * (x.at[(I)i * x.ld + f] - mean[f]);
-  for (int j = 0; j < n; j++)
-    for (int f = 0; f < d; f++) right[(I)j * d + f] = sign * (mean[f] - y.at[(I)j * y.ld + f]);
-  return 0;
-}
-// out += the sum of weight (x - y), from what centre() made; `sums`: of the weights over the axis that is summed.
+// out += sign times the sum of weight (x - y), from what centred() made; `sums`: of the weights over the axis that is
+// summed.
 static void contract_gap(F* out, int ldo, const F* weight, const F* left, const F* right, const F* sums, int m, int n,
-                         int d, bool folds) {
+                         int d, bool folds, F sign) {
+  const int ld = d + 4;
   const F* const own = folds ? left : right;
-  for (int i = 0; i < (folds ? m : n); i++)
-    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += sums[i] * own[(I)i * d + f];
-  if (folds) contract(out, ldo, weight, LD, right, d, m, n, d);
-  else contract_rows(out, ldo, weight, LD, left, d, m, n, d);
+  for (int i = 0; i < (folds ? m : n); i++) {
+    const F s = (folds ? -(F)0.5 : (F)-1) * sign * sums[i];
+    for (int f = 0; f < d; f++) out[(I)i * ldo + f] += s * own[(I)i * ld + f];
+  }
+  if (folds) contract(out, ldo, weight, LD, right, ld, m, n, d, -sign);
+  else contract_rows(out, ldo, weight, LD, left, ld, m, n, d, -(F)0.5 * sign);
 }
 """,
     "select_best": """

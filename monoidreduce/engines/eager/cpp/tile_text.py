@@ -23,9 +23,12 @@ _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-def _is_softmax_exponent(x: Expr) -> bool:
-    """A pair number minus a number of one side: weights of a softmax, where what is below 1e-38 is nothing."""
-    return x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float"
+def _makes_weights(x: Expr) -> bool:
+    """Whether the exponential of a number is a weight of which 1e-38 is nothing: of a softmax (a pair number minus a
+    number of one side) or of a distance."""
+    if x.op == "sub" and x.args[0].is_pair and not x.args[1].is_pair and x.dtype == "float":
+        return True
+    return any(n.op == "sqdist" for n in topological([x], stop=lambda n: not n.is_pair or n.op == "dot"))
 
 
 class TileText:
@@ -39,6 +42,7 @@ class TileText:
         self.names: dict[object, str] = {}  # values of the tile and of the kept index
         self.own: dict[object, str] = {}  # values of the loop that is being written
         self.lines: list[str] = []  # of that loop
+        self.asked: list[str] = []  # values of it that quick forms of functions take up to QUICK_TURNS
         self.slots: dict[object, str] = {}  # tile-sized buffers by what they hold
         self.alpha: dict[Expr, str] = {}
         self.alias: dict[Expr, Expr] = {}
@@ -100,9 +104,18 @@ class TileText:
                 ("over", e.args[1]), "F", f"(F)(1 / ((const double*)a[10])[{self.k.number_at[e.args[1]]}])", self.top
             )
             return f"(F)({self.get(e.args[0])}) * {own}"
-        if e.op == "exp" and _is_softmax_exponent(e.args[0]):
+        if e.op == "exp" and _makes_weights(e.args[0]):
             return f"exp_weight({self.get(e.args[0])})"
-        return write_primitive(e, [self.get(a) for a in e.args], self.k.form.single)
+        return self._primitive(e, [self.get(a) for a in e.args])
+
+    def _primitive(self, e: Expr, args: list[str]) -> str:
+        """The text of a primitive; of a quick form that not every number has, its argument is noted for the loop."""
+        text = write_primitive(e, args, self.k.form.single)
+        if "quick_" in text:
+            if not self.k.is_folded(e):
+                return text.replace("quick_", "")
+            self.asked += args
+        return text
 
     def _leaf(self, e: Expr) -> str:
         if e.feature is not None:
@@ -153,8 +166,7 @@ class TileText:
         numbers = self.once(("values", red), "F*", f"w + {self.k.room.take(('values', red), across)}", self.top)
         room = self.k.room.take(("places", red), across * (2 if self.k.form.single else 1))
         places = self.once(("places", red), "I*", f"(I*)(w + {room})", self.top)
-        sets = self.once("sets", "int", "a[0] >= 2 * a[3] || a[0] % a[3] == 0 ? 1 : (int)a[3]", self.top)
-        own = self.once("set", "int", f"set_of(i0 / BM, {sets})", self.top)
+        own = self.once("set", "int", "set_of(i0 / ROWS, (int)SETS)", self.top)
         at = self.k.output_at[red]
         out = f"(double*)a[{at}] + b * a[{at + 1}] + {own} * a[{at + 2}]"
         total = self.once(("entries", red), "double*", out, self.top)
@@ -217,7 +229,7 @@ class TileText:
         elif e.op == "spread":
             return self.get(e.args[0])
         elif e.op in PRIMITIVES:
-            text = write_primitive(e, [self.component(a, f) for a in e.args], self.k.form.single)
+            text = self._primitive(e, [self.component(a, f) for a in e.args])
         else:
             raise Unsupported(f"{e.op} of vectors has no C++ form")
         known[e, f] = self.name()
@@ -314,7 +326,7 @@ class TileText:
 
     def _product(self, e: Expr) -> None:
         kept, folded = self.sides(*e.args)
-        width, (block, across) = self.k.form.width(kept), self.k.form.block
+        width = self.k.form.width(kept)
         x, out, alpha = self.vectors(kept), self.slot_room(self.slots[e]), self.alpha.get(e, "(F)1")
         if e.op == "dot" and self.k.form.transposed and folded.op == "leaf":
             y = self.once(("packed", folded), "const F*", self.k.packed_call(folded), self.top)
@@ -324,9 +336,17 @@ class TileText:
         if e.op == "dot":
             self.top.append(f"multiply(w + {out}, LD, {x}.at, {x}.ld, {y}.at, {y}.ld, m, n, {width}, {alpha});")
             return
-        left = self.k.room.take("left", block * (width + 4))
-        right = self.k.room.take("right", (across + 2) * (width + 4))
-        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, w + {left}, w + {right});")
+        most, left, right = self.centred(kept, folded)
+        self.top.append(f"distances(w + {out}, LD, {x}, {y}, m, n, {width}, {most}, w + {left}, w + {right});")
+
+    def centred(self, kept: Expr, folded: Expr) -> tuple[str, int, int]:
+        """Vectors of both sides less a mean: the largest norm of the folded ones, and the rooms of both."""
+        width, (block, across) = self.k.form.width(kept), self.k.form.block
+        left = self.k.room.take(("left", kept, folded), block * (width + 4))
+        right = self.k.room.take(("right", kept, folded), (across + 1) * (width + 4))
+        x, y = self.vectors(kept), self.vectors(folded)
+        call = f"centred({x}, {y}, m, n, {width}, w + {left}, w + {right})"
+        return self.once(("centred", kept, folded), "F", call, self.top), left, right
 
     # Writing ------------------------------------------------------------------------------------------------
 
@@ -335,7 +355,8 @@ class TileText:
         if any(c.walk for r in self.reducers for v in r.values for c in v) or any(e.feature is not None for e in roots):
             raise Unsupported("a sum of vectors per pair")
         self.prepare_products(dict.fromkeys(roots))
-        groups = {"pick": [], "sum": [], "soft": [], "best": [], "topk": []}  # type: dict[str, list[Reducer]]
+        groups: dict[str, list[Reducer]]
+        groups = {"pick": [], "sum": [], "soft": [], "moments": [], "best": [], "topk": []}
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
             if kind not in (*groups, "histogram"):
@@ -348,6 +369,8 @@ class TileText:
             loops += self._sums(groups["sum"])
         for r in groups["soft"]:
             loops += self._softmax(r)
+        for r in groups["moments"]:
+            loops += self._moments(r)
         for r in (*groups["best"], *groups["topk"]):
             loops += self._select(r)
         rows = [f"F* const {s} = w + {self.slot_room(s)} + (I)i * LD;" for s in dict.fromkeys(self.slots.values())]
@@ -365,13 +388,20 @@ class TileText:
 """
 
     def begin_loop(self) -> None:
-        self.own, self.lines = {}, []
+        self.own, self.lines, self.asked = {}, [], []
 
     def end_loop(self, reductions: dict[str, list[str]], extra: list[str]) -> list[str]:
         """The text of a loop over the folded indices: its values, then ``extra``."""
         said = "".join(f" reduction({op}:{', '.join(names)})" for op, names in reductions.items() if names)
-        inside = [f"  {line}" for line in (*self.lines, *extra)]
-        return [f'_Pragma("omp simd{said}")', "for (int j = 0; j < n; j++) {", *inside, "}"]
+        head = "for (int j = 0; j < n; j++) {"
+        loop = [f'_Pragma("omp simd{said}")', head, *(f"  {line}" for line in (*self.lines, *extra)), "}"]
+        if not self.asked:
+            return loop
+        large = self.name()
+        test = " | ".join(f"!({x} <= QUICK_TURNS && {x} >= -QUICK_TURNS)" for x in dict.fromkeys(self.asked))
+        ask = [f"int32_t {large} = 0;", f'_Pragma("omp simd reduction(|:{large})")', head, *self.lines]
+        slow = [line.replace("quick_", "") for line in loop]
+        return [*ask, f"{large} |= (int32_t)({test});", "}", f"if (!{large}) {{", *loop, "} else {", *slow, "}"]
 
     def _sums(self, reducers: list[Reducer]) -> list[str]:
         self.begin_loop()
@@ -469,17 +499,8 @@ class TileText:
                 self.after.append(f"contract_rows({out}, {pitch}, {at}, LD, {v}.at, {v}.ld, m, n, {width});")
             return
         kept, folded = self.sides(c.vector, c.minus)
-        sign = 1 if kept is c.vector else -1
         block, across = self.k.form.block
-        x, y = self.vectors(kept), self.vectors(folded)
-        left = self.k.room.take(("gap", kept, folded, sign), block * width)
-        right = self.k.room.take(("gap", folded, kept, sign), (across + 1) * width)
-        own = self.once(
-            ("gap", kept, folded, sign),
-            "int",
-            f"centre({x}, {y}, m, n, {width}, {sign}, w + {left}, w + {right})",
-            self.top,
-        )
+        most, left, right = self.centred(kept, folded)
         total = self.k.room.take(("weights", red), block if folds else across)
         if folds:
             sums = self.name()
@@ -491,8 +512,8 @@ class TileText:
             self.top.append(f"memset(w + {total}, 0, sizeof(F) * BN);")
             pointer = self.once(("weights", red), "F*", f"w + {total}", self.top)
             extra.append(f"{pointer}[j] += {weight};")
-        arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}"
-        self.after.append(f"(void){own}; contract_gap({out}, {pitch}, {arguments}, {'true' if folds else 'false'});")
+        arguments = f"{at}, w + {left}, w + {right}, w + {total}, m, n, {width}, {'true' if folds else 'false'}"
+        self.after.append(f"(void){most}; contract_gap({out}, {pitch}, {arguments}, {1 if kept is c.vector else -1});")
 
     def _softmax(self, r: Reducer) -> list[str]:
         red = self.k.fold.reductions[r.place]
@@ -598,19 +619,65 @@ class TileText:
         there, self_loop = self.get(target), self.name()
         self.begin_loop()
         x = self.get(r.roots[0])
-        inside = " ".join(self.lines)
+        inside = " ".join(self.lines).replace("quick_", "")
         return [
             f"const I {self_loop} = {there} - j0;",
             f"if ({self_loop} >= 0 && {self_loop} < n) {{ const int j = (int){self_loop}; {inside} "
             f"*{self.k.output(red, 0, 'i0 + i')} += {x}; }}",
         ]
 
+    def _kept_best(self, r: Reducer, red: Expr) -> list[str]:
+        """A best over the kept axis, beside reductions over the other: the tile's for each folded index in the loop
+        over pairs, joined with that of other tiles after all of them."""
+        self.begin_loop()
+        x, across = self.get(r.roots[0]), self.k.form.block[1]
+        value, place = (self.k.output(red, k, "j0") for k in (0, 1))
+        best, at = (self.once((what, red), kind, f"({kind})(w + {self.k.room.take((what, red), across)})", self.top)
+                    for what, kind in (("best", "F*"), ("at", "int32_t*")))  # fmt: skip
+        sign, worst = (">", "(-INF)") if red.attrs[2][-1] else ("<", "INF")
+        self.top.append(f"for (int j = 0; j < n; j++) {{ {best}[j] = {worst}; {at}[j] = -1; }}")
+        better = self.name()
+        self.after += [
+            f"{{ F* const value = {value}; I* const place = {place};",
+            f"for (int j = 0; j < n; j++) if ({at}[j] >= 0) {{",
+            f"  const F x = {best}[j], v = value[j]; const I here = i0 + {at}[j];",
+            "  const bool equal = x == v || (x != x && v != v);",
+            f"  if (x {sign} v || (x != x && v == v) || (equal && here < place[j])) value[j] = x, place[j] = here;",
+            "} }",
+        ]
+        return self.end_loop({}, [
+            f"const bool {better} = ({x} {sign} {best}[j]) | (({x} != {x}) & ({best}[j] == {best}[j]));",
+            f"{best}[j] = {better} ? {x} : {best}[j]; {at}[j] = {better} ? i : {at}[j];",
+        ])  # fmt: skip
+
+    def _moments(self, r: Reducer) -> list[str]:
+        """The tile's mean and squared deviations from it, merged with those of the tiles before by Chan's formula."""
+        red = self.k.fold.reductions[r.place]
+        if not self.k.folds(red) or self.k.mixed:  # tiles must come in their order, which says how many pairs were
+            raise Unsupported("moments over the kept axis, or beside reductions over it")
+        self.begin_loop()
+        x, row = self.get(r.roots[0]), self.k.room.take(("scanned", red), self.k.form.block[1])
+        scanned, sums, mean, spread, gap, share = (self.name() for _ in range(6))
+        loop = self.end_loop({"+": [sums]}, [f"{scanned}[j] = (F){x};", f"{sums} += (F){x};"])
+        middle, total = (self.k.output(red, k, "i0 + i") for k in (0, 1))
+        return [
+            f"F* const {scanned} = w + {row}; F {sums} = 0, {spread} = 0;",
+            *loop,
+            f"const F {mean} = {sums} / n;",
+            f'_Pragma("omp simd reduction(+:{spread})")',
+            f"for (int j = 0; j < n; j++) {spread} += ({scanned}[j] - {mean}) * ({scanned}[j] - {mean});",
+            f"const F {gap} = {mean} - *{middle}, {share} = (F)n / (F)(j0 + n);",
+            f"*{middle} += {gap} * {share}; *{total} += {spread} + {gap} * {gap} * ((F)j0 * {share});",
+        ]
+
     def _select(self, r: Reducer) -> list[str]:
         """A best, or a top-k: the tile's numbers are kept for one index, and looked at only where one is better."""
         red = self.k.fold.reductions[r.place]
         kind, _, params = red.attrs
-        if not self.k.folds(red) or r.roots[0].dtype != "float":
-            raise Unsupported(f"{kind} of integers, or over the kept axis")
+        if r.roots[0].dtype != "float" or not (self.k.folds(red) or kind == "best"):
+            raise Unsupported(f"{kind} of integers, or many best over the kept axis")
+        if not self.k.folds(red):
+            return self._kept_best(r, red)
         count, largest = (params[0] if kind == "topk" else 1), params[-1]
         self.begin_loop()
         x = self.get(r.roots[0])

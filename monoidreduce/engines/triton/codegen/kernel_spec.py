@@ -44,6 +44,11 @@ class Listing:
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
     numbers: int = 1  # that a window has to combine: of a top-k, its k best
 
+    @property
+    def tensors(self) -> int:
+        """How many tensors the kernel is given: where lists begin, their items and, of some, their ends or entries."""
+        return 2 + self.ends + self.entries
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -100,6 +105,12 @@ class Spec:
     # More results (hand-scheduled kernels)
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     joint: Joint | None = None  # a sum over the kept axis too
+
+    @property
+    def listing(self) -> Listing:
+        """How the kernel walks lists: asked of those that do."""
+        assert self.listed is not None
+        return self.listed
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

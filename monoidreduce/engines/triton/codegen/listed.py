@@ -28,22 +28,21 @@ _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs noth
 def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
     """The parameters of the lists, in the order in which ``kernels/listed_launch.py`` gives them, and those that Triton
     must not specialize on."""
-    assert spec.listed is not None
-    tensors = ["offsets", "items"] + ["ends"] * spec.listed.ends + ["entries"] * spec.listed.entries
-    numbers = ["groups", *["entry_count"] * spec.listed.numbered, *(f"list_b{k}" for k in range(spec.rank))]
+    tensors = ["offsets", "items"] + ["ends"] * spec.listing.ends + ["entries"] * spec.listing.entries
+    numbers = ["groups", *["entry_count"] * spec.listing.numbered, *(f"list_b{k}" for k in range(spec.rank))]
     return [*tensors, *numbers], numbers
 
 
 def write_kept(spec: Spec) -> list[str]:
     """Lines after the batch element: the group of this program instance, its kept indices and its list."""
-    assert spec.listed is not None
-    if spec.listed.role != "lists":
+    listing = spec.listing
+    if listing.role != "lists":
         return _write_window(spec)
-    if spec.listed.each:
+    if listing.each:
         return _write_each(spec)
-    size = spec.listed.kept_block  # 0: all kept indices
-    if spec.listed.tiles:
-        lines = [f"group = tile // {spec.listed.tiles}" if size else "group = 0"]
+    size = listing.kept_block  # 0: all kept indices
+    if listing.tiles:
+        lines = [f"group = tile // {listing.tiles}" if size else "group = 0"]
         lines += ["kept_at = tile * KEPT + tl.arange(0, KEPT)", "kept_in = kept_at < kept_size"]
         lines += ["kept_lane = tl.arange(0, KEPT).to(INT)"]
     elif not size:
@@ -72,7 +71,7 @@ def write_kept(spec: Spec) -> list[str]:
             f"kept_in = (kept_at < kept_size) & (member < {size})",
             "kept_lane = tl.arange(0, KEPT).to(INT)",
         ]
-    count = f"tl.cast(tl.load(offsets + listing + 1) - list_first, tl.int32) * {spec.listed.folded_block}"
+    count = f"tl.cast(tl.load(offsets + listing + 1) - list_first, tl.int32) * {listing.folded_block}"
     return [
         *lines,
         "folded_lane = tl.arange(0, FOLDED).to(INT)",
@@ -80,12 +79,8 @@ def write_kept(spec: Spec) -> list[str]:
         f"listing = ({_list_number(spec)}) * groups + group",
         "list_first = tl.load(offsets + listing)",
         f"positions = {count}",
-        *(
-            ["positions = tl.minimum(positions, tl.cast(tl.load(ends + listing), tl.int32))"]
-            if spec.listed.ends
-            else []
-        ),
-        *([f"positions = tl.where(positions > {2 * spec.listed.window}, 0, positions)"] if spec.listed.window else []),
+        *(["positions = tl.minimum(positions, tl.cast(tl.load(ends + listing), tl.int32))"] if listing.ends else []),
+        *([f"positions = tl.where(positions > {2 * listing.window}, 0, positions)"] if listing.window else []),
     ]
 
 
@@ -96,8 +91,7 @@ def _list_number(spec: Spec) -> str:
 
 def _write_each(spec: Spec) -> list[str]:
     """The same of several kept indices, each with a list of its own."""
-    assert spec.listed is not None
-    window = spec.listed.window
+    window = spec.listing.window
     return [
         "kept_start = tile * KEPT",
         "kept_at = kept_start + tl.arange(0, KEPT)",
@@ -119,8 +113,7 @@ def _write_window(spec: Spec) -> list[str]:
 
     A list's first window also has the entries before it. To combine windows, the program instance of a list's first
     one folds them as its entries; all others are idle."""
-    assert spec.listed is not None
-    size, windows = spec.listed.window, spec.listed.role == "windows"
+    size, windows = spec.listing.window, spec.listing.role == "windows"
     lines = [
         f"lists = offsets + ({_list_number(spec)}) * groups",
         f"window_first = tl.load(lists).to(tl.int64) + tile.to(tl.int64) * {size}",
@@ -135,7 +128,7 @@ def _write_window(spec: Spec) -> list[str]:
         lines += ["list_first = tl.where(leads, list_start, window_first)"]
         lines += [f"positions = tl.where(long, {count}, 0).to(tl.int32)"]
     else:
-        each = f" * {spec.listed.numbers}" if spec.listed.numbers > 1 else ""
+        each = f" * {spec.listing.numbers}" if spec.listing.numbers > 1 else ""
         count = f"tl.cdiv(list_end - window_first, {size}){each}"
         lines += [f"list_first = tile{each}", f"positions = tl.where(long & leads, {count}, 0).to(tl.int32)"]
     return [
@@ -159,7 +152,7 @@ def tile_of_step(spec: Spec, step: str) -> str:
 def find_upper_limits(spec: Spec) -> tuple[few_rows.Limit, ...] | None:
     """The conditions of a fold over positions, where each is a limit that positions lie below and that rises with the
     kept index (causal): the first tiles are then whole. None where some condition is another."""
-    limits = few_rows.find_limits(spec.fold, spec.over) if spec.listed is not None and spec.listed.logical else None
+    limits = few_rows.find_limits(spec.fold, spec.over) if spec.listed is not None and spec.listing.logical else None
     if limits is None or not all(op in ("lt", "le") and _rises(spec, bound) for op, bound in limits):
         return None
     return limits
@@ -198,8 +191,7 @@ def write_limit(spec: Spec, e: Expr, kept: str) -> str:
 def write_steps(spec: Spec, kept: int) -> list[str]:
     """Lines of a hand-scheduled kernel: how many tiles it visits, of which the first ones are whole. ``kept``: indices
     of an instance."""
-    assert spec.listed is not None
-    if not spec.listed.ends:
+    if not spec.listing.ends:
         return ["whole_steps = positions // FOLDED", "steps = tl.maximum(whole_steps, 1)"]
     lines = ["whole_steps = positions // FOLDED", "steps = tl.cdiv(positions, FOLDED)"]
     for op, bound in find_upper_limits(spec) or ():
@@ -213,22 +205,19 @@ def write_steps(spec: Spec, kept: int) -> list[str]:
 
 def write_tile_range(v: ExpressionWriter) -> list[str]:
     """Lines that say which tiles of the list are visited: whole ones (all, where no block is cut), then the others."""
-    assert v.spec.listed is not None
-    size = "longest" if v.spec.listed.each else "positions"
-    lines = few_rows.write_tile_range(v, size, limited=v.spec.listed.logical)
+    size = "longest" if v.spec.listing.each else "positions"
+    lines = few_rows.write_tile_range(v, size, limited=v.spec.listing.logical)
     return [*lines, "whole_first = begin", "whole_last = begin if RAGGED else end"] if walks_twice(v.spec) else lines
 
 
 def walks_twice(spec: Spec) -> bool:
     """True when whole tiles have a loop of their own, without masks: for a guessed maximum and delayed products."""
-    assert spec.listed is not None
-    return not spec.listed.gathered and bool(spec.guess or spec.descriptors)
+    return not spec.listing.gathered and bool(spec.guess or spec.descriptors)
 
 
 def write_first(spec: Spec, t: str) -> list[str]:
     """Lines before a loop from tile ``t`` on: load the number of its first block."""
-    listed = spec.listed
-    assert listed is not None
+    listed = spec.listing
     if listed.role == "combine":
         return []
     if listed.gathered:
@@ -239,8 +228,7 @@ def write_first(spec: Spec, t: str) -> list[str]:
 
 def write_place(spec: Spec) -> list[str]:
     """The first lines of a loop's body: where tile ``t`` lies, which of it exists, and the next block's number."""
-    listed = spec.listed
-    assert listed is not None
+    listed = spec.listing
     if listed.role == "combine":
         return [
             "spot = t * FOLDED + tl.arange(0, FOLDED)",
@@ -271,28 +259,25 @@ def write_place(spec: Spec) -> list[str]:
 
 def _tiles(spec: Spec) -> str:
     """How many tiles a block has."""
-    assert spec.listed is not None
-    return f"({spec.listed.folded_block} // FOLDED)"
+    return f"({spec.listing.folded_block} // FOLDED)"
 
 
 def _steps(spec: Spec) -> str:
     """The positions of a tile, from its first one on: along a list, or along each of several."""
-    assert spec.listed is not None
-    return "tl.arange(0, FOLDED)[None, :]" if spec.listed.each else "tl.arange(0, FOLDED)"
+    return "tl.arange(0, FOLDED)[None, :]" if spec.listing.each else "tl.arange(0, FOLDED)"
 
 
 def _block(spec: Spec, spot: str) -> str:
     """Which entry of a list a position lies in."""
-    assert spec.listed is not None
-    return spot if spec.listed.folded_block == 1 else f"{spot} // {spec.listed.folded_block}"
+    return spot if spec.listing.folded_block == 1 else f"{spot} // {spec.listing.folded_block}"
 
 
 def join_loop(spec: Spec, tile: list[str]) -> list[str]:
     """One loop over all tiles of a list; ``tile``: what one adds to the accumulators, with masks."""
     head = write_place(spec)
-    if spec.listed is not None and spec.listed.single:  # all loads of a tile are on their way before any arithmetic
+    if spec.listing.single:  # all loads of a tile are on their way before any arithmetic
         tile = sorted(tile, key=lambda line: _LOAD.match(line) is None)
-    if spec.listed is not None and spec.listed.each:  # folded indices are blocks [KEPT, FOLDED] already
+    if spec.listing.each:  # folded indices are blocks [KEPT, FOLDED] already
         tile = [re.sub(r"\b(folded_in|folded_at)\[None, :\]", r"\1", line) for line in tile]
     return [*write_first(spec, "begin"), "for t in range(begin, end):", *(f"    {line}" for line in [*head, *tile])]
 
@@ -318,8 +303,7 @@ class ListedWriter(ExpressionWriter):
 
     def __init__(self, spec: Spec):
         super().__init__(spec)
-        assert spec.listed is not None
-        self.listed = spec.listed
+        self.listed = spec.listing
 
     def block_of(self, col: Expr) -> str:
         return f"({self.number(col)} >> 7)"

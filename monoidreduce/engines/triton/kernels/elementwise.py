@@ -69,7 +69,7 @@ class _Lines(ExpressionWriter):
         name = str(e.attrs[0])
         lane, exists = self.lanes(e)
         masks = [*(["kept_in[:, None]"] if self.spec.keeps(e) else []), *([f"{exists}[None, :]"] if exists else [])]
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        mask = f", mask={' & '.join(masks)}, other={self.spec.zero(e)}" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
         text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
         return self.to_arithmetic_type(text, e, self.spec.type_of[e])

@@ -71,6 +71,16 @@ WIDE_GAIN = 8
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
+def describe_tensor(v: Tensor) -> tuple:
+    """What kernels depend on in a tensor besides its numbers."""
+    return v.dtype, v.shape, v.stride(), v.data_ptr() & 15
+
+
+def describe_numbers(numbers: Sequence[Any]) -> tuple:
+    """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
+    return tuple([found for v in numbers for found in (v > 0, abs(v) >= SMALL)])
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """A kernel and all that it is called with."""
@@ -99,7 +109,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     slower). What is given per pair needs more of them.
     """
     if kernel.hand_scheduled:
-        return kernel_plan.compiler_options(kernel.consumers)
+        return kernel_plan.limit_registers(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     small = small and not any(e.is_pair for e in kernel.leaves)
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option

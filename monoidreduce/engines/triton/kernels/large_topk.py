@@ -320,6 +320,8 @@ def write_sorted(
         value = unordered32((key << BITS) | tl.where(key < 0, (1 << BITS) - 1, 0))
     if values.dtype.element_ty != tl.int64:
         place = tl.where(value == (float("-inf") if LARGEST else float("inf")), -1, place)
+    else:
+        place = tl.where(value == (-9223372036854775808 if LARGEST else 9223372036854775807), -1, place)
     tl.store(values + i, value.to(values.dtype.element_ty), mask=i < size)
     tl.store(indices + i, place, mask=i < size)
 """
@@ -328,7 +330,8 @@ _kernels = Kernels("The k best of the rows of a matrix.", _TEXT)
 
 def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
     """The k best numbers ``[rows, k]`` of each row of a matrix, best first and the first of equals first, in
-    ``compute`` (int64 for integers), and their columns, -1 where there is nothing better than an infinity."""
+    ``compute`` (int64 for integers), and their columns, -1 where there is nothing better than an infinity (or, of
+    integers, than an end of int64)."""
     rows, cols = matrix.shape
     whole = not matrix.dtype.is_floating_point
     item = 8 if whole or matrix.dtype is torch.float64 else 4
@@ -339,7 +342,7 @@ def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[
         return [values, indices]
     if k > held // _SHARE:
         found, at = matrix.sort(dim=1, descending=largest, stable=True)
-        at = at if whole else at.masked_fill(found == (-torch.inf if largest else torch.inf), -1)
+        at = at.masked_fill(found == worst(found.dtype, largest), -1)
         return [values.copy_(found[:, :k]), indices.copy_(at[:, :k])]
     alike = 16 if matrix.dtype is torch.bfloat16 else 0
     constants = dict(LARGEST=largest, TOP=item * 8 - 1 - alike, BITS=alike)

@@ -22,6 +22,7 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
+from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
@@ -30,7 +31,7 @@ from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
-from .fold_kernel import SMALL, Leaves
+from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
 from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
@@ -62,8 +63,8 @@ class PreparedListedFold:
             work = ListWork(own.form, steps, entries, window)
             one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, work)
             self.launches.append(one)
-            split_ones = one.spec.listed is not None and one.spec.listed.window
-            self.long.append(_split_long_lists(one, values, batch, sizes, own) if split_ones else None)
+            is_split = one.spec.listing.window
+            self.long.append(_split_long_lists(one, values, batch, sizes, own) if is_split else None)
         found = [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -72,7 +73,7 @@ class PreparedListedFold:
         found: list[Tensor] = []
         for one, long in zip(self.launches, self.long, strict=True):
             own, mine = lists(one.over), [given[e] for e in one.fold.leaves]
-            tensors = own.tensors(one.spec.listed is not None and one.spec.listed.entries)
+            tensors = own.tensors(one.spec.listing.entries)
             merged = functools.partial(self._merge_leaves, one, leaves, own, tensors)
             rest = functools.partial(long, leaves=mine, lists=tensors, merged=merged) if long is not None else None
             results = one([*mine, *tensors], merged, rest)
@@ -171,8 +172,8 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(own, steps, strict=True))
 
 
-_PREPARED: dict[tuple, PreparedListedFold | None] = {}
-_MOST = 1024
+_PREPARED: BoundedCache[tuple, PreparedListedFold | None] = BoundedCache(1024)
+_MISSING: Any = object()
 
 
 def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
@@ -272,12 +273,11 @@ class ListedFold:
         return self.ready.recipes(leaves, [places[k] for k in self.local.places], lists)
 
     def _find_lists(self, given: Sequence[Tensor], asked: tuple[int, ...], one: ListedLaunch) -> FoundAtLaunch:
-        assert one.spec.listed is not None
-        key = one.over, one.spec.listed.entries
+        key = one.over, one.spec.listing.entries
         if key not in self.found:  # one function for all launches along a list, which is called once for them
             self.found[key] = self._make_finder(given, *key)
         find, by_address = self.found[key]
-        return FoundAtLaunch(asked, find, 2 + one.spec.listed.ends + one.spec.listed.entries, by_address)
+        return FoundAtLaunch(asked, find, one.spec.listing.tensors, by_address)
 
     def _make_finder(self, given: Sequence[Tensor], over: str, entries: bool) -> tuple[Callable[..., tuple], bool]:
         """What finds the lists of one direction at a launch, for tensors like these; and whether it asks them for their
@@ -328,18 +328,16 @@ class PagedFold(ListedFold):
             return None
 
         def find_lists(one: ListedLaunch) -> FoundAtLaunch:
-            spec = one.spec.listed
-            assert spec is not None
-            entries, count = spec.entries, 2 + spec.ends + spec.entries
+            entries, count = one.spec.listing.entries, one.spec.listing.tensors
             return FoundAtLaunch(asked, lambda *tensors: by_col.transpose_table(tensors)[0].tensors(entries), count)
 
-        theirs = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
-        mine = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
-        if theirs is None or mine is None or any(m.after or m.before for m in theirs):
+        of_columns = self.ready.recipes(leaves, range(len(fed[0])), find_lists)
+        found = [] if self.by_row is None else self.by_row.recipes_among(leaves, at(self.by_row.fold))
+        if of_columns is None or found is None or any(m.after or m.before for m in of_columns):
             return None
         outputs = self.fold.outputs.index
-        mine = [m._replace(results=[outputs(self.by_row.fold.outputs[k]) for k in m.results]) for m in mine]  # type: ignore[union-attr]
-        for m in theirs:
+        found = [m._replace(results=[outputs(self.by_row.fold.outputs[k]) for k in m.results]) for m in found]  # type: ignore[union-attr]
+        for m in of_columns:
             arguments = [
                 fed[0][a.at] if isinstance(a, Leaf)
                 else a._replace(at=fed[0][a.at].at) if isinstance(a, DescriptorOf)
@@ -349,8 +347,8 @@ class PagedFold(ListedFold):
             recipe = m.recipe._replace(arguments=tuple(arguments))
             joined = [one._replace(recipe=by_col.shape_recipe(one.recipe)) for one in m.combining]
             results = [outputs(by_col.whole.outputs[k]) for k in m.results]
-            mine.append(StepLaunches(recipe if joined else by_col.shape_recipe(recipe), results, joined, fed[1]))
-        return mine
+            found.append(StepLaunches(recipe if joined else by_col.shape_recipe(recipe), results, joined, fed[1]))
+        return found
 
 
 def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold | None:
@@ -404,24 +402,15 @@ def _prepare_launches(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Mapping[str, Lists], entries: int
 ) -> PreparedListedFold | None:
     """The launches of a fold on leaves like these, along the lists of each direction; None where it has no kernel."""
-    key: tuple = (
-        id(fold),
-        sizes.rows,
-        sizes.cols,
-        sizes.batch,
-        sizes.compute,
-        sizes.device,
-        matmul.float32_precision(),
-    )
-    key += (overriding_plans(), _describe(leaves), entries, *(one.form for one in lists.values()))
-    if key not in _PREPARED:
-        if len(_PREPARED) >= _MOST:
-            _PREPARED.clear()
-        try:
-            _PREPARED[key] = PreparedListedFold(fold, leaves, sizes, lists.__getitem__, entries)
-        except Unsupported:
-            _PREPARED[key] = None
-    return _PREPARED[key]
+    key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
+    key += (overriding_plans(), entries, *(one.form for one in lists.values()))
+    key += tuple([describe_tensor(v) if isinstance(v, Tensor) else (type(v), *describe_numbers([v])) for v in leaves])
+    if (found := _PREPARED.find(key, _MISSING)) is not _MISSING:
+        return found
+    try:
+        return _PREPARED.keep(key, PreparedListedFold(fold, leaves, sizes, lists.__getitem__, entries))
+    except Unsupported:
+        return _PREPARED.keep(key, None)
 
 
 def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:
@@ -430,14 +419,3 @@ def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:
     for k in range(len(total)):  # one after the other: sorting takes memory
         add_at(total[k : k + 1], number.reshape(len(total), -1)[k : k + 1], at.reshape(len(total), -1)[k : k + 1])
     return total.view(*sizes.batch, -1)
-
-
-def _describe(leaves: Sequence[Any]) -> tuple:
-    """What kernels depend on in leaves besides their values."""
-    found: list[Any] = []
-    for v in leaves:
-        if isinstance(v, Tensor):
-            found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
-        else:
-            found += (type(v), v > 0, abs(v) >= SMALL)
-    return tuple(found)

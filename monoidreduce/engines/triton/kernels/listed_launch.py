@@ -142,15 +142,15 @@ class ListedLaunch(FoldLaunch):
         self.copied = () if lists.ends and by_hand is None else copied  # other kernels do not clear the cut block
         if listing.single:
             self._plan_single_rows(asked or self._plan_single(plain), listing)
-            if self.spec.listed is not None and self.spec.listed.each:
+            if self.spec.listing.each:
                 return
         else:
             self._plan_groups(asked or self._plan_tiles(plain, group, bool(self.copied)), asked, tiled, by_hand)
         if role == "lists" and self.few_rows is None:
-            kept, gathered = lists.kept_block or self.plan.block_kept, self.spec.listed and self.spec.listed.gathered
+            kept, gathered = lists.kept_block or self.plan.block_kept, self.spec.listing.gathered
             if not kept % self.plan.block_kept:
                 tiles = max(lists.kept_block // self.plan.block_kept, 1)
-                self.spec = replace(self.spec, listed=replace(listing, gathered=bool(gathered), tiles=tiles))
+                self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
 
     def _describe_lists(self, single: bool) -> Listing:
         """The lists as a kernel that gathers their entries reads them."""
@@ -272,8 +272,7 @@ class ListedLaunch(FoldLaunch):
             return
         per_group = -(-(lists.kept_block or rows) * heads // self.plan.block_kept)
         self.tiles, self.beside = self.groups * per_group, 0
-        assert self.spec.listed is not None
-        if self.spec.listed.each:
+        if self.spec.listing.each:
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
         instances, processors = self.tiles * self.count, hardware.count_processors(self.sizes.device)
@@ -284,7 +283,7 @@ class ListedLaunch(FoldLaunch):
             self.splits = max(self.splits, min(even, folded // _LEAST_SPLIT, 64))
         if (
             self.plan.rendering == Rendering.HAND_SCHEDULED
-            or self.spec.listed.window
+            or self.spec.listing.window
             or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
         ):
             self.splits = 1
@@ -292,9 +291,8 @@ class ListedLaunch(FoldLaunch):
 
     def _lay_out_arguments(self, values: Leaves) -> None:
         super()._lay_out_arguments(values)
-        lists, listed = self.lists, self.spec.listed
-        assert listed is not None
-        for k in range(2 + listed.ends + listed.entries):
+        lists, listed = self.lists, self.spec.listing
+        for k in range(listed.tensors):
             self.template.add_gap(len(self.spec.fold.leaves) + k, True)
         self.template.values += [self.groups, *[self.work.entries] * listed.numbered, *self.steps]
         cut = lists.ends or self.lengths[1] % lists.folded_block != 0
@@ -358,8 +356,8 @@ class ListedLaunch(FoldLaunch):
 def _can_share_tiles(spec: Spec) -> bool:
     """True when rows with lists of their own may share a program instance: lists are of single indices, and folded
     vectors are in products of two leaves, or multiplied by numbers and summed."""
-    listed = spec.listed
-    if listed is None or (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:
+    listed = spec.listing
+    if (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:
         return False
     for r in spec.fold.reductions:
         if r.attrs[0] not in ("soft", "sum", "pair", "best", "topk"):

@@ -280,7 +280,7 @@ def prepare_launches(
     """The launches of one direction.
 
     Several kernels have a tile each, while a plan names one: if it is the default tile of the last kernel, as
-    ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
+    ``list_tiles`` shows it, all keep their defaults, with as many splits as the plan says."""
     if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes, layouts)) is not None:
         return [one]
 

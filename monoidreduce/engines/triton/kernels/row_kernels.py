@@ -31,7 +31,7 @@ def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def scale_in_place(x, factor, size, LANES: tl.constexpr):
+def scale(x, factor, size, LANES: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):

@@ -20,6 +20,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
+from ....reductions.best import worst
 from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
@@ -30,8 +31,7 @@ from . import large_topk
 
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
-_LANES = 1024  # numbers at a time
-_LONG = 4  # rows of fewer strips than so many times k are sorted whole
+_LONG = 4  # rows of fewer strips than so many times k are looked at whole
 _HELD = 8192  # numbers that a program instance looks at closely
 _ALIGNED = 8  # numbers by which rows of a panel begin, at least 16 bytes: products of unaligned rows are slow
 _TEXT = """@triton.jit
@@ -43,31 +43,6 @@ def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr
     if v.dtype != tl.float64:
         v = v.to(tl.float32)
     tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
-
-
-@triton.jit
-def strips_held(out, x, chosen, stride, k, whole, width, STRIP: tl.constexpr, LANES: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    strip = tl.load(chosen + row * k + at // STRIP, mask=at < k * STRIP, other=0)
-    place = tl.where(at < k * STRIP, strip * STRIP + at % STRIP, at - k * STRIP + whole)
-    tl.store(out + row * width + at, tl.load(x + row * stride + place, mask=at < width, other=0), mask=at < width)
-
-
-@triton.jit
-def listed(
-    values, places, found, at, chosen, k, whole, size,
-    LARGEST: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr,
-):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    v = tl.load(found + i, mask=i < size, other=0).to(values.dtype.element_ty)
-    p = tl.load(at + i, mask=i < size, other=0)
-    if STRIP:
-        strip = tl.load(chosen + i // k * k + tl.minimum(p // STRIP, k - 1), mask=i < size, other=0)
-        p = tl.where(p < k * STRIP, strip * STRIP + p % STRIP, p - k * STRIP + whole)
-    worst = float("-inf") if LARGEST else float("inf")
-    tl.store(values + i, v, mask=i < size)
-    tl.store(places + i, tl.where(v == worst, -1, p), mask=i < size)
 
 
 @triton.jit
@@ -140,58 +115,30 @@ def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     """A list as users get it: best first, and no place where there was nothing."""
     merged = kind_of(r).merge(r.attrs[2], [values.unsqueeze(0), places.unsqueeze(0)])
     values, places = (t.squeeze(0) for t in merged)
-    worst = float("-inf") if r.attrs[2][1] else float("inf")
-    return [values, places.masked_fill(values == worst, -1)]
+    return [values, places.masked_fill(values == worst(values.dtype, r.attrs[2][1]), -1)]
 
 
 def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
-    """The k best of each row of a matrix, and their places: -1 where there is nothing.
+    """The k best of each row of a matrix, the first of equals, and their places: -1 where there is nothing.
 
-    Few smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
+    Few smallest are not found by strips: a strip's minimum would be NaN where anything in it is.
     """
-    if k > MOST_IN_REGISTERS:
-        return large_topk.select(panel, k, largest, compute)
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
-    if not largest or not rows or strips < _LONG * k:
-        values, at = panel.topk(k, dim=1, largest=largest)
-        return _write_lists(values, at, at, 0, largest, compute)
-    whole = strips * _STRIP
-    maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
-    grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
-    _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
+    whole, kind = strips * _STRIP, torch.promote_types(panel.dtype, torch.float32)
     width = k * _STRIP + panel.shape[1] - whole
-    if maxima.dtype is torch.float32 and max(width, strips) <= _HELD:
-        return _select_from_strips(panel, maxima, k, whole, width, compute)
-    chosen = maxima.topk(k, dim=1, sorted=False).indices
-    held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
-    places = (held, panel, chosen, panel.stride(0), k, whole, width)
-    _kernels("strips_held", (rows, -(-width // _LANES)), places, dict(STRIP=_STRIP, LANES=_LANES))
-    return _write_lists(*held.topk(k, dim=1), chosen, whole, largest, compute)
-
-
-def _select_from_strips(
-    panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype
-) -> list[Tensor]:
-    """The best of rows whose strips' maxima are known."""
-    (rows, strips), slots = maxima.shape, pad_width(k)
+    short = not rows or strips < _LONG * k
+    if k > MOST_IN_REGISTERS or short or not largest or kind is not torch.float32 or max(width, strips) > _HELD:
+        return large_topk.select(panel, k, largest, compute)
+    maxima = torch.empty(rows, strips, dtype=kind, device=panel.device)
+    grid = (rows, -(-strips // _MANY))
+    _kernels("strip_maxima", grid, (maxima, panel, panel.stride(0), strips), dict(STRIP=_STRIP, MANY=_MANY))
+    slots = pad_width(k)
     values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
     spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
     given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
     alike = 16 if panel.dtype is torch.bfloat16 else 0
     constants = dict(STRIP=_STRIP, STRIPS=pad_width(strips), WIDTH=pad_width(width), SLOTS=slots, BITS=alike)
     _kernels("best_listed", (rows,), given, constants, dict(num_warps=8))
-    return [values, places]
-
-
-def _write_lists(
-    found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype
-) -> list[Tensor]:
-    """Values and places as users get them; ``whole``: the end of the strips, 0 where places are those of a row."""
-    values, places = torch.empty_like(found, dtype=compute), torch.empty_like(at)
-    given = (values, places, found, at, chosen, found.shape[1], whole, found.numel())
-    constants = dict(LARGEST=largest, STRIP=_STRIP if whole else 0, LANES=_LANES)
-    if found.numel():
-        _kernels("listed", (-(-found.numel() // _LANES),), given, constants)
     return [values, places]
 
 

@@ -61,7 +61,8 @@ class FoundAtLaunch(NamedTuple):
     by_address: bool = False
 
 
-Views = Sequence[Callable[[Tensor], Tensor] | None]
+View = Callable[[Tensor], Tensor]
+Views = Sequence[View | None]
 
 
 def _call_on_views(run: Callable[..., Any], views: Views, *given: Any) -> Any:
@@ -192,7 +193,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _find_view(
-    view: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, strides: Strides
+    view: View, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides
 ) -> tuple[tuple[int, ...], Strides] | None:
     """Shape and strides of a view of all of such a tensor; None where it is a copy."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
@@ -203,99 +204,104 @@ def _find_view(
     return tuple(found.shape), None if found.is_contiguous() else found.stride()
 
 
+class ReplayNames(NamedTuple):
+    """What a program's replay is given and returns, by name."""
+
+    inputs: Sequence[str]  # what it is given, in order
+    tensors: Sequence[str]  # those of them that are tensors and are read
+    returned: Sequence[str | None]  # None: None
+    kept: Sequence[str] | None  # for a backward (perhaps nothing); None: there is none
+    parts: Mapping[str, tuple[str, int]] = {}  # tensors that lie inside another, at so many bytes
+    summed: Mapping[str, tuple[int, ...]] = {}  # the shapes of results that are returned as sums
+
+
+class ReplayViews(NamedTuple):
+    """The tensors of a call that have another form in its program: by name, what makes one of the other."""
+
+    seen: Mapping[str, View] = {}  # inputs that are looked at; of others the address counts, which is the same
+    copied: Mapping[str, View] = {}  # inputs of which only a copy has the program's form
+    returned: Mapping[str, View] = {}  # what makes the tensor that is returned of a result
+
+
+_NO_VIEWS = ReplayViews()
+
+
 class ProgramReplay:
     """The recorded launches of a program as one function, ``run``.
 
     It allocates what is returned, one buffer for what is kept for a backward and one for intermediate results, and
-    starts each kernel with their addresses.
-
-    ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
-    ``parts``: names of tensors that lie inside another, at so many bytes; ``summed``: the shapes of results that are
-    returned as sums; ``seen`` and ``copied``: what makes a tensor in the program's form of the one that ``run`` is
-    given, where it is looked at and where only a copy has that form (elsewhere the address is the same); ``shown_as``:
-    what makes the tensor that is returned of a result. ``run`` returns what ``returned`` names (None: None). Where
-    something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that one needs: the
+    starts each kernel with their addresses. Where something may be kept, it also returns all that a backward needs: the
     tensors, the results and the buffer of what is kept; and the inputs that are numbers."""
 
-    def __init__(
-        self,
-        recorded: RecordedLaunches,
-        inputs: Sequence[str],
-        tensors: Sequence[str],
-        returned: Sequence[str | None],
-        kept: Sequence[str] | None,
-        sizes: Sizes,
-        parts: Mapping[str, tuple[str, int]] | None = None,
-        summed: Mapping[str, tuple[int, ...]] | None = None,
-        seen: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        copied: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        shown_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    ):
-        forms, shown = recorded.forms, [name for name in returned if name is not None]
-        strides = recorded.strides
-        self.kept = Buffer("kept", {name: forms[name] for name in kept or ()}, strides)
-        self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))}, strides)
+    def __init__(self, recorded: RecordedLaunches, names: ReplayNames, sizes: Sizes, views: ReplayViews = _NO_VIEWS):
+        forms, strides, kept = recorded.forms, recorded.strides, names.kept or ()
+        shown = [name for name in names.returned if name is not None]
+        self.kept = Buffer("kept", {name: forms[name] for name in kept}, strides)
+        self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *kept)}, strides)
         most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
         # step by step, intermediate results would be released sooner; not so the parts of one fold, which are its last
         cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
         alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
         self.holds_little = self.between.size - alive <= most
-        self.constants, self.seen = dict(recorded.constants), seen or {}
+        self.constants, self.seen = dict(recorded.constants), views.seen
         self.last_found: dict[Callable[..., tuple], LastFound] = {}  # by what they call: the same for all launches
-        self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
-        self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
-        given = {name: self.places.get(name) for name in inputs}
-        steps: list[Step] = []
-        if (arithmetic := recorded.numbers) is not None:
-            steps.append(NumberStep(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
-        given_as = dict(self.places)
-        for name, view in (copied or {}).items():
-            self.places[name] = self._add_view(steps, view, name, "copied")
-        for call in recorded.calls:
-            run = LastComputed(functools.partial(_call_on_views, call.run, self._list_views(call.feeds)))
-            place = Place(call.result, 0, None, (), ())
-            steps.append(Operation(run, tuple(map(self._value, call.feeds)), {}, (place,), False))
-            self.places[call.result] = place
-        views = dict(shown_as or {})
+        self.places = {name: Place(name, 0, None, (), ()) for name in (*names.tensors, *recorded.constants)}
+        self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in names.parts.items()}
+        given, given_as = {name: self.places.get(name) for name in names.inputs}, dict(self.places)
+        steps = self._list_preparations(recorded, views.copied)
+        made_after = dict(views.returned)
         for name in shown:
             (shape, dtype), own = forms[name], strides.get(name)
-            if name in views and name not in (summed or {}):
-                viewed = _find_view(views[name], shape, dtype, own)
+            if name in made_after and name not in names.summed:
+                viewed = _find_view(made_after[name], shape, dtype, own)
                 if viewed is not None:  # allocated as what is returned: the memory is the same
-                    (shape, own), _ = viewed, views.pop(name)
+                    (shape, own), _ = viewed, made_after.pop(name)
             steps.append(self._add_allocation(name, shape, dtype, own))
         for buffer in (self.kept, self.between):
             if buffer.places:
                 steps.append(self._add_allocation(buffer.name, (buffer.size,), torch.uint8))
                 self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
         steps += [Launch(one.recipe.relaunch, self._arguments(one)) for one in recorded.launches]
-        for name, shape in (summed or {}).items():
-            place = Place(f"{name}_sum", 0, forms[name][1], shape, ())
-            steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (place,), False))
-            self.places[name] = place
-        for name, view in views.items():
-            self.places[name] = self._add_view(steps, view, name, "shown")
-        found: tuple = tuple(None if name is None else self.places[name] for name in returned)
-        if kept is not None:
-            saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
+        for name, shape in names.summed.items():
+            total = Place(f"{name}_sum", 0, forms[name][1], shape, ())
+            steps.append(Operation(Tensor.sum_to_size, (self.places[name], shape), {}, (total,), False))
+            self.places[name] = total
+        steps += [self._add_view(view, name, "shown") for name, view in made_after.items()]
+        found: tuple = tuple(None if name is None else self.places[name] for name in names.returned)
+        if names.kept is not None:
+            saved = [*names.tensors, *shown, *(["kept"] if self.kept.places else [])]
             found = (
                 found,
                 tuple(given_as.get(name, self.places[name]) for name in saved),
-                tuple(Number(n) for n in inputs if n not in tensors),
+                tuple(Number(n) for n in names.inputs if n not in names.tensors),
             )
         replay = Replay(steps, given, found, self.constants, sizes.device, always=True)
         self.run: Callable[..., tuple] = replay.run
         self.text = replay.text
 
+    def _list_preparations(self, recorded: RecordedLaunches, copied: Mapping[str, View]) -> list[Step]:
+        """What is done before all allocations and launches: arithmetic of numbers, copies of inputs, torch's calls."""
+        steps: list[Step] = []
+        if (arithmetic := recorded.numbers) is not None:
+            steps.append(NumberStep(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+        steps += [self._add_view(view, name, "copied") for name, view in copied.items()]
+        for call in recorded.calls:
+            run = LastComputed(functools.partial(_call_on_views, call.run, self._list_views(call.feeds)))
+            place = Place(call.result, 0, None, (), ())
+            steps.append(Operation(run, tuple(map(self._value, call.feeds)), {}, (place,), False))
+            self.places[call.result] = place
+        return steps
+
     def _list_views(self, names: Sequence[Any]) -> Views:
         """How values are seen through views, by their names."""
         return [self.seen.get(name) if isinstance(name, str) else None for name in names]
 
-    def _add_view(self, steps: list[Step], view: Callable[[Tensor], Tensor], name: str, how: str) -> Place:
-        """A step that computes a tensor from another, such as a view."""
+    def _add_view(self, view: View, name: str, how: str) -> Step:
+        """The step that computes a tensor from another, whose name it takes."""
         place = Place(f"{name}_{how}", 0, None, (), ())
-        steps.append(Operation(view, (self.places[name],), {}, (place,), False))
-        return place
+        step = Operation(view, (self.places[name],), {}, (place,), False)
+        self.places[name] = place
+        return step
 
     def _add_allocation(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: Strides = None) -> Step:
         step = allocate(name, shape, dtype, strides)

@@ -78,7 +78,7 @@ class Descriptor(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A Python number by its name: a parameter of the replay, or the result of a :class:`Compute`."""
+    """A Python number by its name: a parameter of the replay, or the result of a :class:`NumberStep`."""
 
     name: str
 
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             self.steps.append(Operation(func, self.symbolic(args), options, made, writes))
 
     def add_launch(self, relaunch: Any, arguments: Sequence[Any]) -> None:
-        """A kernel was launched; ``again`` None: it cannot be launched again."""
+        """A kernel was launched; ``relaunch`` None: it cannot be launched again."""
         try:
             if relaunch is None:
                 raise NotRecordable("a kernel is not launched again here")

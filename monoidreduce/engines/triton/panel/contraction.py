@@ -48,7 +48,7 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
 def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once; False where the vendor's
     product is as fast, or there is no such kernel."""
-    key = (add, out.device, *map(_form, (out, weights, vectors)))
+    key = (add, out.device, *map(fold_kernel.describe_tensor, (out, weights, vectors)))
     ready = _PREPARED.find(key, _MISSING)
     if ready is _MISSING:
         gains = _fits(out, weights, vectors) and is_faster(*out.shape, folded=len(vectors), device=out.device)
@@ -65,10 +65,6 @@ def is_faster(kept: int, features: int, *, folded: int, device: torch.device) ->
     return (
         SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
     )
-
-
-def _form(t: Tensor) -> tuple:
-    return t.dtype, t.shape, t.stride(), t.data_ptr() & 15
 
 
 def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:

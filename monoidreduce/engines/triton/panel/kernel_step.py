@@ -44,7 +44,7 @@ from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 # key is not recorded, the second is, and from the third on the recording is replayed. Without a budget, panel sizes
 # depend on free memory: they are chosen anew each time, and a recording is used only if they are the same.
 
-_FEW = 4  # recordings of one kind, with different panels
+_MOST_RECORDINGS = 4  # recordings of one kind, with different panels
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 Walk = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
@@ -65,41 +65,42 @@ class _Recording:
 
 
 @dataclass
-class _Kind:
-    """Walks of one kind. The program is held, so that its id stays its own."""
+class _Loop:
+    """Loops over panels of one kind. The program is held, so that its id stays its own."""
 
     program: Lowered
     failed: bool = False  # it cannot be recorded
     recordings: list[_Recording] = field(default_factory=list)
 
 
-_KINDS: BoundedCache[tuple, _Kind] = BoundedCache(512)  # those of hundreds of lengths
-_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # keys seen once: most are not seen again, and evict no recording
+_LOOPS: BoundedCache[tuple, _Loop] = BoundedCache(512)  # those of hundreds of lengths
+_SEEN_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # most are not seen again, and evict no recording
 
 
-def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
-    """What ``walk`` returns, by a replay where there is one."""
-    key = _key(program, inputs, sizes, room)
-    kind = None if key is None else _KINDS.find(key) or _second(key, program)
-    if kind is None or kind.failed:
-        return walk(program, inputs, sizes, room)
-    is_bounded = bool(room) or budget.requested() is not None
-    for known in kind.recordings:
+def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> list[Any]:
+    """What ``walk`` returns, by a replay where there is one; ``limit``: bytes that it may take, 0: as many as there
+    are."""
+    key = _key(program, inputs, sizes, limit)
+    loop = None if key is None else _LOOPS.find(key) or _find_from_second_run(key, program)
+    if loop is None or loop.failed:
+        return walk(program, inputs, sizes, limit)
+    is_bounded = bool(limit) or budget.requested() is not None
+    for known in loop.recordings:
         if known.is_current(is_bounded):
             found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
-            return walk(program, inputs, sizes, room) if found is None else list(found)
-    if len(kind.recordings) >= _FEW:
-        return walk(program, inputs, sizes, room)
-    return _record(kind, walk, inputs, sizes, room)
+            return walk(program, inputs, sizes, limit) if found is None else list(found)
+    if len(loop.recordings) >= _MOST_RECORDINGS:
+        return walk(program, inputs, sizes, limit)
+    return _record(loop, walk, inputs, sizes, limit)
 
 
-def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
+def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple | None:
     """All that a loop over panels depends on but its tiles; None where it may depend on more."""
     if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), room, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [id(program), limit, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):
@@ -113,21 +114,21 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
     return tuple(key)
 
 
-def _second(key: tuple, program: Lowered) -> _Kind | None:
+def _find_from_second_run(key: tuple, program: Lowered) -> _Loop | None:
     """The kind of a loop from its second run on, which is recorded; None on the first."""
-    if _ONCE.pop(key, None) is None:
-        _ONCE.keep(key, True)
+    if _SEEN_ONCE.pop(key, None) is None:
+        _SEEN_ONCE.keep(key, True)
         return None
-    return _KINDS.keep(key, _Kind(program))
+    return _LOOPS.keep(key, _Loop(program))
 
 
-def _record(kind: _Kind, walk: Walk, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+def _record(loop: _Loop, walk: Walk, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> list[Any]:
     tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
-    found, replay, choices = record(lambda *_: walk(kind.program, inputs, sizes, room), tensors, sizes.device)
+    found, replay, choices = record(lambda *_: walk(loop.program, inputs, sizes, limit), tensors, sizes.device)
     if replay is None:
-        kind.failed = True
+        loop.failed = True
     else:
-        kind.recordings.append(_Recording(replay, _plans(), choices))
+        loop.recordings.append(_Recording(replay, _plans(), choices))
     return found
 
 

@@ -304,7 +304,7 @@ def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
     return replace(plan, block_kept=plan.block_kept // 2) if plan.block_kept > 16 else None
 
 
-def compiler_options(consumers: int) -> dict[str, int]:
+def limit_registers(consumers: int) -> dict[str, int]:
     """Compiler options of a kernel with so many consumer warp groups and a producer; none without a producer.
 
     A multiprocessor has 65536 registers. At the start every warp group has as many, also the producer's, of which three

@@ -300,7 +300,7 @@ class _Text:
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
     @property
-    def reduction_lines(self) -> list[str]:
+    def operand_types(self) -> list[str]:
         """The types of queries, keys and values in shared memory."""
         leaves = (self.operands.queries, self.operands.keys, self.operands.values)
         return [f"tl.{gluon_type(self.spec.type_of[e])}" for e in leaves]
@@ -328,7 +328,7 @@ class _Text:
         groups, ring = self.schedule.groups, self.schedule.ring
         kept, both = f"KEPT // {groups}", (self.keys, self.values)
         layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {{}}], {{}})".format
-        queries, keys, values = self.reduction_lines
+        queries, keys, values = self.operand_types
         tiles = [(name, queries, size) for name, (_, size) in zip(self.residents, self.keys.slices, strict=True)]
         tiles += [(name, self.narrow, size) for name, (_, size) in zip(self.staging, self.staging_slices, strict=True)]
         allocate = [

@@ -1,7 +1,7 @@
 """Cheaper forms of two logits in whole tiles of the attention kernel: a soft cap (tanh) and ALiBi (index distance).
 
 **Softcap.** A tanh costs a pair as much as eight instructions, an odd polynomial of degree five costs three. Within
-``_RANGE`` of 0 the polynomial equals tanh to 3.4e-4 of itself, little beside logits of bfloat16 vectors. Beyond, it is
+0.8 of 0 the polynomial equals tanh to 3.4e-4 of itself, little beside logits of bfloat16 vectors. Beyond, it is
 wrong but still rising, so a logit beyond the range makes its row's total at least as large as one at the end of the
 range would: a smaller total proves that there was none. Logits below the range count for nothing, in truth and by the
 polynomial, when the total is large compared with the number of columns. A row that proves neither is computed again
