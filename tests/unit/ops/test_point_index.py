@@ -103,11 +103,18 @@ def test_kept_on_disk_and_moved(tmp_path):
     whole = (tmp_path / "points").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     torch.save({"other": 1}, tmp_path / "other")
-    for name in ("cut", "other"):
+    spoilt = bytearray(whole)
+    spoilt[len(whole) // 2] ^= 1
+    (tmp_path / "spoilt").write_bytes(spoilt)
+    for name in ("cut", "other", "spoilt"):
         with pytest.raises(mr.ArgumentError, match=f"{name} is not an index"):
             ops.PointIndex.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         ops.PointIndex.load(tmp_path / "none")
+    with pytest.raises(mr.ArgumentError, match="cannot be written"):
+        index.save(tmp_path / "none" / "points")
+    with pytest.raises(mr.DTypeError, match="sparse"):
+        ops.knn.prepare(y.to_sparse())
 
 
 def test_numpy_comes_and_goes():
