@@ -102,6 +102,10 @@ def fuse_loss(model: Model, *, when: When = "training", check: bool = True) -> M
     if old is None:
         inner.__dict__["forward"] = BoundMethod(_forward, inner)
         inner.__dict__["_replicate_for_data_parallel"] = BoundMethod(_replicate, inner)
+    for wrapper in model.modules():  # PEFT's AdaptionPromptModel remembers the forward of its model
+        remembered = wrapper.__dict__.get("forward")
+        if wrapper is not inner and isinstance(remembered, types.MethodType) and remembered.__self__ is inner:
+            wrapper.__dict__["forward"] = inner.__dict__["forward"]
     return model
 
 
@@ -199,7 +203,9 @@ def describe_logits(model: nn.Module, inputs: Mapping[str, Any]) -> HeadLogits:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a fused model: its own, with a head that describes its logits where they are for the loss."""
-    state = self.__dict__[_STATE]
+    state = self.__dict__.get(_STATE)
+    if state is None:  # unfused since: a wrapper remembered this forward
+        return self.forward(*args, **kwargs)
     owner = self.get_submodule(state.path)
     wanted = state.when == "always" or (state.when == "training" and self.training)
     if kwargs.get("fused_lm_head"):
