@@ -40,6 +40,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..plan import settings
+from ..program.primitives import PRIMITIVES
 from . import call_context
 from .registry import FOLDERS
 
@@ -73,7 +74,8 @@ rsub rtruediv scalar_tensor scatter scatter_add sigmoid sign silu sin sinh softm
 special_expm1 special_ndtr sqrt square squeeze stack sub sum sum_to_size take_along_dim tan tanh tensor to topk
 transpose truediv trunc unbind unflatten unfold unsqueeze view where xlogy xor zero zeros zeros_like
 """
-_RECORDED = frozenset(_NAMES.split())
+_FUNCTIONS = [getattr(row.torch, "__name__", row.name) for row in PRIMITIVES.values() if row.in_torch]
+_RECORDED = frozenset([*_NAMES.split(), *_FUNCTIONS])
 _TRANSPOSE = Tensor.mT.__get__  # type: ignore[attr-defined]
 _INDEXES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _MAY_BE_THE_SAME = frozenset({Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.to, Tensor.view})

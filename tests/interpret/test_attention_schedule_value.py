@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import monoidreduce as mr
+from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.engines.triton.schedules.resident import attention
@@ -40,6 +42,51 @@ def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):
     assert seen and all(call.kernel.consumers == schedule.groups for call in seen)
     assert all(call.plan == plan for call in seen)
     assert {call.kernel.text.count("(consumer, (") for call in seen} == {schedule.groups}
+
+
+NARROW = AttentionSchedule(
+    widest=64, groups=3, folded=64, ring=4, registers=(160, 160, 24), above=64, above_with_tables=64
+)
+
+
+@pytest.fixture
+def narrow(monkeypatch, tmp_path):
+    """A tile for up to 64 features, which runs where a plan asks for it, and nowhere else."""
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
+    attention.write_kernel.cache_clear()
+    monkeypatch.setattr(attention, "SCHEDULES", (NARROW, *attention.SCHEDULES))
+    yield {"cols": KernelPlan(*NARROW.tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}
+    attention.write_kernel.cache_clear()
+
+
+def test_a_tile_that_runs_where_it_is_asked_for(narrow, monkeypatch):
+    seen = gluon_simulator.simulate(monkeypatch)
+    q, k, v = (torch.randn(1, 400, 64).bfloat16() for _ in range(3))
+    with mr.use(engine="triton"):
+        usual = ops.attention(q, k, v)
+        assert not any(call.kernel.hand_scheduled for call in seen)
+        with use_plan(narrow):
+            found = ops.attention(q, k, v)
+    assert [call.kernel.consumers for call in seen if call.kernel.hand_scheduled] == [3]
+    torch.testing.assert_close(found.float(), usual.float(), rtol=2**-6, atol=2**-8)
+
+
+def test_a_plan_for_a_kernel_that_there_is_not_says_so(narrow, monkeypatch):
+    """In float32, for one."""
+    gluon_simulator.simulate(monkeypatch)
+    q, k, v = (torch.randn(1, 400, 64) for _ in range(3))
+    with use_plan(narrow), mr.use(engine="triton"), pytest.warns(mr.FallbackWarning, match="192 × 64 pairs"):
+        torch.testing.assert_close(ops.attention(q, k, v), (q @ k.mT / 8).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_the_widths_of_each_schedule(tables):
+    """The first that is wide enough runs, above the widths that the compiler's schedule is faster for."""
+    for one, narrower in zip(attention.SCHEDULES, (0, *(s.widest for s in attention.SCHEDULES)), strict=False):
+        assert max(one.above_with_tables if tables else one.above, narrower) < one.widest
+    assert [s.widest for s in attention.SCHEDULES] == sorted(s.widest for s in attention.SCHEDULES)
+    first = attention.SCHEDULES[0]
+    assert (first.above, first.above_with_tables, attention.SCHEDULES[-1].widest) == (64, 32, 256)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ def _labelled(d: int, cols: int, rows: int = 128) -> Callable[[torch.dtype], tup
 
 @dataclass(frozen=True)
 class Case:
-    """An op and the sizes it is compiled for. ``lean``: whether its default plan must not spill."""
+    """An op and the sizes it is compiled for. ``lean``: whether its plan must not spill. ``plans``: by direction, where
+    not the default ones."""
 
     name: str
     op: Callable
@@ -207,6 +208,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     lean: bool = True
     hopper: bool = False  # whether it is for Hopper alone
+    plans: tuple[tuple[str, KernelPlan], ...] = ()
 
 
 def _handmade_loss(dtype: torch.dtype) -> tuple:
@@ -394,7 +396,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in case.make(case.dtype)
     ]
-    with pytest.MonkeyPatch.context() as patch, mr.use(engine="triton"), use_plan(plans or {}):
+    with pytest.MonkeyPatch.context() as patch, mr.use(engine="triton"), use_plan(plans or dict(case.plans)):
         patch.setenv("TRITON_INTERPRET", "1")  # lets tensors on the CPU through; nothing runs
         found = internals.collect_launches(patch)
         internals.forget_launches(patch)

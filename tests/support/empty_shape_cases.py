@@ -27,6 +27,7 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], float]] = {
     "sum of vectors": (lambda s, v: mr.sum(torch.tanh(s) * v), 0.0),
     "mean": (lambda s, v: mr.mean(s), math.nan),
     "logsumexp": (lambda s, v: mr.logsumexp(s), -math.inf),
+    "weighted_mean": (lambda s, v: mr.weighted_mean(s, v), 0.0),
     "softmax_mean": (lambda s, v: mr.softmax_mean(s, v), 0.0),
     "max": (lambda s, v: mr.max(s), -math.inf),
     "min": (lambda s, v: mr.min(s), math.inf),

@@ -57,7 +57,7 @@ def test_a_failure_is_printed_as_a_short_script(monkeypatch):
 
 
 def test_random_programs_use_the_whole_language():
-    """Every primitive, composite and reduction occurs in the programs, and so does every sort of program."""
+    """Every primitive and composite occurs in the programs, and so does every sort of program."""
     seen: collections.Counter = collections.Counter()
 
     @hypothesis.seed(0)

@@ -1,8 +1,8 @@
 """The fixed part of every generated C++ file: functions of one number, reading of leaves, and threads.
 
 Functions of one number are branch-free, so that compilers vectorise the loops that call them. They follow torch on
-infinities and NaN, and their error is below 2 units in the last place (``tests/unit/engines/test_cpp_functions.py``
-compares them with float64). Functions of float other than ``exp`` compute in double where that saves a case.
+infinities and NaN, and are as exact as torch's (``tests/unit/engines/test_cpp.py`` compares both with float64).
+Functions of float other than ``exp`` compute in double where that saves a case.
 """
 
 from __future__ import annotations

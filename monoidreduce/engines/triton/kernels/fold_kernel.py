@@ -28,7 +28,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
 from ..codegen.accumulators import is_stored
-from ..codegen.kernel_spec import NARROW, WIDEST, Spec, specialize
+from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
@@ -358,7 +358,11 @@ class FoldLaunch:
         if self.few_rows is not None and self.splits > 1:
             fields["launches_dependents"] = hardware.chains_launches(self.sizes.device)
         self.spec = specialize(self.spec, **fields)
-        self.kernel = (self._write_hand_scheduled() if by_hand else None) or compiler.compile_fold(self.spec)
+        written = self._write_hand_scheduled() if by_hand else None
+        if written is None and self.plan.block_kept & (self.plan.block_kept - 1):
+            tile = f"{self.plan.block_kept} × {self.plan.block_folded}"
+            raise Unsupported(f"a plan asks for a hand-scheduled kernel of {tile} pairs, and this fold has none")
+        self.kernel = written or compiler.compile_fold(self.spec)
 
     def _asks_for_hand_scheduled(self) -> bool:
         """True when the plan names a hand-scheduled kernel whose tile there is."""

@@ -43,8 +43,6 @@ from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi
 # In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
 _LARGEST, _GUESSED, _IN_RANGE = 8.0, 4.0, (1.0, 448.0)
-_NARROW = 64  # features up to which the compiler's own schedule is faster: by 7 % (H200)
-_NARROW_TABLES = 32  # the same of pairs that look up tables, which compete with the MMAs' operands for registers there
 _LEAST_FOLDED = 64  # folded indices of a tile, where blocks of a list are smaller than the schedule's
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 
@@ -113,8 +111,8 @@ def _is_made_of_pairs(e: Expr) -> bool:
 
 
 def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
-    """The schedule of a spec, by how wide its vectors are; with another ``tile``, where one is given. None where there
-    is none."""
+    """The schedule of a spec, by how wide its vectors are; with the ``tile`` that a plan asks for, where one is given.
+    None where there is none."""
     operands = find_operands(spec)
     if operands is None:
         return None
@@ -123,11 +121,11 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     numbers = len(_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
-    if max(widths) <= (_NARROW_TABLES if spec.fold.tables else _NARROW):
-        return None
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
-        suits = max(widths) <= schedule.widest and (tile is None or (schedule.kept, 4) == (tile[0], tile[2]))
+        above = schedule.above_with_tables if spec.fold.tables else schedule.above
+        suits = max(widths) > above if tile is None else (schedule.kept, 4) == (tile[0], tile[2])
+        suits = suits and max(widths) <= schedule.widest
         taken = schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, numbers)
         if suits and taken <= gluon.SHARED_BYTES:
             if tile is None:
