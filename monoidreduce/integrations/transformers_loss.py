@@ -343,6 +343,8 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
     try:
         try:
             expected = _own_forward(model, state, (), inputs).loss
+            if expected is None:
+                raise ValueError("it returned no loss")
         except Exception as error:
             raise ArgumentError(
                 detail=f"{name} could not be tried with {next(iter(inputs))} and labels alone: "
