@@ -46,8 +46,8 @@ class skip_below(contextlib.ContextDecorator):
     >>> x, weight = torch.randn(300, 300, requires_grad=True), torch.randn(5000, 300) * 3
     >>> with mr.use(engine="panel"), mr.skip_below(2**-12) as skipped:
     ...     mr.ops.cross_entropy(x, weight, torch.zeros(300, dtype=torch.int64)).backward()
-    >>> skipped.tiles, 0 < skipped.kept < 1
-    (120, True)
+    >>> skipped.tiles >= 3 * 40, 0 < skipped.kept < 1  # of 128 by 128 pairs
+    (True, True)
     """
 
     def __init__(self, bound: float):

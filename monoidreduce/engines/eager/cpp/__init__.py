@@ -31,7 +31,7 @@ from .primitive_text import Unsupported
 from .variants import list_reducers, reads_data
 
 _SETTING = EnvironmentVariable("MONOIDREDUCE_CPP")  # "never": tiles of torch calls; "always": at any size
-WORTH = 2**25  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
+WORTH = 2**27  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
 _calls: BoundedCache[tuple, tuple[Fold, CompiledFold | None]] = BoundedCache(1024)
 _facts: BoundedCache[tuple[int, frozenset[int]], tuple[Fold, _Facts]] = BoundedCache(1024)
 
@@ -56,13 +56,11 @@ def run(
     """Run a fold as C++; None if tiles of torch calls should.
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun."""
-    if (
-        _SETTING.read() == "never"
-        or not _may_run(sizes)
-        or any(isinstance(v, Tensor) and not _is_plain(v) for v in leaves)
-    ):
-        return None
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
+    if _SETTING.read() == "never" or not _may_run(sizes) or not is_worthwhile(fold, part):
+        return None
+    if any(isinstance(v, Tensor) and not _is_plain(v) for v in leaves):
+        return None
     begin, given = 0 if panel is None else panel.start, (*leaves, *totals.values())
     numbers = [k for k, v in enumerate(leaves) if not isinstance(v, Tensor)]
     facts = _find_facts(fold, numbers)

@@ -355,8 +355,7 @@ class TileText:
         if any(c.walk for r in self.reducers for v in r.values for c in v) or any(e.feature is not None for e in roots):
             raise Unsupported("a sum of vectors per pair")
         self.prepare_products(dict.fromkeys(roots))
-        groups: dict[str, list[Reducer]]
-        groups = {"pick": [], "sum": [], "soft": [], "moments": [], "best": [], "topk": []}
+        groups: dict[str, list[Reducer]] = {n: [] for n in ("pick", "sum", "soft", "moments", "best", "topk")}
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
             if kind not in (*groups, "histogram"):
