@@ -113,7 +113,7 @@ def _read_wrapper(head: Any, owner: str, placed: bool) -> Head:
         used = not head.disable_adapters and head.active_adapters and head.active_adapters[0] in head.modules_to_save
         return read_head(head.modules_to_save[head.active_adapters[0]] if used else head.original_module, owner, placed)
     if isinstance(head, (TrainableTokensWrapper, TrainableTokensLayer)):
-        return _read_trained_tokens(getattr(head, "token_adapter", head), owner, placed)
+        return _read_trained_tokens(head, owner, placed)
     kind = _class_before_sharding(head)
     if kind is not LoraLinear:
         raise ArgumentError(
@@ -149,9 +149,10 @@ def _read_wrapper(head: Any, owner: str, placed: bool) -> Head:
     return Head(base.weight, bias, tuple(terms))
 
 
-def _read_trained_tokens(layer: Any, owner: str, placed: bool) -> Head:
+def _read_trained_tokens(head: Any, owner: str, placed: bool) -> Head:
     """A head of which PEFT trains the weights of some tokens (``trainable_token_indices``): their difference from the
     head's is a term of rank K, whose columns say which tokens they are."""
+    layer = getattr(head, "token_adapter", head)
     base = read_head(layer.base_layer, owner, placed)
     if layer.disable_adapters and layer.merged:
         layer.unmerge()  # as PEFT does
@@ -164,13 +165,13 @@ def _read_trained_tokens(layer: Any, owner: str, placed: bool) -> Head:
         trained = layer.trainable_tokens_delta[name]
         columns = torch.zeros(base.weight.shape[0], len(tokens), dtype=base.weight.dtype, device=tokens.device)
         columns[tokens, torch.arange(len(tokens), device=tokens.device)] = 1
-        terms.append((functools.partial(_token_rows, layer, owner, base.weight, tokens, trained), columns))
+        terms.append((functools.partial(_token_rows, head, owner, base.weight, tokens, trained), columns))
     return Head(base.weight, None, tuple(terms))  # PEFT leaves a bias out
 
 
-def _token_rows(layer: Any, owner: str, weight: Tensor, tokens: Tensor, trained: Tensor, hidden: Tensor) -> Tensor:
+def _token_rows(head: Any, owner: str, weight: Tensor, tokens: Tensor, trained: Tensor, hidden: Tensor) -> Tensor:
     """``hidden @ (trained - weight[tokens]).T`` [..., K]."""
-    weight = gather_weight(weight, layer.base_layer, hidden, owner)
+    weight, trained = (gather_weight(p, head, hidden, owner) for p in (weight, trained))
     return F.linear(hidden, (trained.to(weight.dtype) - weight[tokens]).to(hidden.dtype))
 
 

@@ -343,6 +343,8 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
     try:
         try:
             expected = _own_forward(model, state, (), inputs).loss
+            if expected is None:
+                raise ValueError("it returned no loss")
         except Exception as error:
             raise ArgumentError(
                 detail=f"{name} could not be tried with {next(iter(inputs))} and labels alone: "
@@ -368,8 +370,9 @@ def _trial_source(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
         return {"input_ids": tokens}
     encoder: Any = model.get_encoder()
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator)
-    return {"encoder_outputs": BaseModelOutput(states.to(tokens.device, model.dtype))}
+    states: Any = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator)
+    states = states.to(tokens.device, model.dtype)
+    return {"encoder_outputs": BaseModelOutput(states)}
 
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:

@@ -72,18 +72,21 @@ def fused_transformers(group: Any) -> dict[str, str]:
 def _heads() -> dict[str, Any]:
     """Makers of models with a head that is not a plain one, and what calls them: LoRA on the head, and TRL's."""
 
-    def adapt() -> Any:
+    def adapt(**options: Any) -> Any:
         torch.manual_seed(1)
-        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+        options = options or {"target_modules": ["lm_head"]}
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options)
         return peft.get_peft_model(_model(), lora).train()
 
     def prepare(model: Any) -> Any:  # as TRL's trainers do
         add_fused_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
         return model
 
+    tokens = {"embed_tokens": [7], "lm_head": [3, 5, 8]}
     fused = lambda model: fuse(types.SimpleNamespace(model=prepare(model))).model
     return {
         "LoRA": (adapt, fuse_loss, {}),
+        "tokens": (lambda: adapt(target_modules=["q_proj"], trainable_token_indices=tokens), fuse_loss, {}),
         "TRL": (lambda: _model().train(), fused, {"fused_lm_head": True}),
         "TRL, LoRA": (adapt, fused, {"fused_lm_head": True}),
     }

@@ -367,6 +367,13 @@ class Joined(Sorted):
         return types.SimpleNamespace(loss=torch.cat([logits, logits]).sum(), logits=logits)
 
 
+class Silent(Sorted):
+    """Wants labels of two kinds, as BertForPreTraining does."""
+
+    def forward(self, input_ids=None, labels=None, *, next_sentence_label=None, **kwargs):
+        return transformers.modeling_outputs.CausalLMOutput(loss=None)
+
+
 class Demanding(Sorted):
     def forward(self, input_ids=None, labels=None, *, image=None, **kwargs):
         raise ValueError("where is the image?")
@@ -379,6 +386,7 @@ class Demanding(Sorted):
         (Masked, r"Masked applies an assignment to its logits"),
         (Joined, r"Joined applies torch\.cat to its logits"),
         (Bypassing, r"Bypassing does not call its head 'lm_head'"),
+        (Silent, r"Silent could not be tried with input_ids and labels alone: .*no loss.* check=False\)"),
         (Demanding, r"Demanding could not be tried .*where is the image\?.* or its loss_function .*check=False\)"),
     ],
 )

@@ -256,18 +256,28 @@ def test_adapters_in_the_body_are_trained(tokens):
     assert all("lora" in name for name in grads)
 
 
-def test_an_adapter_on_the_head_is_trained(tokens):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(target_modules=["lm_head"]),
+        dict(target_modules=["q_proj"], trainable_token_indices=dict(embed_tokens=[7], lm_head=[3, 5])),
+    ],
+    ids=["lora", "tokens"],
+)
+def test_an_adapter_on_the_head_is_trained(options, tokens):
     """TRL's own head reads the weight below the adapter; ours is the model's own forward."""
     torch.manual_seed(0)
     model = phi()
     trl_utils.add_fused_lm_head(model, outputs=OUTPUTS)
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    wrapped = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **options))
+    adapters = [p for p in wrapped.parameters() if p.requires_grad]
+    for p in adapters:
+        torch.nn.init.normal_(p, std=0.3)
     fuse(types.SimpleNamespace(model=wrapped))
     found = wrapped(input_ids=tokens, labels=tokens, fused_lm_head=True)
     logits = wrapped(input_ids=tokens).logits[:, :-1]
     expected = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
     assert_close(found.log_probs, expected, atol=1e-5, rtol=1e-4)
-    adapters = [p for name, p in wrapped.named_parameters() if "lora" in name]
     ours, own = (torch.autograd.grad(y.sin().sum(), adapters) for y in (found.log_probs, expected))
     assert_close(ours, own, atol=1e-5, rtol=1e-4)
 
