@@ -105,14 +105,15 @@ def _places_classes(function: Any) -> bool:
 def _read_wrapper(head: Any, owner: str, placed: bool) -> Head:
     """The parameters of a wrapped head, as its wrapper would use them now: active, disabled or merged adapters."""
     from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     _check_untouched(head, owner)
     if isinstance(head, ModulesToSaveWrapper):
         used = not head.disable_adapters and head.active_adapters and head.active_adapters[0] in head.modules_to_save
         return read_head(head.modules_to_save[head.active_adapters[0]] if used else head.original_module, owner, placed)
-    if isinstance(head, TrainableTokensWrapper):
-        return _read_trained_tokens(head.token_adapter, owner, placed)
+    if isinstance(head, (TrainableTokensWrapper, TrainableTokensLayer)):
+        return _read_trained_tokens(getattr(head, "token_adapter", head), owner, placed)
     kind = _class_before_sharding(head)
     if kind is not LoraLinear:
         raise ArgumentError(
@@ -156,18 +157,19 @@ def _read_trained_tokens(layer: Any, owner: str, placed: bool) -> Head:
         layer.unmerge()  # as PEFT does
     if layer.disable_adapters or layer.merged or not layer.active_adapters:
         return base
+    layer._check_overlapping_tokens(layer.active_adapters)  # PEFT's own error
     terms = []
     for name in layer.active_adapters:
         tokens = torch.tensor(layer.token_indices[name], device=base.weight.device)
-        make_rows = functools.partial(
-            _token_rows, layer, owner, base.weight, tokens, layer.trainable_tokens_delta[name]
-        )
-        columns = F.one_hot(tokens, base.weight.shape[0]).T.to(base.weight.dtype)
-        terms.append((make_rows, columns))
+        trained = layer.trainable_tokens_delta[name]
+        columns = torch.zeros(base.weight.shape[0], len(tokens), dtype=base.weight.dtype, device=tokens.device)
+        columns[tokens, torch.arange(len(tokens), device=tokens.device)] = 1
+        terms.append((functools.partial(_token_rows, layer, owner, base.weight, tokens, trained), columns))
     return Head(base.weight, None, tuple(terms))  # PEFT leaves a bias out
 
 
 def _token_rows(layer: Any, owner: str, weight: Tensor, tokens: Tensor, trained: Tensor, hidden: Tensor) -> Tensor:
+    """``hidden @ (trained - weight[tokens]).T`` [..., K]."""
     weight = gather_weight(weight, layer.base_layer, hidden, owner)
     return F.linear(hidden, (trained.to(weight.dtype) - weight[tokens]).to(hidden.dtype))
 

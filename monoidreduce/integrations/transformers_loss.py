@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import ArgumentError, shown
 from .model_heads import HeadLogits, call_with_described_head, is_described, read_head
@@ -102,6 +103,10 @@ def fuse_loss(model: Model, *, when: When = "training", check: bool = True) -> M
     if old is None:
         inner.__dict__["forward"] = BoundMethod(_forward, inner)
         inner.__dict__["_replicate_for_data_parallel"] = BoundMethod(_replicate, inner)
+    for wrapper in model.modules():  # PEFT's AdaptionPromptModel remembers the forward of its model
+        remembered = wrapper.__dict__.get("forward")
+        if wrapper is not inner and isinstance(remembered, types.MethodType) and remembered.__self__ is inner:
+            wrapper.__dict__["forward"] = inner.__dict__["forward"]
     return model
 
 
@@ -199,7 +204,9 @@ def describe_logits(model: nn.Module, inputs: Mapping[str, Any]) -> HeadLogits:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a fused model: its own, with a head that describes its logits where they are for the loss."""
-    state = self.__dict__[_STATE]
+    state = self.__dict__.get(_STATE)
+    if state is None:  # unfused since: a wrapper remembered this forward
+        return self.forward(*args, **kwargs)
     owner = self.get_submodule(state.path)
     wanted = state.when == "always" or (state.when == "training" and self.training)
     if kwargs.get("fused_lm_head"):
@@ -330,7 +337,7 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             "fuse_loss(model, check=False)",
         )
     tokens = _random_tokens(model)
-    inputs = dict(input_ids=tokens, labels=tokens, return_dict=True)
+    inputs = {**_trial_source(model, tokens), "labels": tokens, "return_dict": True}
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -338,7 +345,8 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             expected = _own_forward(model, state, (), inputs).loss
         except Exception as error:
             raise ArgumentError(
-                detail=f"{name} could not be tried with input_ids and labels alone: {type(error).__name__}: {error}",
+                detail=f"{name} could not be tried with {next(iter(inputs))} and labels alone: "
+                f"{type(error).__name__}: {error}",
                 fix="Where it needs other inputs, or its loss_function another length, leave the trial out: "
                 "fuse_loss(model, check=False)",
             ) from error
@@ -352,6 +360,16 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             detail=f"{name}'s own loss is {float(expected):.6f} where that of its linear head is {float(found):.6f}",
             fix="It does more than a linear head to its logits or its loss: keep its own forward",
         )
+
+
+def _trial_source(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
+    """What a trial's labels stand beside: tokens, or for a decoder that listens or looks, states of its encoder."""
+    if not model.config.is_encoder_decoder or model.main_input_name == "input_ids":
+        return {"input_ids": tokens}
+    encoder: Any = model.get_encoder()
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator)
+    return {"encoder_outputs": BaseModelOutput(states.to(tokens.device, model.dtype))}
 
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:

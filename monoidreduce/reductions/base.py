@@ -478,8 +478,8 @@ def folded_dim(over: str, vector: bool = False) -> int:
 
 def stretch(fields: list[Tensor], vectors: list[bool], over: str, size: int) -> list[Tensor]:
     """Give every field the folded axis, and all fields one shape but for features."""
-    base = torch.broadcast_shapes(*(f.shape[:-1] if v else f.shape for f, v in zip(fields, vectors, strict=True)))
-    shape = list(base)
+    shapes = [f.shape[:-1] if v else f.shape for f, v in zip(fields, vectors, strict=True)]
+    shape = list(shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
     shape[folded_dim(over)] = size
     return [f.expand(*shape, f.shape[-1]) if v else f.expand(*shape) for f, v in zip(fields, vectors, strict=True)]
 

@@ -200,7 +200,7 @@ class Best(Reduction):
             return [nothing, torch.full(shape, -1, dtype=torch.int64, device=x.device)]
         at = (x.argmax if largest else x.argmin)(dim, keepdim=True)
         value = x.gather(dim, at)
-        return [value, torch.where(value == (-math.inf if largest else math.inf), -1, at)]
+        return [value, torch.where(value == worst(value.dtype, largest), -1, at)]
 
     def merge(self, params: tuple, state: State) -> State:
         """The best value and the first place that has it; NaN beats all, as in torch."""

@@ -38,48 +38,61 @@ _EMPTY = -2  # the place of a slot in which nothing is, while states are merged
 
 
 _LOOKED_AT = 2**16  # numbers at a time, of rows with equals
+_TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]  # modes
 
 
-def find_best(x: Tensor, k: int, largest: bool, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def find_best(
+    x: Tensor, k: int, largest: bool, places: Tensor | Callable[[tuple[Tensor, ...]], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """The k best numbers along the last axis, best first and the first of equals, and where they are. ``places``: of
-    the numbers, where these are in another order.
+    the numbers, where these are in another order; on a CPU also what makes those of some rows, given their indices.
 
-    torch leaves open which of equals it finds. On a CPU it is asked for one more: rows in which that one equals the
-    last are looked at again. Elsewhere that would wait for the device, and numbers are sorted. One call for all that
-    records calls of torch's: what the numbers decide is inside."""
+    torch leaves open which of equals it finds. On a CPU it is asked for one more: rows with equals are looked at again.
+    Elsewhere that would wait for the device, and numbers are sorted. One call for all that records calls of torch's:
+    what the numbers decide is inside."""
     if overrides.has_torch_function_unary(x):
         return overrides.handle_torch_function(find_best, (x,), x, k, largest, places)
     length = x.shape[-1]
     k = min(k, length)
     if not x.is_meta and (x.device.type != "cpu" or not _has_numbers(x)):
+        assert not callable(places)
         at = None if places is None else places.argsort(dim=-1)
         value, order = (x if at is None else x.gather(-1, at)).sort(dim=-1, descending=largest, stable=True)
         return value[..., :k], (order if at is None else at.gather(-1, order))[..., :k]
     value, at = x.topk(min(k + 1, length), dim=-1, largest=largest)
-    one, other = value[..., :-1], value[..., 1:]
-    if k and not x.is_meta and not bool((one > other if largest else one < other).all()):
-        tied = _equal(one, other) & (other != worst(x.dtype, largest))
-        if length > k:  # rows in which the next equals the last
-            for part in tied[..., k - 1].nonzero().split(max(1, _LOOKED_AT // length)):
-                rows = part.unbind(-1)
-                at[(*rows, slice(0, k))] = _first_best(x[rows], k, largest, None if places is None else places[rows])
-        at = at[..., :k]
-        order = (at if places is None else places.gather(-1, at)).argsort(dim=-1)
-        at = at.gather(-1, order)
-        value, order = x.gather(-1, at).sort(dim=-1, descending=largest, stable=True)
-        at = at.gather(-1, order)
-    return value[..., :k], at[..., :k]
+    found = (value, at) if k == length else (value.narrow(-1, 0, k), at.narrow(-1, 0, k))
+    if x.is_meta or length < 2:
+        return found
+    one, other = value.narrow(-1, 0, value.shape[-1] - 1), value.narrow(-1, 1, value.shape[-1] - 1)
+    if bool((one > other if largest else one < other).all()):
+        return found
+    value, at = found
+    tied = _equal(one, other) & (other != worst(x.dtype, largest))
+    for part in tied.any(-1).nonzero().split(max(1, _LOOKED_AT // length)):
+        rows = part.unbind(-1)
+        some, best = x[rows], at[rows]
+        place = places(rows) if callable(places) else None if places is None else places[rows]
+        if k < length:
+            (cut,) = tied[..., k - 1][rows].nonzero(as_tuple=True)  # the next equals the last
+            edge = value[rows][cut, -1:]
+            best[cut] = _first_best(some[cut], edge, k, largest, None if place is None else place[cut])
+        order = (best if place is None else place.gather(-1, best)).argsort(dim=-1)
+        best = best.gather(-1, order)
+        value[rows], order = some.gather(-1, best).sort(dim=-1, descending=largest, stable=True)
+        at[rows] = best.gather(-1, order)
+    return found
 
 
 def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor has memory, and no compiler or function transform runs."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and not modes and not torch.compiler.is_compiling()
+    if type(x) is not Tensor or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    modes = torch._C._len_torch_dispatch_stack() and [torch._C._get_dispatch_mode(key) for key in _TRACING]
+    return not modes or all(mode is None for mode in modes)
 
 
-def _first_best(x: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
-    """Where the k best of each row are, the first of equals; in no order."""
-    edge = x.topk(k, dim=-1, largest=largest).values[..., -1:]
+def _first_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
+    """Where the k best of each row are, the first of equals; in no order. ``edge``: the k-th."""
     better, equal = _is_better(x, edge, largest), _equal(x, edge)
     room = k - better.sum(-1, keepdim=True)
     if places is None:
@@ -174,7 +187,8 @@ class TopKAccumulator(Accumulator):
             order = places.argsort(dim=-1)
             values, places = values.gather(-1, order), places.gather(-1, order)
         if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
-            kept = _first_best(values, self.k, self.largest)
+            edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
+            kept = _first_best(values, edge, self.k, self.largest)
             values, places = values.gather(-1, kept), places.gather(-1, kept)
         value, order = values.sort(dim=-1, descending=self.largest, stable=True)
         self.best[key] = value[..., : self.k].clone(), places.gather(-1, order[..., : self.k])
@@ -241,42 +255,54 @@ class TopKLines(Lines):
     def start(self) -> list[str]:
         n, kind = self.name, "tl.int64" if self.wide else "tl.int32"
         # Where no tile is visited, or too few columns are, slots keep what they begin with: an infinity, not NaN.
-        floats = self.reduction.args[0].dtype == "float"
-        least = _WORST_KEY[64 if self.wide else 32] if floats else -(2**63)
+        least = _WORST_KEY[64 if self.wide else 32] if self.largest and not self.is_integer else self._least
         beyond = 2**63 - 1 if self.wide else 2**31 - 1  # slots that do not exist are never the worst
         return [
             f"{n}_keys = tl.where({n}_slots < {self.k}, tl.full([KEPT, {self.room}], {least}, {kind}), {beyond})",
-            f"{n}_at = tl.full([KEPT, {self.room}], -1, tl.int32)",
+            f"{n}_at = tl.full([KEPT, {self.room}], -1, tl.int32) - {n}_slots",
         ]
+
+    @property
+    def _least(self) -> int:
+        """Of all keys: that of no column."""
+        return -(2**63) if self.wide else -(2**31)
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        least = f"tl.full([1, 1], {-(2**63) if self.wide else -(2**31)}, tl.int{64 if self.wide else 32})"
+        least = f"tl.full([1, 1], {self._least}, tl.int{64 if self.wide else 32})"
         value = v.full(fields[0])
         key = f"{value}.to(tl.int64)" if self.is_integer else f"ordered{64 if self.wide else 32}({value})"
         key = key if self.largest else f"~{key}"
         places = self.place_of(fields)
-        gone = f"{places} == {n}_place[:, None]"
+        if len(fields) > 1:  # empty slots of parts
+            key = f"tl.where({places} < 0, {least}, {key})"
+        # The worst that is held leaves, and of equals the last. Columns of lists, and those of tiles that a condition
+        # cuts (which are visited after whole ones), may be earlier than what is held.
+        last = f"{n}_last = tl.max(tl.where({n}_keys == {n}_worst[:, None], {n}_at, {-self.room - 1}), 1)"
+        edge, inside = [f"{n}_worst = tl.min({n}_keys, 1)"], [last]
         enters, takes = f"tl.max({n}_new, 1) > {n}_worst", f"{n}_best > {n}_worst"
-        edge = [  # the worst that is held, and of equals the last: the first of them stay
-            f"{n}_worst = tl.min({n}_keys, 1)",
-            f"{n}_last = tl.max(tl.where({n}_keys == {n}_worst[:, None], {n}_at, -2), 1)",
-        ]
-        if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time. Lists have any order
-            gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
+        if v.spec.listed or (v.spec.bounds and v.masked):
+            edge, inside = [*edge, last], []
             before = f"({n}_new == {n}_worst[:, None]) & ({places} < {n}_last[:, None])"
             enters = f"tl.max((({n}_new > {n}_worst[:, None]) | ({before})).to(tl.int32), 1)"
             takes = f"({takes}) | (({n}_best == {n}_worst) & ({n}_place < {n}_last))"
+        leaves, gone = (
+            f"({n}_keys == {n}_worst[:, None]) & ({n}_at == {n}_last[:, None])",
+            f"{places} == {n}_place[:, None]",
+        )
+        if v.spec.listed:  # a place may be listed again: one of equal entries is taken at a time, and one leaves
+            inside.append(f"{n}_slot = tl.min(tl.where({leaves}, {n}_slots, {self.room}), 1)")
+            leaves = f"({n}_slots == {n}_slot[:, None])"
+            gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
         v.inside += [
             f"{n}_new = {v.mask_columns(key, least)}",
             *edge,
             f"while tl.max(({enters}).to(tl.int32), 0) > 0:",
             f"    {n}_best = tl.max({n}_new, 1)",
             f"    {n}_place = tl.min(tl.where({n}_new == {n}_best[:, None], {places}, 2147483647), 1)",
-            f"    {n}_leaves = ({n}_keys == {n}_worst[:, None]) & ({n}_at == {n}_last[:, None])",
-            f"    {n}_slot = tl.min(tl.where({n}_leaves, {n}_slots, {self.room}), 1)",
+            *(f"    {line}" for line in inside),
             f"    {n}_takes = {takes}",
-            f"    {n}_here = {n}_takes[:, None] & ({n}_slots == {n}_slot[:, None])",
+            f"    {n}_here = {n}_takes[:, None] & {leaves}",
             f"    {n}_keys = tl.where({n}_here, {n}_best[:, None], {n}_keys)",
             f"    {n}_at = tl.where({n}_here, {n}_place[:, None], {n}_at)",
             f"    {n}_gone = {n}_takes[:, None] & ({gone})",
@@ -290,7 +316,9 @@ class TopKLines(Lines):
         self.v.inside.append(
             f"{n}_values = {keys if self.is_integer else f'unordered{64 if self.wide else 32}({keys})'}"
         )
-        values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
+        if not self.largest and not self.is_integer:
+            self.v.inside.append(f"{n}_values = tl.where({n}_at < 0, float('inf'), {n}_values)")
+        values, places = f"{n}_values", f"tl.maximum({n}_at, -1).to(tl.int64)"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
 
@@ -339,7 +367,7 @@ class TopK(Reduction):
         (x,) = stretch(fields, vectors, over, size)
         k, largest = params
         self.check_length(params, size, over)
-        x = x.movedim(folded_dim(over), -1)
+        x = x if over == "cols" else x.movedim(-2, -1)
         _, at = find_best(x.detach(), k, largest)
         values = x.gather(-1, at)
         at = torch.where(values == worst(values.dtype, largest), -1, at)

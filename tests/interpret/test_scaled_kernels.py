@@ -93,7 +93,7 @@ def test_fp8_attention_has_the_error_of_rounded_weights(name, seed, monkeypatch)
     if options.get("return_lse"):
         torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-4)
         found, exact = found[0], exact[0]
-    assert [c.kernel.turned is not None for c in seen] == [True]
+    assert [c.kernel.transposed is not None for c in seen] == [True]
     error = (found.double() - exact).square().mean() / exact.square().mean()
     assert error.sqrt() < 0.04
 

@@ -1,5 +1,7 @@
 """The k best of rows that see nothing, or less than k columns: infinities without a place, as the eager engine says."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,8 +40,16 @@ def three(x: Row, y: Col):
     return mr.topk(x * y, 3), mr.topk(x * y, 3, largest=False)
 
 
+def k_smallest(x, y, k, **more):
+    @mr.op
+    def smallest(x: Row, y: Col):
+        return mr.topk(x * y, k, largest=False)
+
+    return smallest(x, y, **more)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-@pytest.mark.parametrize("lists", ["all", "edges", "blocks"])
+@pytest.mark.parametrize("lists", ["all", "edges", "blocks", "jagged"])
 def test_the_first_of_equals(dtype, lists):
     """Whatever the order of tiles and lists; with a list of more than a tile, and one of less than k columns."""
     y = torch.randint(0, 3, (300,)).to(dtype)
@@ -47,6 +57,8 @@ def test_the_first_of_equals(dtype, lists):
     cols = {
         "all": None,
         "edges": mr.edges(torch.tensor([0, 300, 302, 342]), index),
+        # tiles in the middle of a sequence are visited before those at its ends
+        "jagged": mr.jagged(torch.tensor([0, 0, 3, 3]), torch.tensor([0, 131, 299, 300])),
         "blocks": mr.blocks(torch.randperm(10)[None], torch.tensor([7]), rows=4, cols=30),
     }[lists]
     found = {}
@@ -55,3 +67,16 @@ def test_the_first_of_equals(dtype, lists):
             found[engine] = three(torch.ones(3, dtype=dtype), y, cols=cols)
     for ours, expected in zip(found["triton"], found["reference"], strict=True):
         assert torch.equal(ours.indices, expected.indices) and torch.equal(ours.values, expected.values)
+
+
+def test_nan_is_among_the_k_smallest_where_little_else_is():
+    """Behind all numbers, as in torch."""
+    y = torch.tensor([2.0, math.nan, math.inf, 1.0, math.nan])
+    with mr.use(engine="triton", strict=True):
+        for k, wanted in ((3, [1.0, 2.0, math.inf]), (5, [1.0, 2.0, math.inf, math.nan, math.nan])):
+            found = k_smallest(torch.ones(1), y, k)
+            torch.testing.assert_close(found.values, torch.tensor([wanted]), equal_nan=True)
+            assert found.indices.tolist() == [[3, 0, -1, 1, 4][:k]]
+        short = k_smallest(torch.ones(1), y, 4, cols=mr.edges(torch.tensor([0, 2]), torch.tensor([1, 0])))
+    assert sorted(short.indices[0].tolist()) == [-1, -1, 0, 1]
+    assert short.values[0, 0] == 2 and short.values.isnan().sum() == 1 and short.values.isinf().sum() == 2

@@ -1,4 +1,4 @@
-"""FSDP2 and DDP with our layers: the losses of one process, saved and resumed runs, fused models of transformers."""
+"""FSDP2, DDP, tensor parallelism: the losses of one process, saved and resumed runs, fused models of transformers."""
 
 import json
 import os
@@ -50,6 +50,11 @@ def test_a_fused_model_of_transformers_under_fully_shard(peers, world):
 
 def test_heads_of_peft_and_trl_that_are_wrapped_by_themselves(peers):
     for found in peers.run("tests.support.fsdp_tasks:heads_wrapped_alone", 2):
+        assert set(found.values()) == {"same"}, found
+
+
+def test_a_fused_model_of_transformers_in_tensor_parallelism(peers, tmp_path):
+    for found in peers.run("tests.support.fsdp_tasks:tensor_parallel_transformers", 4, str(tmp_path)):
         assert set(found.values()) == {"same"}, found
 
 

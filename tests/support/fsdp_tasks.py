@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 from trl.trainer.utils import add_fused_lm_head
 
 import monoidreduce as mr
@@ -30,10 +31,10 @@ def runs(group: Any, folder: str, steps: int, precision: str) -> dict[str, list[
     return found
 
 
-def _model() -> LlamaForCausalLM:
+def _model(heads: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads
     )
     return LlamaForCausalLM(config)
 
@@ -108,6 +109,38 @@ def heads_wrapped_alone(group: Any) -> dict[str, str]:
                 gaps[key] = (p.grad.full_tensor() - q.grad / group.size()).abs().max() / q.grad.abs().max()
         worst = max(gaps, key=gaps.__getitem__)
         found[name] = "same" if len(gaps) > 2 and gaps[worst] < 1e-4 else f"{gaps[worst]} in {worst}"
+    return found
+
+
+def tensor_parallel_transformers(group: Any, folder: str) -> dict[str, str]:
+    """A fused model in torch's tensor parallelism, of its head, and in transformers' own, of all."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(3))
+    alone = _model(4)
+    loss = alone(tokens, labels=tokens).loss
+    loss.backward()
+    head = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    alone.save_pretrained(folder)  # of rank 0
+    group.barrier().wait()
+    plan = DistributedConfig(tp_plan="auto", tp_size=group.size())
+    theirs = lambda: LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    ways = {
+        "torch's, fused before": lambda: parallelize_module(fuse_loss(_model(4)), mesh, head),
+        "torch's, fused after": lambda: fuse_loss(parallelize_module(_model(4), mesh, head)),
+        "transformers', fused after": lambda: fuse_loss(theirs()),
+    }
+    found = {}
+    for way, make in ways.items():
+        model = make().train()
+        outputs = model(tokens, labels=tokens)
+        assert outputs.logits is None, "logits were built"
+        outputs.loss.backward()
+        pairs = [("loss", outputs.loss, loss)]
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            pairs.append((name, p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, q.grad))
+        wrong = [name for name, a, b in pairs if not torch.allclose(a, b, rtol=1e-4, atol=1e-6)]
+        sharded = isinstance(model.lm_head.weight, DTensor)
+        found[way] = "same" if sharded and not wrong else f"sharded {sharded}, wrong {wrong}"
     return found
 
 

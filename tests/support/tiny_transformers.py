@@ -51,6 +51,11 @@ DECODERS = {
     ),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS_OF_8 | dict(sliding_window=4)),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", SMALL | dict(sliding_window=6)),
+    "phimoe": (  # layers that do not tell the attention function of their window
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        SMALL | EXPERTS | dict(sliding_window=5),
+    ),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", HEADS_OF_8 | EXPERTS | dict(sliding_window=4)),  # sinks; no SDPA
     "llama4": (  # chunks, of which FlashAttention knows nothing; layers without positions
         "Llama4ForCausalLM",

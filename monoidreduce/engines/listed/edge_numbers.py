@@ -288,12 +288,18 @@ class _Stretch:
             raise Tied  # NaN beats all, also where the least is sought
         lowest = worst(number.dtype, largest)
         table = number.new_full((lists, max(longest, k)), lowest)
-        columns = torch.full(table.shape, NOWHERE)
         at = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
         at += (self.kept - self.first) * table.shape[1]
-        table.view(-1)[at], columns.view(-1)[at] = number, self.folded
-        value, at = find_best(table, k, largest, columns)
-        place = columns.gather(-1, at)
+        table.view(-1)[at] = number
+
+        def columns(chosen: tuple[Tensor, ...]) -> Tensor:
+            edge = self.ends[chosen].unsqueeze(-1) + torch.arange(table.shape[1])
+            there = edge < self.ends[1:][chosen].unsqueeze(-1)
+            return torch.where(there, self.folded[edge.clamp_(max=len(number) - 1)].long(), NOWHERE)
+
+        value, best = find_best(table, k, largest, columns)
+        edge = (self.ends[:-1].unsqueeze(-1) + best).clamp(max=max(len(number) - 1, 0))
+        place = self.folded[edge].long() if len(number) else torch.zeros_like(edge)
         place = torch.where(value == lowest, -1, place)
         return [value, place] if r.attrs[0] == "topk" else [value[:, 0], place[:, 0]]
 

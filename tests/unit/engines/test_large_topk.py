@@ -68,6 +68,21 @@ def test_integers_over_either_axis(way):
     assert torch.equal(most, wanted) and torch.equal(rows, at)
 
 
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+def test_the_ends_of_int64_have_no_place(engine):
+    """As infinities have none."""
+
+    @mr.op
+    def best(x: Row, y: Col):
+        return mr.topk(x * y, 2).indices, mr.argmax(x * y), mr.argmin(x * y), mr.topk(x * y, 2, largest=False).indices
+
+    ends = torch.iinfo(torch.int64)
+    for end, empty in ((ends.min, ([[-1, -1]], [-1], [0], [[0, 1]])), (ends.max, ([[0, 1]], [0], [-1], [[-1, -1]]))):
+        with mr.use(engine=engine):
+            found = best(torch.ones(1, dtype=torch.int64), torch.tensor([end, end]))
+        assert tuple(t.tolist() for t in found) == empty
+
+
 @pytest.mark.parametrize("engine", ["reference", "eager", "auto", "panel"])
 def test_what_is_gathered_and_its_gradients(engine, way):
     with mr.use(engine=engine):

@@ -82,6 +82,11 @@ MODELS = {
         ),
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),  # a bias that is added after the head
+    "whisper": (  # a decoder that listens: the trial has no sounds
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        BART | dict(num_mel_bins=4, max_source_positions=10, max_target_positions=64),
+    ),
     "bert": (  # a head inside of a head, with a bias; labels are not shifted
         "BertForMaskedLM",
         "BertConfig",
@@ -113,6 +118,8 @@ def labels(seed=1):
 
 def batch(name="llama"):
     inputs = dict(input_ids=tokens(), labels=labels())
+    if name == "whisper":
+        return dict(input_features=torch.ones(2, 4, 20).cumsum(2).sin(), labels=labels())
     if name == "llava":
         inputs["input_ids"][:, 2:6] = 96  # an image of four patches in each sequence
         inputs["pixel_values"] = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
@@ -387,7 +394,7 @@ def test_heads_that_are_refused():
 
     model = make()
     model.lm_head = Scaled(32, 97)
-    with pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM is a .*\.Scaled, not a plain nn\.Linear"):
+    with pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM is a .*Scaled, not a plain nn\.Linear"):
         fuse_loss(model)
     with pytest.raises(mr.ArgumentError, match="LlamaModel has no head of a language model"):
         fuse_loss(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)))
@@ -405,8 +412,38 @@ def test_heads_that_are_refused():
     model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
     with pytest.raises(mr.ArgumentError, match="head of LlamaForCausalLM has hooks"):
         fuse_loss(model)
-    with torch.device("meta"), pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM .* on meta"):
-        fuse_loss(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+    model = make()
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(mr.ArgumentError, match=r"has weights of type int8.* Leave the head unquantised"):
+        fuse_loss(model)
+
+
+def test_what_was_given_in_the_place_of_a_model_is_named():
+    for given, message in (
+        ("a-name", r"str was given, which is no model.* Load it first: AutoModelForCausalLM\.from_pretrained\(name\)"),
+        (transformers.LlamaForCausalLM, r"the class LlamaForCausalLM was given.* Load it first"),
+        (types.SimpleNamespace(model=make()), r"SimpleNamespace was given.* fuse_loss\(trainer\.model\)"),
+    ):
+        with pytest.raises(mr.ArgumentError, match=message):
+            fuse_loss(given)
+    for call in (lambda b: causal_lm_loss(make(), b), lambda b: token_logprobs(make(), b, tokens())):
+        with pytest.raises(mr.ArgumentError, match=r"inputs of LlamaForCausalLM were given as a Tensor.* by name"):
+            call(tokens())
+
+
+def test_a_model_that_gets_its_weights_later():
+    """On the meta device: only without the trial."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    with pytest.raises(mr.ArgumentError, match=r"head of LlamaForCausalLM is on the meta device.* check=False"):
+        fuse_loss(model)
+    fuse_loss(model, check=False)
+    with pytest.raises(mr.ArgumentError, match="head of LlamaForCausalLM is on the meta device"):
+        model.train()(**{k: v.to("meta") for k, v in batch().items()})
+    plain = make()
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.model.rotary_emb = plain.model.rotary_emb  # its buffers are in no file
+    assert_same_step(model, plain, **batch())
 
 
 def test_a_model_that_is_sharded_already_is_fused_first():

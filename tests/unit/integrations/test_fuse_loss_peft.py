@@ -48,11 +48,11 @@ def step(model):
     return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_step(ours, theirs):
+def assert_same_step(ours, theirs, least=2):
     (found, grads), (expected, wanted) = step(ours), step(theirs)
     assert found.logits is None and expected.logits is not None
     torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
-    assert grads.keys() == wanted.keys() and len(grads) > 1
+    assert grads.keys() == wanted.keys() and len(grads) >= least
     for n, g in wanted.items():
         torch.testing.assert_close(grads[n], g, atol=2e-5, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}")
 
@@ -80,6 +80,18 @@ def test_before_and_after_get_peft_model(when, options):
         assert unfuse_loss(ours)(**batch()).logits is not None
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wrapper_that_remembers_the_forward_of_its_model(when):
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_layers=1, adapter_len=3)
+    plain, base = peft.get_peft_model(make(), config).train(), make()
+    base = fuse_loss(base) if when == "before" else base
+    ours = peft.get_peft_model(base, config).train()
+    fuse_loss(ours).load_state_dict(plain.state_dict())
+    assert_same_step(ours, plain)
+    assert unfuse_loss(ours)(**batch()).logits is not None
+    assert fuse_loss(ours)(**batch()).logits is None
+
+
 def test_adapters_in_every_state():
     plain = adapt(make(), **HEAD)
     plain.add_adapter("other", peft.LoraConfig(**LORA | HEAD | dict(r=7)))
@@ -102,6 +114,42 @@ def test_adapters_in_every_state():
             losses.append(model(**batch()).loss)
     torch.testing.assert_close(losses[2:4], losses[4:])
     assert abs(losses[2] - losses[0]) > 0.01, "the adapter changes too little to be noticed"
+
+
+ONE_TOKEN_MORE = dict(embed_tokens=[3, 7, 50], lm_head=[3, 8])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "tied, config",
+    [
+        (True, peft.LoraConfig(**LORA | dict(target_modules=["q_proj"], trainable_token_indices=[3, 7, 50]))),
+        (False, peft.LoraConfig(**LORA | dict(target_modules=["q_proj"], trainable_token_indices=ONE_TOKEN_MORE))),
+        (True, peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[7, 3])),
+    ],
+    ids=["tied", "untied", "alone"],
+)
+def test_tokens_that_are_trained(when, tied, config):
+    """Their weights stand in the head's, for tied heads in the embedding's too; used, disabled and merged."""
+    plain, base = (peft.get_peft_model(make(tie_word_embeddings=tied), config).train(), make(tie_word_embeddings=tied))
+    for name, p in plain.named_parameters():
+        if "trainable_tokens" in name:
+            torch.nn.init.normal_(p, std=3.0)
+    fused = fuse_loss(base) if when == "before" else base
+    ours = peft.get_peft_model(fused, config).train()
+    ours = ours if when == "before" else fuse_loss(ours)
+    ours.load_state_dict(plain.state_dict())
+    assert_same_step(ours, plain, least=1)
+    found = []
+    for model in (ours, plain):
+        with model.disable_adapter():
+            found.append(model(**batch()).loss)
+        model.merge_adapter()
+        found.append(model(**batch()).loss)
+        with model.disable_adapter():  # PEFT takes the merged weights out again
+            found.append(model(**batch()).loss)
+    torch.testing.assert_close(found[:3], found[3:])
+    assert abs(found[1] - found[0]) > 0.01, "the tokens change too little to be noticed"
 
 
 def test_losses_and_log_probabilities_of_a_wrapped_head():

@@ -62,6 +62,11 @@ def test_what_is_refused(model):
         model(prompt, attention_mask=right, past_key_values=PagedKeyValueCache(model.config))
     with pytest.raises(mr.ArgumentError, match="beam search"):
         model.generate(prompt, num_beams=2, max_new_tokens=3, past_key_values=PagedKeyValueCache(model.config))
+    with pytest.raises(mr.ArgumentError, match="assisted generation drops tokens"):
+        pages = PagedKeyValueCache(model.config)
+        model.generate(prompt[:1], prompt_lookup_num_tokens=2, max_new_tokens=3, past_key_values=pages)
+    with pytest.raises(mr.ArgumentError, match="page was given 0"):
+        PagedKeyValueCache(model.config, 0)
     other = transformers.LlamaConfig(num_hidden_layers=1)
     other._attn_implementation = "sdpa"
     with pytest.raises(mr.ArgumentError, match="reads no"):

@@ -277,3 +277,5 @@ def test_what_is_no_such_trainer_is_refused():
         fuse(types.SimpleNamespace(model=phi()))
     with pytest.raises(mr.ArgumentError, match="asks its head for perplexity"):
         fuse(prepared(phi(), outputs=("log_probs", "perplexity")))
+    with pytest.raises(mr.ArgumentError, match=r"given a PhiForCausalLM, which is no trainer.*transformers\.fuse_loss"):
+        fuse(phi())

@@ -166,7 +166,8 @@ class CompiledFold:
         for r, k in self.fold.outputs:
             t = totals[r] if r in totals else evaluate.allocate_result(self.fold, r, k, leaves, sizes)
             begins = (r.attrs[1] == "rows") != self.swapped and r not in totals
-            allocate = None if r in totals else Allocator((tuple(t.shape), t.dtype), t.device, t.stride())
+            strides = None if t.is_contiguous() else t.stride()
+            allocate = None if r in totals else Allocator((tuple(t.shape), t.dtype), t.device, strides)
             self.rooms.append((r, allocate, _beginning(r, k) if begins else None))
             rooms.append(t)
         return rooms
