@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..errors import DeclarationError
+from ..errors import DeclarationError, shown
 from ..reductions import kind_of
 from . import constructors
 from .constructors import apply, listed_node
@@ -232,6 +232,10 @@ class Parameter:
 
 def parameters(function: Any) -> dict[str, Parameter]:
     """Read the declarations of an op's body."""
+    if not inspect.isfunction(function):
+        raise DeclarationError(
+            detail=f"op was given {shown(function)}", fix="Give a function, written with def or lambda"
+        )
     hints = _annotations(function)
     found = {}
     for name, p in inspect.signature(function).parameters.items():

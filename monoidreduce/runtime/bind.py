@@ -241,8 +241,8 @@ def _is_list_of_numbers(e: Expr) -> bool:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, as torch counts them: an axis of size 0 as one of size 1."""
-    found: list[int] = []
-    step = 1
+    found: list[Any] = []
+    step: Any = 1  # an int, or a torch.SymInt
     for length in reversed(shape):
         found.append(step)
         step = step * torch.sym_max(length, 1)

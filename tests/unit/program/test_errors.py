@@ -137,6 +137,8 @@ DECLARATIONS = [
     Mistake("stars", lambda: mr.op(any_keywords), mr.DeclarationError, ("any_keywords", "xs", "Name every argument")),
     Mistake("two sides", lambda: mr.op(two_sides), mr.DeclarationError, ("two_sides", "x", "Row", "Col")),
     Mistake("unreadable", lambda: mr.op(unreadable), mr.DeclarationError, ("unreadable", "x", 'Row["f"] +')),
+    Mistake("a number", lambda: mr.op(3), mr.DeclarationError, ("op was given 3", "Give a function")),
+    Mistake("a module", lambda: mr.op(torch.nn.ReLU()), mr.DeclarationError, ("ReLU", "Give a function")),
     Mistake("empty row", lambda: Row[0], mr.DeclarationError, ("Row[0]", 'Row["f"]')),
     Mistake("fraction", lambda: Col[1.5], mr.DeclarationError, ("Col[1.5]", 'Col["f"]')),
     Mistake("truth", lambda: Batch[True], mr.DeclarationError, ("Batch[True]", 'Batch["f"]')),

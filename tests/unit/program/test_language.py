@@ -226,6 +226,8 @@ KINKS = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 3.0, -3.0, 6.0, 1.5, 2.5, 
 @pytest.mark.parametrize("name", [n for n, c in TABLE.items() if c.values == 1 and c.smooth and spellings(n)])
 def test_slope_on_a_kink(name):
     """Exactly on a kink, a bound or a jump, the gradient is the one torch chooses."""
+    if name == "hardswish" and torch.__version__ < "2.8":
+        pytest.skip("torch gave it a slope there")
     case = TABLE[name]
     f = next(iter(spellings(name).values()))
     arguments = {
