@@ -2,7 +2,8 @@
 
 A page marks the place of a table with a comment. This script writes the lines between it and ``<!-- end results -->``:
 
-- ``<!-- results: KIND -->``: the newest table of that kind, as the benchmark wrote it;
+- ``<!-- results: KIND -->``: the newest table of that kind, as the benchmark wrote it, without the rows that a newer
+  table of the same page has too (of a kind that begins alike, on the same machine, with at least the same contenders);
 - ``<!-- results: KIND, short -->``: one row per case, all contenders side by side;
 - ``<!-- results: front -->``: the README's table, a model's step and what fits in a given memory;
 - ``<!-- results: headline -->``: selected cases beside the best peer.
@@ -14,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ HEADLINES = (
     ),
     Headline("gpu-wide", "Gumbel sampling M1024 D4096 V128256", "sampling, 1024 rows, vocabulary 128256, D 4096"),
     Headline("gpu", "10 nearest N100000 D64 float32", "10 nearest neighbours, 100000 points, D 64, float32"),
-    Headline("cpu", "attention float32 1 × 16384 × 16384, D 64", "CPU: attention, 16384 × 16384, D 64"),
+    Headline("cpu-attention", "attention float32 1 × 16384 × 16384, D 64", "CPU: attention, 16384 × 16384, D 64"),
     Headline(
         "cpu", "linear cross-entropy float32 4096 × 1024 × 131072", "CPU: linear cross-entropy, 4096 × 131072, D 1024"
     ),
@@ -93,6 +94,7 @@ def newest(kind: str) -> Path | None:
 
 def filled(text: str) -> str:
     """A page's text with each block replaced by the newest results of its kind."""
+    shown = {kind: found for kind, _ in BLOCK.findall(text) if (found := newest(kind)) is not None}
 
     def table(match: re.Match[str]) -> str:
         kind, short = match.group(1), match.group(2) or ""
@@ -103,6 +105,9 @@ def filled(text: str) -> str:
             results = json.loads(found.read_text(encoding="utf-8"))
             whole = WHOLE.get(kind, lambda _: found.with_suffix(".md").read_text(encoding="utf-8"))
             body = shortened(kind, found) if short else drop_aims(whole(results)).replace("\n## ", "\n### ")
+            if not short:
+                later = [p for k, p in shown.items() if _are_alike(k, kind) and _date(p) > _date(found)]
+                body = drop_measured_again(body, [p.with_suffix(".md").read_text(encoding="utf-8") for p in later])
         return f"<!-- results: {kind}{short} -->\n{body}<!-- end results -->"
 
     return BLOCK.sub(table, text)
@@ -123,6 +128,66 @@ def drop_aims(text: str) -> str:
             dropped = {k for k, cell in enumerate(cells) if cell.strip() in AIMS}
         lines.append("|".join(cell for k, cell in enumerate(cells) if k not in dropped))
     return "\n".join(lines) + "\n"
+
+
+def _are_alike(kind: str, other: str) -> bool:
+    """Whether two kinds begin alike: ``shapes`` and ``shapes-long``."""
+    return kind != other and kind.partition("-")[0] == other.partition("-")[0]
+
+
+def _date(path: Path) -> str:
+    return path.stem[-len("20261118-0108") :]
+
+
+class Row(NamedTuple):
+    """A row of a table: its section and its first cell, and whom it compares."""
+
+    section: str
+    work: str
+    contenders: frozenset[str]
+
+
+def _rows(text: str) -> list[Row | None]:
+    """What each line is a row of; None for lines that are none."""
+    found: list[Row | None] = []
+    section, header = "", list[str]()
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        section = line.lstrip("# ") if line.startswith("#") else section
+        if not cells or not header or set(line) <= set("|-") or header[0] != "work":
+            header = header if cells and header else cells
+            found.append(None)
+            continue
+        named = dict(zip(header, cells, strict=False))
+        whom = [name for name, cell in named.items() if cell != "–"]
+        whom += [re.sub(r"[ \d./]+$", "", peer).strip() for peer in named.get("peers", "").split(";")]
+        found.append(Row(section, cells[0], frozenset([*whom, named.get("against", "")])))
+    return found
+
+
+def drop_measured_again(text: str, later: Sequence[str]) -> str:
+    """A table without the rows that later ones of the same machine have too; without its sections that are empty then.
+
+    >>> old = ["- machine: A", "", "| work | ours | theirs |", "|---|---|---|", "| a | 1 | 2 |", "| b | 1 | – |"]
+    >>> new = [line for line in old if "| a |" not in line]
+    >>> print(drop_measured_again("\\n".join(old), ["\\n".join(new)]).strip())
+    - machine: A
+    <BLANKLINE>
+    | work | ours | theirs |
+    |---|---|---|
+    | a | 1 | 2 |
+    """
+    machine = re.findall("^- machine: .*", text, re.M)
+    again = [
+        row for other in later if re.findall("^- machine: .*", other, re.M) == machine for row in _rows(other) if row
+    ]
+    same = lambda row, other: row[:2] == other[:2] and row.contenders <= other.contenders
+    kept = [
+        line
+        for line, row in zip(text.splitlines(), _rows(text), strict=True)
+        if row is None or not any(same(row, other) for other in again)
+    ]
+    return re.sub(r"(?:^#+ .*\n\n)?^\|.*\n\|[-|]+\n(?!\|)\n?", "", "\n".join(kept) + "\n", flags=re.M)
 
 
 def _cpu(results: dict[str, Any]) -> Iterator[Entry]:
@@ -167,7 +232,7 @@ SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-wide": (_wide_short, "loss and gradients"),
 }
-ENTRIES = {"cpu": _cpu, "gpu": _gpu, "gpu-wide": _wide_both}
+ENTRIES = {"cpu": _cpu, "cpu-attention": _cpu, "gpu": _gpu, "gpu-wide": _wide_both}
 
 
 WHOLE: dict[str, Callable[[dict[str, Any]], str]] = {"stream": stream_gpu.summary}  # where the table is too long

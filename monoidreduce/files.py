@@ -110,9 +110,15 @@ def report_read_errors(path: Path) -> Iterator[None]:
 class _File:
     """A file as it was when it was opened."""
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
     def __init__(self, path: Path):
         self.filename = path
         self._seen = self._look()
+
+    def __repr__(self) -> str:
+        return f"{self.filename}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def _look(self) -> tuple[int, int]:
         found = os.stat(self.filename)
@@ -235,7 +241,7 @@ class ParquetColumn(_File):
         metadata = _import_parquet().ParquetFile(path).metadata
         counts = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
-        self.shape: tuple[int, ...] = (self.starts[-1],)
+        self.shape = (self.starts[-1],)
         self.dtype, self.at_once = torch.float32, 1
         self.at = -1  # the next row that is decoded
         self.rest: numpy.ndarray | None = None  # what has been decoded from there on

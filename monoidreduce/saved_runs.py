@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ._version import __version__
 from .arrays import to_numpy
-from .errors import ArgumentError, StreamError
+from .errors import ArgumentError, StreamError, shown
 from .plan import disk
 
 _MAGIC = b"monoidreduce run 1\n"
@@ -45,7 +45,7 @@ class SavedRun:
     @staticmethod
     def open(given: Any, every: float) -> SavedRun:
         """The run of a folder, which is made if there is none; refuses what is not a run of this user's."""
-        folder = Path(given).expanduser()
+        folder = read_path("state", given)
         if isinstance(every, bool) or not isinstance(every, (int, float)) or not every >= 0:
             raise ArgumentError(detail=f"every was given {every!r}", fix="Give the seconds between two saves, from 0")
         try:
@@ -156,9 +156,8 @@ def versions() -> str:
 def _write(path: Path, value: Any) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    data = buffer.getbuffer()
-    try:
-        with disk.open_new(path) as file:
+    try:  # the view is let go, also where writing fails: a buffer that is still seen cannot be collected
+        with buffer.getbuffer() as data, disk.open_new(path) as file:
             file.write(b"".join([_MAGIC, hashlib.sha256(data).digest(), data]))
     except OSError as error:
         raise StreamError(
@@ -185,9 +184,16 @@ def _read(path: Path) -> Any:
 # Results ----------------------------------------------------------------------------------------------------------
 
 
+def read_path(name: str, given: Any) -> Path:
+    """A path that was given as an argument."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ArgumentError(detail=f"{name} was given {shown(given)}", fix="Give a path")
+    return Path(given).expanduser()
+
+
 def check_out(out: Any) -> Path:
     """The path that results are to be written to; raises before any work if that cannot be."""
-    path = Path(out).expanduser()
+    path = read_path("out", out)
     if path.suffix != ".npy":
         raise ArgumentError(detail=f"out was given {str(out)!r}", fix='Give the path of a .npy file: out="result.npy"')
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():

@@ -58,8 +58,8 @@ def chunks(
     >>> [tuple(b.shape) for _, b in chunks(torch.ones(5, 4), torch.ones(3, 5), size=4, axes=(0, -1))]
     [(3, 4), (3, 1)]
     """
-    if size is not None and size < 1:
-        raise ArgumentError(detail=f"chunks was given size = {size}", fix="Give at least one column at a time")
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ArgumentError(detail=f"chunks was given size = {size!r}", fix="Give a whole number of columns, 1 or more")
     opened: list[Any] = []
     known = tuple(names) if isinstance(names, Mapping) else None
     picked = list(names.values() if isinstance(names, Mapping) else names or ())

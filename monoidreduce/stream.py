@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -40,7 +39,7 @@ from .engines.ranks import agreement
 from .engines.stream import Chunk, ChunkedProgram, OnGradient, Readings, row_checksums
 from .errors import ArgumentError, ShapeError, StreamError, shown
 from .files import is_file, open_arrays
-from .saved_runs import SavedRun, check_apart, check_out
+from .saved_runs import SavedRun, check_apart, check_out, read_path
 from .sources import SIZE, AlongAxis, Chunks, gpu_columns, is_source_of_arrays, progress
 from .stored_vectors import WIDE, Scaled
 
@@ -293,7 +292,7 @@ class Stream:
         inputs = self._mapped + [p for a in self._opened.values() for p in a.paths]
         if isinstance(source, Chunks):
             inputs += [p for a in source.arrays for p in a.paths]
-        check_apart(inputs, path, None if state is None else Path(state).expanduser())
+        check_apart(inputs, path, None if state is None else read_path("state", state))
         saved = None if state is None else SavedRun.open(state, every)
         files = {**self._opened, **self._files}  # those that would fit as well: a saved run keeps its blocks
         rows = Rows({n: v for n, v in self._rows.items() if n not in files}, files, self._row_arguments)
@@ -386,7 +385,9 @@ class Stream:
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Load into a fresh op.stream(...)")
         self._check_rows_in_memory("a state")
-        missing = {"program", "start", "stop", "ranges", "rows", "columns", "states"} - set(state)
+        if not isinstance(state, Mapping):
+            raise StreamError(detail=f"the state is {shown(state)}", fix="Give what state_dict() gave")
+        missing = {n for n, kind in _STATE.items() if not isinstance(state.get(n, ...), kind)}
         if missing:
             raise StreamError(
                 detail=f"the state lacks {', '.join(sorted(missing))}",
@@ -394,7 +395,7 @@ class Stream:
             )
         _check_same_rows(state["rows"], self._rows, "the saved state and this stream")
         if state["states"] is not None:
-            self._ready(state["columns"], str(state["program"]))
+            self._ready(state["columns"] or {}, str(state["program"]))
             self._states = [[t.clone() for t in s] for s in state["states"]]
         self._ranges = tuple((int(a), int(b)) for a, b in state["ranges"])
         self._next = int(state["stop"])
@@ -533,6 +534,12 @@ def _single_pass(chunked: ChunkedProgram) -> Any:
             fix="Use .over(source) with a source that can be read again",
         )
     return chunked.program.passes[0]
+
+
+_STATE: dict[str, Any] = {
+    **{"program": str, "start": int, "stop": int, "rows": Mapping, "ranges": (tuple, list)},
+    **{"columns": (Mapping, type(None)), "states": (tuple, list, type(None))},
+}
 
 
 def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import ArgumentError, shown
 from .model_heads import HeadLogits, call_with_described_head, is_described, read_head
@@ -336,7 +337,7 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             "fuse_loss(model, check=False)",
         )
     tokens = _random_tokens(model)
-    inputs = dict(input_ids=tokens, labels=tokens, return_dict=True)
+    inputs = {**_trial_source(model, tokens), "labels": tokens, "return_dict": True}
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -344,7 +345,8 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             expected = _own_forward(model, state, (), inputs).loss
         except Exception as error:
             raise ArgumentError(
-                detail=f"{name} could not be tried with input_ids and labels alone: {type(error).__name__}: {error}",
+                detail=f"{name} could not be tried with {next(iter(inputs))} and labels alone: "
+                f"{type(error).__name__}: {error}",
                 fix="Where it needs other inputs, or its loss_function another length, leave the trial out: "
                 "fuse_loss(model, check=False)",
             ) from error
@@ -358,6 +360,16 @@ def _check(model: PreTrainedModel, state: FusedLoss) -> None:
             detail=f"{name}'s own loss is {float(expected):.6f} where that of its linear head is {float(found):.6f}",
             fix="It does more than a linear head to its logits or its loss: keep its own forward",
         )
+
+
+def _trial_source(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
+    """What a trial's labels stand beside: tokens, or for a decoder that listens or looks, states of its encoder."""
+    if not model.config.is_encoder_decoder or model.main_input_name == "input_ids":
+        return {"input_ids": tokens}
+    encoder: Any = model.get_encoder()
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator)
+    return {"encoder_outputs": BaseModelOutput(states.to(tokens.device, model.dtype))}
 
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engines.common.point_tree import PointTree
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ..errors import ArgumentError, DTypeError, ShapeError, shown
 from ..plan import budget, disk
 from ..runtime import call_context, nearest, registry
 from . import checks
@@ -114,7 +115,10 @@ class PreparedPoints:
         state = self.__getstate__()
         trees = [(t.sorted, t.order, t.boxes, t.finite) for t in state["trees"]]
         whole = {"monoidreduce index": _FORMAT, **state, "trees": trees}
-        with disk.open_new(Path(path), shared=True) as file:
+        where = Path(path)
+        if not where.parent.is_dir() or where.is_dir():
+            raise ArgumentError(detail=f"{where} cannot be written", fix="Give a path in a folder that exists")
+        with disk.open_new(where, shared=True) as file:
             torch.save(whole, file)
 
     @classmethod
@@ -127,11 +131,18 @@ class PreparedPoints:
         ...
         monoidreduce.errors.ArgumentError: /dev/null is not an index that was saved...
         """
+        path = os.fspath(path)
         try:
+            with zipfile.ZipFile(path) as file:  # torch writes checksums, and does not read them
+                if file.testzip() is not None:
+                    raise _bad_file(path)
             whole = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except (
+            *(OSError, RuntimeError, ValueError, EOFError, KeyError),
+            *(pickle.UnpicklingError, zipfile.BadZipFile, NotImplementedError),
+        ) as error:
             raise _bad_file(path) from error
         if not isinstance(whole, dict) or whole.pop("monoidreduce index", None) != _FORMAT:
             raise _bad_file(path)
@@ -208,6 +219,8 @@ def _bad_file(path: Any) -> ArgumentError:
 def check_points(y: Any, metric: Any) -> None:
     """Raise unless ``y`` holds points and ``metric`` is one that boxes bound."""
     checks.tensor("y", y, "[..., N, D]", 2)
+    if y.layout is not torch.strided:
+        raise DTypeError(detail=f"y is {shown(y)}, sparse", fix="Give a dense tensor of real numbers")
     if not y.is_floating_point():
         raise DTypeError(detail=f"y is {str(y.dtype)[6:]}", fix="Give floating numbers")
     if metric not in ("euclidean", "sqeuclidean"):

@@ -38,6 +38,7 @@ _EMPTY = -2  # the place of a slot in which nothing is, while states are merged
 
 
 _LOOKED_AT = 2**16  # numbers at a time, of rows with equals
+_TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]  # modes
 
 
 def find_best(
@@ -84,8 +85,10 @@ def find_best(
 
 def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor has memory, and no compiler or function transform runs."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and not modes and not torch.compiler.is_compiling()
+    if type(x) is not Tensor or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    modes = torch._C._len_torch_dispatch_stack() and [torch._C._get_dispatch_mode(key) for key in _TRACING]
+    return not modes or all(mode is None for mode in modes)
 
 
 def _first_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:

@@ -71,7 +71,7 @@ def test_the_text_is_the_same_in_every_run():
 def test_the_first_sum_needs_one_score():
     (part,) = work_split.divide_work(staged_spec())
     first, second = part.products
-    assert part.alone and work_split.count_kept((part,)) == 64
+    assert part.single_warpgroup and work_split.count_kept((part,)) == 64
     assert part.dots[1] not in work_split.topological([first.weight])
     assert set(part.dots) <= set(work_split.topological([second.weight]))
 

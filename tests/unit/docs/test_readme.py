@@ -56,6 +56,17 @@ def test_the_numbers_are_the_newest_results(page):
     assert filled(text) == text, "run: python -m benchmarks.readme"
 
 
+def test_results_are_the_newest_of_their_kind_and_read_somewhere():
+    """What a newer file of its kind replaces, or no page, picture or test reads, is deleted."""
+    sources = [*pages(), *DOCS.rglob("*.md"), *(DOCS / "draw").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in sources)
+    for file in readme.RESULTS.glob("*.json"):
+        kind = re.sub(r"-\d{8}-\d{4}$", "", file.stem)
+        assert readme.newest(kind) == file, f"a newer file replaces {file.name}"
+        shown = re.search(rf"<!-- results: {kind}[ ,]|{file.stem}|[\"']{kind}[\"']", text)
+        assert shown or kind in [h.kind for h in readme.HEADLINES], f"nobody reads {file.name}"
+
+
 def test_the_readme_has_one_table_of_results():
     text = README.read_text(encoding="utf-8")
     assert text.count("<!-- results:") == 1 and front() in text

@@ -82,6 +82,11 @@ MODELS = {
         ),
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),  # a bias that is added after the head
+    "whisper": (  # a decoder that listens: the trial has no sounds
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        BART | dict(num_mel_bins=4, max_source_positions=10, max_target_positions=64),
+    ),
     "bert": (  # a head inside of a head, with a bias; labels are not shifted
         "BertForMaskedLM",
         "BertConfig",
@@ -113,6 +118,8 @@ def labels(seed=1):
 
 def batch(name="llama"):
     inputs = dict(input_ids=tokens(), labels=labels())
+    if name == "whisper":
+        return dict(input_features=torch.ones(2, 4, 20).cumsum(2).sin(), labels=labels())
     if name == "llava":
         inputs["input_ids"][:, 2:6] = 96  # an image of four patches in each sequence
         inputs["pixel_values"] = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))

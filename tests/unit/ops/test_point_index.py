@@ -103,11 +103,18 @@ def test_kept_on_disk_and_moved(tmp_path):
     whole = (tmp_path / "points").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     torch.save({"other": 1}, tmp_path / "other")
-    for name in ("cut", "other"):
+    spoilt = bytearray(whole)
+    spoilt[len(whole) // 2] ^= 1
+    (tmp_path / "spoilt").write_bytes(spoilt)
+    for name in ("cut", "other", "spoilt"):
         with pytest.raises(mr.ArgumentError, match=f"{name} is not an index"):
             ops.PointIndex.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         ops.PointIndex.load(tmp_path / "none")
+    with pytest.raises(mr.ArgumentError, match="cannot be written"):
+        index.save(tmp_path / "none" / "points")
+    with pytest.raises(mr.DTypeError, match="sparse"):
+        ops.knn.prepare(y.to_sparse())
 
 
 def test_numpy_comes_and_goes():
@@ -237,7 +244,7 @@ def test_where_one_pass_does_not_pay_all_pairs_are_compared(monkeypatch):
     lost = cloud(9000, 2)
     lost[5, 0] = float("nan")
     wide = cloud(9, 2) + 100  # far from all points
-    for x, y in ((wide, lost), (torch.full((1, 2), float("nan")), lost), (lost[:9], lost)):
+    for x, y in ((wide, lost), (torch.full((1, 2), float("nan")), lost), (lost[:8], lost)):
         found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
         assert torch.equal(found.indices, expected.indices)
         torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)

@@ -5,6 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.program import bounds
 from tests.support.special_derivative_cases import BINARY, CHOICES, HARD, INF, NAN, UNARY, check
 
 
@@ -28,6 +29,32 @@ def test_what_is_not_chosen_has_no_gradient_whatever_the_cotangent(name, cotange
 @pytest.mark.parametrize("name", HARD)
 def test_what_is_cut_off_has_no_gradient_whatever_the_cotangent(name, cotangent):
     check(name, UNARY[name], 1, "eager", cotangent)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ties_before_and_from_torch_2_14(monkeypatch, shared):
+    """A bound that is a number, ties of bounds that are vectors, and NaN that loses; on any torch (the cases above say
+    that the installed one is followed)."""
+    monkeypatch.setattr(bounds, "_shares_ties", shared)
+    own, half = (0.0, 0.5) if shared else (1.0, 1.0)
+    cases = {
+        (lambda x, y: x.clamp(min=0.5) + 0 * y, 0.5, 1.0): (own, 0.0),
+        (lambda x, y: x.clamp(-1.0, 0.5) + 0 * y, -1.0, 1.0): (own, 0.0),
+        (lambda x, y: x.clamp(min=y), 2.0, 2.0): (half, 1 - half),
+        (lambda x, y: x.clamp(max=y), 2.0, 2.0): (half, 1 - half),
+        (torch.fmax, 2.0, 2.0): (half, 1 - half),
+        (torch.fmin, NAN, 2.0): (0.0, 1.0),
+        (torch.fmax, 2.0, NAN): (1.0, 0.0),
+        (lambda x, y: torch.fmax(x, y).clamp(0.0, 5.0), 2.0, 1.0): (1.0, 0.0),
+    }
+    for (f, *values), expected in cases.items():
+        given = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in values]
+
+        @mr.op
+        def op(x: Row, y: Col):
+            return mr.sum(f(x, y))  # noqa: B023 - called at once
+
+        assert tuple(map(float, torch.autograd.grad(op(*given).sum(), given))) == expected
 
 
 @pytest.mark.parametrize("engine", ["reference", "eager", "auto"])

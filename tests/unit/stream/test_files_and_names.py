@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import ops, saved_runs
 
 X = numpy.random.default_rng(0).random((400, 3)).astype(numpy.float32)
 
@@ -46,6 +46,29 @@ def test_out_that_is_an_input_is_refused_and_the_input_stays(points, tmp_path):
     (tmp_path / "near.values.npy").unlink()
     ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy")  # an older result may be replaced
     ops.knn.stream(X[:50], k=2).over(points, out=tmp_path / "near.npy")
+
+
+def test_what_is_no_state_is_refused():
+    @mr.op
+    def total(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.sum(x @ y)
+
+    fold = total.stream(torch.tensor(X))
+    fold.update(torch.tensor(X))
+    state = fold.state_dict()
+    with pytest.raises(mr.StreamError, match="the state is None"):
+        total.stream(torch.tensor(X)).load_state_dict(None)
+    for name, wrong in (("ranges", None), ("rows", 3), ("columns", 3), ("stop", "a"), ("states", 3)):
+        with pytest.raises(mr.StreamError, match=f"the state lacks {name}"):
+            total.stream(torch.tensor(X)).load_state_dict({**state, name: wrong})
+
+
+def test_a_state_that_cannot_be_written_lets_go_of_its_buffer(tmp_path):
+    """A view of a buffer in an error's frames made Python say "BufferError ignored" when the frames were collected."""
+    with pytest.raises(mr.StreamError, match="cannot be written") as caught:
+        saved_runs._write(tmp_path / "none" / "progress", {"a": torch.ones(3)})
+    (buffer,) = (e.frame.f_locals["buffer"] for e in caught.traceback if "buffer" in e.frame.f_locals)
+    buffer.close()
 
 
 def test_folders_paths_and_budgets_that_do_not_do(points, tmp_path):
@@ -190,3 +213,12 @@ def test_what_cannot_be_is_refused_before_any_work(points, tmp_path, monkeypatch
     for thing in (numpy, numpy.ndarray, 3.0):
         with pytest.raises(mr.MonoidReduceError, match="y was given"):
             ops.kernel_sum.stream(X).over(thing, X[:, 0])
+    for size in (0, 2.5, "all"):
+        with pytest.raises(mr.ArgumentError, match="chunks was given size = "):
+            mr.chunks(points, size=size)
+    for name, given in (("out", 3), ("out", b"near.npy"), ("state", 3)):
+        with pytest.raises(mr.ArgumentError, match=f"{name} was given .* Give a path"):
+            ops.knn.stream(X[:50], k=2).over(points, **{name: given})
+    numpy.save(tmp_path / "flat.npy", X[:, 0])
+    with pytest.raises(mr.ShapeError, match=r"y was given \S*flat.npy, float32\[400\]"):
+        ops.knn.stream(X[:50], k=2).over(tmp_path / "flat.npy")
