@@ -543,7 +543,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         hidden = {n for n, p in self.parameters.items() if p.stored == "scale"}
         there = [(n, v) for n, v in given if v is not None and n not in hidden]
         told = "called with " + ", ".join(f"{public_name(n)}={shown(v)}" for n, v in there)
-        if self.function.__module__.startswith(f"{__package__}.ops."):  # inside a ready-made layer: not the user's line
+        if str(self.function.__module__).startswith(f"{__package__}.ops."):  # in a ready-made layer, not a user's line
             return told
         return f"{find_place(self.function).split(':')[0]}, {told}"
 

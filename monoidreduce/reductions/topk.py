@@ -45,7 +45,8 @@ def find_best(
     x: Tensor, k: int, largest: bool, places: Tensor | Callable[[tuple[Tensor, ...]], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k best numbers along the last axis, best first and the first of equals, and where they are. ``places``: of
-    the numbers, where these are in another order; on a CPU also what makes those of some rows, given their indices.
+    the numbers, where these are in another order; of a matrix also what makes those of some rows, given their
+    indices.
 
     torch leaves open which of equals it finds. On a CPU it is asked for one more: rows with equals are looked at again.
     Elsewhere that would wait for the device, and numbers are sorted. One call for all that records calls of torch's:
@@ -55,7 +56,7 @@ def find_best(
     length = x.shape[-1]
     k = min(k, length)
     if not x.is_meta and (x.device.type != "cpu" or not _has_numbers(x)):
-        assert not callable(places)
+        places = places((torch.arange(len(x)),)) if callable(places) else places
         at = None if places is None else places.argsort(dim=-1)
         value, order = (x if at is None else x.gather(-1, at)).sort(dim=-1, descending=largest, stable=True)
         return value[..., :k], (order if at is None else at.gather(-1, order))[..., :k]

@@ -48,15 +48,16 @@ class Layout:
 
 class FlatLeaf:
     """A leaf whose own batch dimensions and axes are one dimension, from which pieces are read; ``edges``: numbers per
-    pair are numbers of edges."""
+    pair are numbers of edges. ``once``: of an expanded dimension one element is read; the gradient of a number per pair
+    is not."""
 
-    def __init__(self, value: Tensor, e: Expr, layout: Layout, edges: bool):
+    def __init__(self, value: Tensor, e: Expr, layout: Layout, edges: bool, once: bool = True):
         self.e, self.own, self.edges = e, layout.own, edges and e.is_pair
         behind = (1 if self.edges else e.rows + e.cols) + (e.feature is not None)
         value = value.reshape((1,) * (len(layout.batch) + behind - value.dim()) + tuple(value.shape))
         axes = list(range(len(layout.batch), len(layout.batch) + behind))
         tail = [axes.pop()] if e.feature is not None else []
-        for d in layout.shared:
+        for d in layout.shared if once else ():
             value = value.narrow(d, 0, 1) if value.stride(d) == 0 and value.shape[d] > 1 else value
         shared = [value.shape[d] for d in layout.shared]
         self.batch, self.axes = [value.shape[d] for d in layout.own], [value.shape[d] for d in axes]

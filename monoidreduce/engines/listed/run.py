@@ -118,8 +118,9 @@ class _DirectionRun:
         ragged = bool(lists.kept_size % lists.kept_block)
         self.filled = localize(fold, over, local.places, "folded", ragged)  # the same for pieces that are filled up
         self.extra = {e: name for name, e in (*local.extra, *self.filled.extra)}
+        derived = {fold.reductions[k].args[1] for k in local.places if kind_of(fold.reductions[k]).per_pair}
         self.flat = {
-            e: FlatLeaf(given[e], e, self.layout, edges)
+            e: FlatLeaf(given[e], e, self.layout, edges, once=e not in derived)
             for e in self.filled.leaves
             if e not in self.extra and isinstance(given[e], Tensor)
         }

@@ -155,6 +155,16 @@ def test_numbers_of_pairs_that_a_batch_shares(batch):
     assert (count == (domain.mask(4, 8).bool() & (y > 0).unsqueeze(-2)).sum(-1)).all()
 
 
+def test_gradients_of_numbers_of_pairs_that_are_expanded():
+    """Each batch element has its own, though all are one in memory."""
+    domain = mr.blocks(torch.tensor([[0, 2], [1, 0]]), torch.tensor([2, 1]), rows=2, cols=3)
+    x, y = torch.randn(2, 4, 3, dtype=F64), torch.randn(8, dtype=F64)
+    bias = torch.randn(4, 8, dtype=F64).expand(2, 4, 8).detach().requires_grad_()
+    found = biased(x, bias, y, cols=domain)[0].square()
+    for one, other in zip(found, torch.autograd.grad(found.sum(), bias, retain_graph=True)[0], strict=True):
+        torch.testing.assert_close(torch.autograd.grad(one.sum(), bias, retain_graph=True)[0].sum(0), other)
+
+
 @pytest.mark.parametrize("features, values", [(0, 2), (2, 0), (0, 0)])
 def test_vectors_without_features(features, values):
     domain = mr.edges(torch.tensor([0, 2, 2, 4]), torch.tensor([1, 0, 3, 2]))

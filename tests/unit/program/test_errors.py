@@ -765,6 +765,14 @@ def test_class(name):
     assert issubclass(cls, BUILTIN[name]) and issubclass(cls, mr.MonoidReduceError)
 
 
+def test_a_body_that_belongs_to_no_module():
+    """As one that was made by ``exec`` may."""
+    scope = {"Row": mr.Row, "Col": mr.Col, "mr": mr}
+    exec("def body(x: Row, y: Col):\n    return mr.sum(x * y)", scope)
+    with pytest.raises(errors.ShapeError, match="called with x"):
+        mr.op(scope["body"])(torch.ones(2), torch.ones(()))
+
+
 def test_the_place_is_added_once():
     error = mr.ShapeError(detail="x has 3 rows", fix="Give 4").at("in f").at("in g")
     assert str(error) == "x has 3 rows. Give 4\n  in f"
