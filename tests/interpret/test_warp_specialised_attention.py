@@ -87,7 +87,7 @@ def test_one_softmax_weighted_sum_has_one(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"d": 64},
+        {"d": 64, "plans": {}},  # where no plan asks for it
         {"dtype": torch.float32},
         {"d": 256},
         {"inputs": tuple(torch.zeros(3, 128, 300, dtype=torch.bfloat16).mT for _ in range(3))},  # not to be copied
