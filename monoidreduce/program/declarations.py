@@ -232,7 +232,7 @@ class Parameter:
 
 def parameters(function: Any) -> dict[str, Parameter]:
     """Read the declarations of an op's body."""
-    if not inspect.isfunction(function):
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
         raise DeclarationError(
             detail=f"op was given {shown(function)}", fix="Give a function, written with def or lambda"
         )
