@@ -29,6 +29,7 @@ from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
 from ..eager import cpp
+from ..eager.cpp.compiled_fold import WIDE
 from ..eager.tile_run import Buffers
 from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, make_accumulator, split_range
 from . import panel_program
@@ -400,8 +401,9 @@ class TorchStep:
         fold, own = self.loop.stages[at].fold, self.accumulators[at]
         if type(self).code is not TorchStep.code or any(not isinstance(a, SumAccumulator) for a in own.values()):
             return False
-        if panel.cols != slice(0, self.sizes.cols):
-            return False
+        features = [outputs_of(r)[0][0] for r in fold.reductions if r.attrs[0] == "sum"]
+        if panel.cols != slice(0, self.sizes.cols) or any(f and self.sizes.of(str(f)) > WIDE for f in features):
+            return False  # sums of wide vectors are faster as products of torch's larger tiles
         totals = {fold.reductions[p]: a.total for p, a in own.items() if isinstance(a, SumAccumulator)}
         found = cpp.run(fold, [given[e] for e in fold.leaves], replace(self.sizes, batch=(1,)), panel.rows, totals)
         if found is None:
