@@ -96,7 +96,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "which"),
     [
-        (80, "quick"),
+        pytest.param(80, "quick", marks=SLOW),
         (90, "quick"),
         *(pytest.param(c, w, marks=SLOW) for c in sorted(FAMILIES) for w in ("ready-made", "others")),
     ],
@@ -122,7 +122,8 @@ def test_kernels_compile(capability, which, tmp_path):
     assert {name for name, staged in forward.items() if staged} == expected
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
 def test_small_kernels_compile(capability, tmp_path):
     """Those that no program writes: nothing spills, and none is so long that it compiles for many seconds."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
