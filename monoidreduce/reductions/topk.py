@@ -105,6 +105,11 @@ def _first_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor |
     return mine.nonzero(as_tuple=True)[-1].view(*x.shape[:-1], k)
 
 
+def _sort_by_place(values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    order = places.argsort(dim=-1)
+    return values.gather(-1, order), places.gather(-1, order)
+
+
 def _is_better(value: Tensor, edge: Tensor, largest: bool) -> Tensor:
     found = value > edge if largest else value < edge
     if value.is_floating_point():  # NaN is the largest of all
@@ -148,8 +153,7 @@ class TopKAccumulator(Accumulator):
         if best is not None:
             value, place = torch.cat([best[0], value], -1), torch.cat([best[1], place], -1)
             if isinstance(offset, Tensor):  # not in the order of columns
-                order = place.argsort(dim=-1)
-                value, place = value.gather(-1, order), place.gather(-1, order)
+                value, place = _sort_by_place(value, place)
             value, order = value.sort(dim=-1, descending=self.largest, stable=True)
             place = place.gather(-1, order)
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
@@ -185,8 +189,7 @@ class TopKAccumulator(Accumulator):
         aside = [*([self.best[key]] if key in self.best else []), *self.aside.pop(key, [])]
         values, places = (torch.cat(ts, -1) for ts in zip(*aside, strict=True))
         if not self.in_order:
-            order = places.argsort(dim=-1)
-            values, places = values.gather(-1, order), places.gather(-1, order)
+            values, places = _sort_by_place(values, places)
         if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
             edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
             kept = _first_best(values, edge, self.k, self.largest)

@@ -409,11 +409,10 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
     if found is None:  # the program is kept, so that its id stays its own
-        faster = not _runs_in_cpp(program, given, longest, backward)
-        faster = (
-            faster and estimate_program(program, given, longest, backward, closely=False).chosen.schedule == "dense"
-        )
-        found = _PREDICTED.keep(key, (program, faster))
+        if _runs_in_cpp(program, given, longest, backward):
+            return _PREDICTED.keep(key, (program, False))[1]
+        cost = estimate_program(program, given, longest, backward, closely=False)
+        found = _PREDICTED.keep(key, (program, cost.chosen.schedule == "dense"))
     return found[1]
 
 

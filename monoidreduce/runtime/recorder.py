@@ -61,21 +61,19 @@ _READS = frozenset(
 )
 LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_contiguous}
 # Calls that make or change tensors in a form that is decided by the kind of their arguments. Functions, methods,
-# operators and methods in place have one name here: ``torch.add``, ``Tensor.add``, ``__add__`` and ``add_``.
-_NAMES = """
-abs add addcmul addmm all amax amin and any arange argmax argmin atan baddbmm bitwise_and bitwise_left_shift
-bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm bool cat ceil clamp clone contiguous copy copysign cos cosh
-cumsum detach div double empty empty_like eq erf erfc exp exp2 expand expand_as expm1 fill find_best flatten flip float
-floor floor_divide floordiv fmod full full_like gather ge gelu gt iadd imul index_add int invert isfinite isinf isnan
-isub le leaky_relu log log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logsumexp long
-lshift lt masked_fill matmul maximum mean minimum mm mod movedim mul nan_to_num ne neg new_empty new_full new_ones
-new_zeros ones ones_like or permute pow prod radd rdiv reciprocal relu remainder reshape rmul round rpow rshift rsqrt
-rsub rtruediv scalar_tensor scatter scatter_add sigmoid sign silu sin sinh softmax softplus sort special_erfcx
-special_expm1 special_ndtr sqrt square squeeze stack sub sum sum_to_size take_along_dim tan tanh tensor to topk
-transpose truediv trunc unbind unflatten unfold unsqueeze view where xlogy xor zero zeros zeros_like
+# operators and methods in place have one name here: ``torch.add``, ``Tensor.add``, ``__add__`` and ``add_``. These are
+# the functions of the language, which their table names, and others.
+_OTHERS = """
+addcmul addmm all amax amin and any arange argmax argmin baddbmm bmm bool cat clamp clone contiguous copy cumsum detach
+double empty empty_like expand expand_as fill find_best flatten flip float floor_divide floordiv full full_like gather
+iadd imul index_add int invert isfinite isinf isnan isub log_sigmoid logsumexp long lshift masked_fill matmul mean mm
+mod movedim new_empty new_full new_ones new_zeros ones ones_like or permute prod radd rdiv reshape rmul rpow rshift rsub
+rtruediv scalar_tensor scatter scatter_add softmax sort special_erfcx special_expm1 special_ndtr squeeze stack sum
+sum_to_size take_along_dim tan tensor to topk transpose truediv unbind unflatten unfold unsqueeze view where xor zero
+zeros zeros_like
 """
 _FUNCTIONS = [getattr(row.torch, "__name__", row.name) for row in PRIMITIVES.values() if row.in_torch]
-_RECORDED = frozenset([*_NAMES.split(), *_FUNCTIONS])
+_RECORDED = frozenset([*_OTHERS.split(), *_FUNCTIONS])
 _TRANSPOSE = Tensor.mT.__get__  # type: ignore[attr-defined]
 _INDEXES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _MAY_BE_THE_SAME = frozenset({Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.to, Tensor.view})

@@ -57,7 +57,7 @@ def run(
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun."""
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
-    if _SETTING.read() == "never" or not _may_run(sizes) or not is_worthwhile(fold, part):
+    if not _may_run(sizes) or not is_worthwhile(fold, part):
         return None
     if any(isinstance(v, Tensor) and not _is_plain(v) for v in leaves):
         return None
@@ -114,7 +114,8 @@ def _make_call(
 def _may_run(sizes: Sizes) -> bool:
     """Whether a fold of these sizes is one that C++ may run, in this block of settings."""
     return (
-        sizes.device.type == "cpu"
+        _SETTING.read() != "never"
+        and sizes.device.type == "cpu"
         and sizes.compute in (torch.float32, torch.float64)
         and matmul.dry_run_sizes.get() is None
         and skip_small_tiles.active() is None
@@ -124,7 +125,7 @@ def _may_run(sizes: Sizes) -> bool:
 
 def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH) -> bool:
     """Whether C++ may run a fold of at least ``worth`` operations, as far as can be said without writing it."""
-    if _SETTING.read() == "never" or not _may_run(sizes):
+    if not _may_run(sizes):
         return False
     if not (sizes.rows and sizes.cols and torch.Size(sizes.batch).numel() and all(map(sizes.of, fold.letters))):
         return False  # BLAS takes no matrix without columns

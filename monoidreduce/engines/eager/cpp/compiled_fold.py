@@ -125,11 +125,8 @@ class CompiledFold:
                 self.rooms[at] = r, Allocator(parts_form, sizes.device), 0.0
                 rooms[at] = torch.empty(parts_form[0], dtype=parts_form[1])
         self.room, self.copied = threads * kernel.room, min(step, shape[-1]) * padded * kernel.packed
-        self.kernel, self.counts, self.tables = (
-            kernel,
-            tables.counts,
-            tables.tables,
-        )  # arguments hold addresses of these
+        self.kernel, self.counts = kernel, tables.counts
+        self.tables = tables.tables  # arguments hold their addresses
         walk = _Walk(shape, lengths, block, step, threads, sets)
         outputs = [t.unsqueeze(0) if not count else t.view(*shape, *t.shape[count:]) for t in rooms]
         origins = [t.data_ptr() for t in (*given.values(), *rooms)]
