@@ -26,6 +26,11 @@ template <class A, class B> INLINE A bits(B x) {
   memcpy(&y, &x, sizeof y);
   return y;
 }
+// a polynomial of x, from its highest coefficient p on
+template <class T> INLINE T polynomial(T, T p) { return p; }
+template <class T, class... Rest> INLINE T polynomial(T x, T p, T next, Rest... rest) {
+  return polynomial(x, p * x + next, rest...);
+}
 """
 
 # of exp_ and exp_weight: exp(c) is p times 2 to the power n, for c of at most 89
@@ -34,11 +39,7 @@ _EXP_SERIES = """\
   const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
   float r = c - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  float p = 0.00139269266f;
-  p = p * r + 0.00836377387f;
-  p = p * r + 0.0416665501f;
-  p = p * r + 0.166665734f;
-  p = p * r + 0.5f;
+  float p = polynomial(r, 0.00139269266f, 0.00836377387f, 0.0416665501f, 0.166665734f, 0.5f);
   p = p * (r * r) + r + 1.0f;
 """
 
@@ -65,16 +66,9 @@ INLINE double exp_(double x) {
   const double shifted = c * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
   double r = c - n * 0.693147180369123816490;
   r = r - n * 1.90821492927058770002e-10;
-  double p = 2.51013469283503402e-8;
-  p = p * r + 2.76213386691429238e-7;
-  p = p * r + 2.75572664186123037e-6;
-  p = p * r + 2.48015186413959936e-5;
-  p = p * r + 1.98412698643805133e-4;
-  p = p * r + 1.38888889189391678e-3;
-  p = p * r + 8.3333333333297935e-3;
-  p = p * r + 4.16666666666206386e-2;
-  p = p * r + 0.166666666666666675;
-  p = p * r + 0.5;
+  double p = polynomial(r, 2.51013469283503402e-8, 2.76213386691429238e-7, 2.75572664186123037e-6,
+    2.48015186413959936e-5, 1.98412698643805133e-4, 1.38888889189391678e-3, 8.3333333333297935e-3,
+    4.16666666666206386e-2, 0.166666666666666675, 0.5);
   p = p * (r * r) + r + 1.0;
   const int64_t k = (int64_t)(bits<uint64_t>(shifted) << 13) >> 13, half = k >> 1;  // the integer in the low bits
   return p * bits<double>((half + 1023) << 52) * bits<double>((k - half + 1023) << 52);
@@ -86,13 +80,8 @@ INLINE float exp_falling(float x) {
   const U past = 0x7fffffu, u = bits<U>(x * 1.44269504f) + past, least = 0xc2fe0000u + past;  // -127
   const float c = bits<float>((u < least ? u : least) - past);
   const float n = c + 12582912.0f, r = c - (n - 12582912.0f);
-  float p = 0.000153533089f;
-  p = p * r + 0.00133989266f;
-  p = p * r + 0.00961843791f;
-  p = p * r + 0.0555033235f;
-  p = p * r + 0.240226479f;
-  p = p * r + 0.693147203f;
-  p = p * r + 1.0f;
+  float p = polynomial(r, 0.000153533089f, 0.00133989266f, 0.00961843791f, 0.0555033235f, 0.240226479f,
+    0.693147203f, 1.0f);
   return p * bits<float>((bits<U>(n) << 23) + 0x3f800000u);
 }
 INLINE double exp_falling(double x) { return exp_(x); }
@@ -128,27 +117,14 @@ INLINE double log_(double x) {  // of positive normal numbers
   m = high ? 0.5 * m : m;
   k = high ? k + 1.0 : k;
   const double s = (m - 1.0) / (m + 1.0), q = s * s;
-  double p = 1.0 / 17;
-  p = p * q + 1.0 / 15;
-  p = p * q + 1.0 / 13;
-  p = p * q + 1.0 / 11;
-  p = p * q + 1.0 / 9;
-  p = p * q + 1.0 / 7;
-  p = p * q + 1.0 / 5;
-  p = p * q + 1.0 / 3;
+  double p = polynomial(q, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3);
   return 2.0 * (s + s * q * p) + k * 0.6931471805599453;
 }
 // log(1 + f) for f from sqrt(1/2) - 1 to sqrt(2) - 1, and of 2^k times that
 INLINE float log_series(float f, float k) {
   const float q = f * f;
-  float p = -0.0763451606f;
-  p = p * f + 0.127615958f;
-  p = p * f - 0.131601825f;
-  p = p * f + 0.142017543f;
-  p = p * f - 0.166233569f;
-  p = p * f + 0.200012267f;
-  p = p * f - 0.250008196f;
-  p = p * f + 0.333333313f;
+  float p = polynomial(f, -0.0763451606f, 0.127615958f, -0.131601825f, 0.142017543f, -0.166233569f, 0.200012267f,
+    -0.250008196f, 0.333333313f);
   const float rest = f * q * p - k * 2.12194440e-4f;
   return f + (rest - 0.5f * q) + k * 0.693359375f;
 }
@@ -173,11 +149,7 @@ INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 
   const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
   float r = c - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  float p = 0.00139269266f;
-  p = p * r + 0.00836377387f;
-  p = p * r + 0.0416665501f;
-  p = p * r + 0.166665734f;
-  p = p * r + 0.5f;
+  float p = polynomial(r, 0.00139269266f, 0.00836377387f, 0.0416665501f, 0.166665734f, 0.5f);
   p = p * (r * r) + r;
   const float half = bits<float>(((int32_t)n + 126) << 23), y = 2.0f * (half * p + (half - 0.5f));
   return (x == 0.0f) | (x == (float)INF) ? x : y;
@@ -185,43 +157,23 @@ INLINE float expm1_(float x) {  // 2^n (exp(r) - 1) + (2^n - 1), halved so that 
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
 INLINE float tanh_(float x) {
   const float a = x < 0.0f ? -x : x, q = x * x, c = a > 10.0f ? 10.0f : a, y = 1.0f - 2.0f / (exp_(2.0f * c) + 1.0f);
-  float p = -0.000455462403f;
-  p = p * q + 0.00258267438f;
-  p = p * q - 0.00826455094f;
-  p = p * q + 0.0216635466f;
-  p = p * q - 0.0539293028f;
-  p = p * q + 0.133329779f;
-  p = p * q - 0.333333224f;
+  float p = polynomial(q, -0.000455462403f, 0.00258267438f, -0.00826455094f, 0.0216635466f, -0.0539293028f,
+    0.133329779f, -0.333333224f);
   return a < 0.9f ? x + x * q * p : x < 0.0f ? -y : y;
 }
 INLINE double erfc_(double a) {  // of a >= 1: a polynomial of 1 / (1 + a / 2), times exp(-a^2)
   const double t = 1.0 / (1.0 + 0.5 * a);
-  double p = 0.0755846725097827114;
-  p = p * t - 0.389768147233131778;
-  p = p * t + 0.818704560715947102;
-  p = p * t - 0.847079020806625899;
-  p = p * t + 0.433305751118138927;
-  p = p * t - 0.213177307128779746;
-  p = p * t + 0.146809246578008024;
-  p = p * t + 0.162786896717898247;
-  p = p * t + 0.248848185537314304;
-  p = p * t + 0.281896320402425372;
-  p = p * t + 0.282106396895504391;
-  p = p * t - 3.04729289852378646e-7;
+  double p = polynomial(t, 0.0755846725097827114, -0.389768147233131778, 0.818704560715947102,
+    -0.847079020806625899, 0.433305751118138927, -0.213177307128779746, 0.146809246578008024,
+    0.162786896717898247, 0.248848185537314304, 0.281896320402425372, 0.282106396895504391,
+    -3.04729289852378646e-7);
   return p * exp_(-a * a);
 }
 INLINE double erf_near(double x) {  // of |x| <= 1
   const double s = x * x;
-  double p = -1.04691103321512084e-7;
-  p = p * s + 1.53063731636410843e-6;
-  p = p * s - 1.47950314006620446e-5;
-  p = p * s + 1.20462612697797974e-4;
-  p = p * s - 8.54793373651963316e-4;
-  p = p * s + 5.22396719354389972e-3;
-  p = p * s - 2.68661690505993239e-2;
-  p = p * s + 0.112837916585487128;
-  p = p * s - 0.376126389028086136;
-  p = p * s + 1.12837916709549382;
+  double p = polynomial(s, -1.04691103321512084e-7, 1.53063731636410843e-6, -1.47950314006620446e-5,
+    1.20462612697797974e-4, -8.54793373651963316e-4, 5.22396719354389972e-3, -2.68661690505993239e-2,
+    0.112837916585487128, -0.376126389028086136, 1.12837916709549382);
   return p * x;
 }
 INLINE double erfc_wide(double x) {
@@ -236,37 +188,21 @@ INLINE float exp_minus_square(float a, float s) {
   const float c = -s * (high * high), rest = -s * (low * (a + high));
   const float n = ((c + rest) * 1.44269504f + 12582912.0f) - 12582912.0f;
   const float r = (c - n * 0.693359375f) + (n * 2.12194440e-4f + rest);
-  float p = 0.00139269266f;
-  p = p * r + 0.00836377387f;
-  p = p * r + 0.0416665501f;
-  p = p * r + 0.166665734f;
-  p = p * r + 0.5f;
+  float p = polynomial(r, 0.00139269266f, 0.00836377387f, 0.0416665501f, 0.166665734f, 0.5f);
   p = p * (r * r) + r + 1.0f;
   return p * bits<float>(((int32_t)n + 127) << 23);
 }
 INLINE float erfc_ratio(float a) {  // erfc(a) exp(a^2) for a of 0 to 10.3
   const float t = 1.0f / (1.0f + 0.36f * a);
-  float p = 0.0688793883f;
-  p = p * t - 0.37262556f;
-  p = p * t + 0.697297871f;
-  p = p * t - 0.542514563f;
-  p = p * t + 0.507855117f;
-  p = p * t + 0.0106462538f;
-  p = p * t + 0.230398998f;
-  p = p * t + 0.196329996f;
-  p = p * t + 0.203759775f;
+  float p = polynomial(t, 0.0688793883f, -0.37262556f, 0.697297871f, -0.542514563f, 0.507855117f, 0.0106462538f,
+    0.230398998f, 0.196329996f, 0.203759775f);
   return p * t - 2.73213154e-5f;
 }
 INLINE float erf_(float x) {
   const float a = x < 0.0f ? -x : x, c = a > 4.0f ? 4.0f : a, q = c * c;
   const float far = 1.0f - erfc_ratio(c) * exp_minus_square(c, 1.0f), y = x < 0.0f ? -far : far;
-  float p = 7.85387965e-05f;
-  p = p * q - 0.000801019953f;
-  p = p * q + 0.00518832868f;
-  p = p * q - 0.0268538129f;
-  p = p * q + 0.112835854f;
-  p = p * q - 0.37612626f;
-  p = p * q + 0.128379166f;
+  float p = polynomial(q, 7.85387965e-05f, -0.000801019953f, 0.00518832868f, -0.0268538129f, 0.112835854f,
+    -0.37612626f, 0.128379166f);
   return a < 1.0f ? x + x * p : y;
 }
 INLINE float normal_gate_(float x) {  // 0 where the result would be subnormal
@@ -299,13 +235,8 @@ INLINE float exp2_(float x) {
   float c = x < -151.0f ? -151.0f : x;  // NaN stays
   c = c > 129.0f ? 129.0f : c;
   const float n = (c + 12582912.0f) - 12582912.0f, r = c - n;
-  float p = 0.00015345827f;
-  p = p * r + 0.00133999321f;
-  p = p * r + 0.00961848907f;
-  p = p * r + 0.0555032864f;
-  p = p * r + 0.240226462f;
-  p = p * r + 0.693147182f;
-  p = p * r + 1.0f;
+  float p = polynomial(r, 0.00015345827f, 0.00133999321f, 0.00961848907f, 0.0555032864f, 0.240226462f,
+    0.693147182f, 1.0f);
   const int32_t k = (int32_t)n, half = k >> 1;
   return p * bits<float>((half + 127) << 23) * bits<float>((k - half + 127) << 23);
 }
