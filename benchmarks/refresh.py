@@ -101,7 +101,7 @@ def measure(table: Table, left: float, out: Path, revision: str | None) -> str:
     return f"{table.kind}: {became}, {time.monotonic() - began:.0f} s"
 
 
-def test(minutes: float, out: Path, processes: int = 6) -> str:
+def test(minutes: float, out: Path, processes: int = 12) -> str:
     """Run tests/gpu, its files dealt out to processes; the last line of each."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts="]
