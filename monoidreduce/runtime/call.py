@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines import panel, reference
+from ..engines import panel, reference, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
@@ -78,6 +78,8 @@ class CallPlan:
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
         without: Sequence[str] = ()
+        if engine not in ("reference", "eager") and settings.launches_kernels_on(sizes.device):
+            triton.start_driver()
         if engine == "reference":
             names, run = _run_reference(traced, sizes, total)
         else:

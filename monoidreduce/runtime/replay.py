@@ -234,6 +234,7 @@ class ProgramSteps:
     total: bool = False
     gradients: dict[tuple, GradientProgram] = field(default_factory=dict)
     failed: BoundedCache[tuple, bool] = field(default_factory=functools.partial(BoundedCache, MOST))  # to be recorded
+    compiled: set[tuple] = field(default_factory=set)  # widths and types of inputs whose kernels were compiled together
 
     @functools.cached_property
     def script(self) -> Script:
@@ -328,12 +329,20 @@ class ProgramSteps:
         return found
 
     def _record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form]) -> triton.RecordedLaunches | None:
-        with torch.no_grad(), triton.compile_only():
+        folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
+        expected = zip(self.script.returned, self.program.outputs, forms, strict=False)
+        types = {name: form[1] for name, e, form in expected if e.feature is not None and e.dtype == "float"}
+
+        def record() -> triton.RecordedLaunches | None:
             known = dict(zip(self.script.names, values, strict=True))
-            folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
-            expected = zip(self.script.returned, self.program.outputs, forms, strict=False)
-            types = {name: form[1] for name, e, form in expected if e.feature is not None and e.dtype == "float"}
             return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total, types)
+
+        with torch.no_grad(), triton.compile_only():
+            kind = (*sizes.letters.values(), *(v.dtype for v in values if isinstance(v, Tensor)))
+            if kind not in self.compiled:  # all kernels of the program, before the first of them is waited for
+                self.compiled.add(kind)
+                triton.compile_ahead(sizes.device, record)
+            return record()
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = PREPARE[self.engine](fold, leaves, sizes)

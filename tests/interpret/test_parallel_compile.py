@@ -67,6 +67,19 @@ def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there()
     }
 
 
+def test_the_kernels_of_a_backward_are_compiled_in_threads_before_the_first_is_waited_for():
+    first, _ = together("attention")
+    assert sorted(done("compile", first, "compiling")) == ["fold_over_cols", "fold_over_rows", "side"]
+    assert done("compile", first, "MainThread") == ["fold_over_cols"]  # the forward's, alone
+
+
+def test_the_driver_starts_in_a_thread_once_before_anything_is_compiled():
+    found = heard(*(f"{name}:together" for name in LAYERS))
+    first, *others = (call for name in LAYERS for call in found[f"{name}:together"])
+    assert first[0] == ["start", "driver", "starting the driver"]
+    assert not any(done("start", call) for call in (first[1:], *others))
+
+
 def test_a_kernel_that_cannot_be_compiled_is_met_by_its_launch():
     events, error = heard("head:recompute_rows")["head:recompute_rows"]
     assert error == "recompute_rows is broken"

@@ -71,6 +71,10 @@ class Driver:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
+    @property
+    def utils(self):
+        hear("start", "driver")
+
 
 def compiler(broken):
     """Compiles nothing; ``broken``: the kernel that cannot be compiled."""

@@ -7,7 +7,10 @@ run, and what a call asks for on every device, is here.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,3 +45,18 @@ def describe_leaves(leaves: Sequence[Any]) -> tuple:
         else:
             found.append(type(v))
     return tuple(found)
+
+
+@functools.cache
+def start_driver() -> threading.Thread:
+    """Start Triton's driver in a thread. A C compiler takes most of a second for it, once on a machine: meanwhile a
+    first call is planned and its kernels are written. The first launch waits for it."""
+    triton: Any = importlib.import_module("triton")
+
+    def start() -> None:
+        with contextlib.suppress(Exception):  # the first launch raises it
+            triton.runtime.driver.active.utils  # noqa: B018
+
+    thread = threading.Thread(target=start, name="starting the driver")
+    thread.start()
+    return thread

@@ -29,6 +29,7 @@ from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
 from ..launch import hardware
+from ..launch.jit_module import compile_ahead, is_collecting, is_loaded
 from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, use_plan
@@ -80,7 +81,7 @@ class PreparedFold:
         for one in histograms:
             if not self._join_histogram(one, values, layouts):
                 self.launches.append(HistogramLaunch(one, values, self.batch, sizes, layouts))
-        self.order = self._find_order()
+        self.order, self.was_run = self._find_order(), False
 
     def _find_order(self) -> list[int]:
         """Per result of the fold, its place among those of picks and launches."""
@@ -142,6 +143,10 @@ class PreparedFold:
         for r in self.picks:
             picked = gather_labels(r, views(), self.batch, self.sizes, raised=self.inner.raised, known=known)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
+        if not (self.was_run or is_collecting()):
+            self.was_run = True
+            if not all(one.relaunch is not None or is_loaded(one.kernel.text) for one in self.launches):
+                compile_ahead(self.sizes.device, lambda: [one(leaves, views) for one in self.launches])
         for one in self.launches:
             found += one(leaves, views)
         return [found[k] for k in self.order]
@@ -490,9 +495,9 @@ def record(
         else:
             asked = {k: (types or {})[name] for k, name in enumerate(names) if name in (types or {})}
             results, launches = _side(step.what, leaves, sizes, total and step is steps[-1], asked)
-        if not launches:
+        if not results or not (launches or is_collecting()):
             return None
-        for one in launches:
+        for one in launches or ():
             found += one.list_launches(step.feeds, names)
         values.update(zip(names, results, strict=True))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)

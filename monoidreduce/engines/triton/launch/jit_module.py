@@ -30,6 +30,7 @@ from ....plan import disk, settings
 from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
+from .. import start_driver
 from ..codegen.kernel_text import IMPORTS, copy_device_functions
 from . import descriptors, hardware
 
@@ -52,8 +53,19 @@ def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     return _SKIPPED if _skips.get() else _load_text(text, functions)
 
 
+def is_loaded(text: str) -> bool:
+    """True where a text was loaded before: at least one launch of its kernel is compiled, or about to be."""
+    return text in _loaded
+
+
+_loaded: set[str] = set()
+
+
 @functools.lru_cache(maxsize=1024)
 def _load_text(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
+    if len(_loaded) >= _MOST:
+        _loaded.clear()
+    _loaded.add(text)
     path = str(write_text(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
@@ -230,6 +242,8 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], optio
     if len(_launched) >= _MOST:
         _launched.clear()  # compiling these again only finds them in Triton's cache
     _launched.add(key)
+    if not settings.interprets_kernels():
+        start_driver().join()
     compiled = function.warmup(*arguments, grid=grid, **options) if _compiles_only.get() else None
     if compiled is not None:  # (an interpreter compiles nothing)
         compiled.run  # noqa: B018  loads it
@@ -284,6 +298,7 @@ def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     with settings.hold(_collected, collected), contextlib.suppress(Exception):  # the call that follows raises it
         launches()
     if len(collected) > 1:
+        start_driver().join()
         with concurrent.futures.ThreadPoolExecutor(min(len(collected), os.cpu_count() or 1), "compiling") as threads:
             for function, of_function in collected.items():
                 threads.submit(contextvars.copy_context().run, _compile, function, of_function, device)
