@@ -339,7 +339,7 @@ class ProgramSteps:
 
         with torch.no_grad(), triton.compile_only():
             kind = (*sizes.letters.values(), *(v.dtype for v in values if isinstance(v, Tensor)))
-            if kind not in self.compiled:  # all kernels of the program, before the first of them is waited for
+            if kind not in self.compiled and not self.program.is_listed:  # lists are read on the way
                 self.compiled.add(kind)
                 triton.compile_ahead(sizes.device, record)
             return record()
