@@ -79,7 +79,7 @@ class CallPlan:
         forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
         without: Sequence[str] = ()
         if engine not in ("reference", "eager") and settings.launches_kernels_on(sizes.device):
-            triton.start_driver()
+            triton.start_triton()
         if engine == "reference":
             names, run = _run_reference(traced, sizes, total)
         else:

@@ -29,7 +29,7 @@ HEARD: list[tuple[str, str, str]] = []  # what was done, to which kernel, in whi
 
 
 def hear(what, name):
-    HEARD.append((what, name, threading.current_thread().name.split("_")[0]))
+    HEARD.append((what, name, threading.current_thread().name.strip("_").split("_")[0]))
 
 
 class Compiled:

@@ -30,7 +30,7 @@ from ....plan import disk, settings
 from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
-from .. import start_driver
+from .. import start_triton
 from ..codegen.kernel_text import IMPORTS, copy_device_functions
 from . import descriptors, hardware
 
@@ -243,7 +243,7 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], optio
         _launched.clear()  # compiling these again only finds them in Triton's cache
     _launched.add(key)
     if not settings.interprets_kernels():
-        start_driver().join()
+        _wait_for_triton()
     compiled = function.warmup(*arguments, grid=grid, **options) if _compiles_only.get() else None
     if compiled is not None:  # (an interpreter compiles nothing)
         compiled.run  # noqa: B018  loads it
@@ -251,6 +251,12 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], optio
     if settings.interprets_kernels():
         _widen_interpreted_products()
     return function[grid](*arguments, **options)
+
+
+@functools.cache
+def _wait_for_triton() -> None:
+    for thread in start_triton():
+        thread.join()
 
 
 @functools.cache
@@ -298,7 +304,7 @@ def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     with settings.hold(_collected, collected), contextlib.suppress(Exception):  # the call that follows raises it
         launches()
     if len(collected) > 1:
-        start_driver().join()
+        _wait_for_triton()
         with concurrent.futures.ThreadPoolExecutor(min(len(collected), os.cpu_count() or 1), "compiling") as threads:
             for function, of_function in collected.items():
                 threads.submit(contextvars.copy_context().run, _compile, function, of_function, device)
