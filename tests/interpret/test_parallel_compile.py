@@ -63,6 +63,7 @@ def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there()
         "recompute_rows",
         "scale_rows",
         "complete_rows",
+        "contract_rows",
         "add_labels",
     }
 

@@ -41,13 +41,15 @@ PADDED = 1.05  # features of tiles to those that there are, at most
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
     the kernel of this file where it is faster, else by the vendor's product."""
-    if weights.dtype not in matmul.SIXTEEN or not contract_by_pingpong(out, weights, vectors, add):
+    if not contract_by_pingpong(out, weights, vectors, add):
         matmul.contract_into(out, weights, vectors, add)
 
 
 def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once; False where the vendor's
     product is as fast, or there is no such kernel."""
+    if weights.dtype not in matmul.SIXTEEN:
+        return False
     key = (add, out.device, *map(fold_kernel.describe_tensor, (out, weights, vectors)))
     ready = _PREPARED.find(key, _MISSING)
     if ready is _MISSING:

@@ -35,6 +35,7 @@ from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights, StoredWeights
 from .arena import Arena, MemoryPlan
+from .contraction import contract_by_pingpong
 from .epilogue import EpilogueGemm
 from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 
@@ -393,8 +394,8 @@ class KernelStep:
     # Compilation
 
     def _precompile(self, group: range, panel: Panel, here: Sizes) -> None:
-        """Compile the eight kernels around a GEMM with a guessed maximum at the same time, before the first panel of
-        its kind is worked on."""
+        """Compile the kernels around a GEMM with a guessed maximum, and its sums', at the same time, before the first
+        panel of its kind is worked on."""
         gemm = self.plan.epilogue(self.shifted)
         if gemm is None or not gemm.guesses:
             return
@@ -406,13 +407,17 @@ class KernelStep:
 
     def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:
         """Launch all that is done to a panel but vendor GEMMs, on copies: nothing is added to the real totals."""
+
+        def contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool) -> None:
+            contract_by_pingpong(out, weights if over == "cols" else weights.mT, vectors, add)
+
         step = copy.copy(self)
         step.arena = self.arena.fork()
         totals = step.accumulators = self.accumulators.fork(step.arena)
         names = [n for names in fuse_stages(self.loop, group, False).names for n in names]
         results = [step.arena.get_scalars(n)[panel.rows] for n in names]
         weights = step._run_epilogue(gemm, panel, here, results)
-        weights = replace(weights, contract=lambda *given, **named: None)
+        weights = replace(weights, contract=contract)
         for one in self.plan.splits[group[-1]].sums:
             if one.over in self.directions:
                 totals.add_vector_sum(group[-1], one, weights, panel)
