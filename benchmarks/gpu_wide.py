@@ -1,6 +1,6 @@
 """Wide features on a GPU: linear cross-entropy, contrastive and distillation losses, sampling, beside their peers.
 
-    python3 -m benchmarks.gpu_wide --out DIR [--budget SECONDS] [--commit HASH] [--only WORD ...]
+    python3 -m benchmarks.gpu_wide --out DIR [--budget SECONDS] [--commit HASH] [--only WORD ...] [--who NAME ...]
 
 Every contender's loss and gradients are compared with a float32 reference (computed row block by row block) before it
 is timed; the relative errors stand in the results. The chip is limited by power, so that a kernel's time depends on
@@ -9,7 +9,8 @@ compare. "Of the products": one call of each after the other. "In blocks": a fif
 three times, so that a call has only its own kind before it, as in a training step; a block's first calls do not count,
 and medians of the blocks' medians are compared. "From rest": one call on an idle device, with the host's time in it.
 Extra memory is the peak beyond inputs, results and gradients.
-Peers are imported from ``peers/`` (unpacked wheels) where they are. Writes ``gpu-wide-*.json`` and ``.md`` as it goes.
+Peers are imported from ``peers/`` (unpacked wheels) where they are. Writes ``gpu-wide-*.json`` and ``.md`` as it goes;
+with ``--only`` (words of works) or ``--who`` (contenders by name) these words are in the files' names.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import contextlib
 import datetime
 import gc
 import importlib
+import importlib.metadata
 import json
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -42,6 +45,7 @@ SMALL = 2.0**-12
 KEPT: list[mr.skip_below] = []
 COLUMNS = "of the products", "in blocks", "from rest ms", "forward ms", "MB", "forward MB"
 ROUNDS = {"naive": 1, "Cut Cross-Entropy": 3, "Liger": 3, "torch.compile": 5}
+FORWARD = "ours", "torch.compile", "naive", "Cut Cross-Entropy", "QuACK"  # whose forward alone is timed too
 BLOCKS, WARM, COUNTED = 3, 0.05, 0.15  # how many of each, and seconds of a block: before anything counts, and then
 
 
@@ -171,9 +175,13 @@ def _peers(work: Work) -> Iterator[tuple[str, Loss]]:
         liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
         function = liger.LigerFusedLinearCrossEntropyFunction
         yield "Liger", lambda *a: function.apply(*(a[k] for k in order))[0]
+    with contextlib.suppress(Exception):
+        quack = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+        yield "QuACK", lambda *a: quack(*(a[k] for k in order))
 
 
-def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
+def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None], names: Sequence[str] = ()) -> None:
+    """Measure the contenders of a work that have these names, or all."""
     args = work.make()
     grads = [k for k, a in enumerate(args[: work.grads]) if a.is_floating_point()]
     if work.plain is distill or work.plain is contrastive:
@@ -187,6 +195,8 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
     for who, loss in contenders(work):
         if not clock():
             return
+        if names and who not in names:
+            continue
         row: dict[str, Any] = {"work": work.name, "who": who}
         try:
             call = partial(pull, loss, args, grads)
@@ -202,7 +212,7 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
                 row["in blocks"] = round(in_blocks(call, products), 3)
             row["from rest ms"] = round(from_rest(call), 3)
             KEPT.clear()
-            if who in ("ours", "torch.compile", "naive", "Cut Cross-Entropy"):
+            if who in FORWARD:
                 forward = partial(loss, *args)
                 with torch.no_grad():
                     row["forward ms"] = round(milliseconds(forward, 0.3), 3)
@@ -296,6 +306,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=190.0, help="seconds after which nothing new is begun")
     parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     parser.add_argument("--only", nargs="*", default=[], help="words of the works to do")
+    parser.add_argument("--who", nargs="*", default=[], help="contenders of works with gradients, by name")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     sys.path.append(str(Path(__file__).parent.parent / "peers"))
@@ -304,11 +315,16 @@ def main() -> None:
     found = environment()
     found["machine"] = torch.cuda.get_device_name()
     found["commit"] = options.commit or found["commit"]
+    for peer in ("liger_kernel", "quack-kernels", "nvidia-cutlass-dsl"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["versions"] += f", {peer} {importlib.metadata.version(peer)}"
     words = sys.argv[1:]
     words[words.index("--out") + 1] = "DIR"  # where the results went is nobody's business
     found["command"] = "python -m benchmarks.gpu_wide " + shlex.join(words)
     results: dict[str, Any] = {"environment": found, "rows": []}
-    stem = options.out / f"gpu-wide-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+    chosen = re.sub(r"\W+", "-", " ".join((*options.only, *options.who)).lower()).strip("-")
+    name = f"gpu-wide-{chosen}" if chosen else "gpu-wide"
+    stem = options.out / f"{name}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
 
     def show(row: dict[str, Any]) -> None:
         results["rows"].append(row)
@@ -320,7 +336,9 @@ def main() -> None:
     clock = lambda: time.time() - began < options.budget
     wanted = lambda name: not options.only or any(word in name for word in options.only)
     known = works()
-    todo: list[tuple[str, Callable[..., None]]] = [(work.name, partial(measure, work)) for work in known]
+    todo: list[tuple[str, Callable[..., None]]] = [
+        (work.name, partial(measure, work, names=options.who)) for work in known
+    ]
     largest = next(k for k, work in enumerate(known) if work.rows == 65536)
     todo += [("picks", picks), todo.pop(largest)]  # the longest last, should time run out
     for name, do in todo:
