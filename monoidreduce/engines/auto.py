@@ -46,7 +46,7 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
     asked = settings.now()
-    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, plan_records.generation())
+    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, settings.plan_generation())
     if asked.followed is not None or asked.shrink > 1:  # a followed choice, or an OOM retry
         forced = candidates.choose(make_case(fold, leaves, sizes))
         return forced, forced
@@ -140,7 +140,7 @@ def _step_class(device: torch.device) -> panel.StepClass:
 
 def fold_key(case: Case, device: torch.device) -> plan_records.Key:
     """What a tuned plan of a fold depends on."""
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {settings.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
     return plan_records.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
 
@@ -149,7 +149,7 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
     """What the tuned choice of a whole call, dense or tiled, depends on."""
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     gradients = "with" if backward else "without"
-    types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {settings.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
     letters, device = sorted(sizes.letters.items()), op_counts.device_name(sizes.device)

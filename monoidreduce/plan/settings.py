@@ -3,7 +3,7 @@
 ``mr.use``, ``mr.budget`` and ``mr.skip_below``, plans that are followed or tried, and the second attempt after memory
 ran out each change some fields of it for a block. What nobody has set in a block is read from the environment, in every
 call (:func:`now`). Modules that own a setting have functions for it (``budget.requested``, ``schedule.follow``, ...);
-a call that is known asks for the whole value once.
+a call that is known asks for the whole value once, as :func:`launch_key`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from ..errors import ArgumentError, EngineError
 
 ENGINES = ("auto", "eager", "panel", "reference", "triton")
+PRECISIONS = ("ieee", "tf32", "tf32x3")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 ENGINE, BUDGET, TUNE = "MONOIDREDUCE_ENGINE", "MONOIDREDUCE_BUDGET", "MONOIDREDUCE_TUNE"
 
@@ -91,6 +95,61 @@ def put(**fields: Any) -> dict[str, Any]:
     if before != fields:
         current.set(replace(found, **fields))
     return before
+
+
+# Which kernels run a fold, besides its tensors
+
+
+def float32_precision() -> str:
+    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
+    chosen = current.get().precision
+    if chosen is not None:
+        return chosen
+    if _PRECISION is None:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    said = _PRECISION("cuda", "matmul")
+    if said == "none":
+        said = _PRECISION("generic", "all")
+    return "tf32" if said == "tf32" else "ieee"
+
+
+# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
+# read). Called directly, since it runs in every call and the public property takes four times as long.
+_PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+_generation = 0
+_every_fold_runs = False  # of the whole process: backwards have threads of their own
+_lock = threading.Lock()
+
+
+def launch_key() -> tuple | None:
+    """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
+    used: a plan is followed or tried, folds are noted (:func:`run_every_fold`), or this is a second attempt with less
+    memory."""
+    asked = now().launches
+    return None if asked is None or _every_fold_runs else (asked, _generation, float32_precision())
+
+
+def plan_generation() -> int:
+    """A number that grows whenever a tuned plan may have changed; part of the key of every cache of plans."""
+    return _generation
+
+
+def renew_plans() -> None:
+    """Say that tuned plans may have changed."""
+    global _generation
+    with _lock:
+        _generation += 1
+
+
+@contextlib.contextmanager
+def run_every_fold() -> Iterator[None]:
+    """Inside the block no thread replays recorded launches: every fold is run by its engine, which takes note of it."""
+    global _every_fold_runs
+    _every_fold_runs = True
+    try:
+        yield
+    finally:
+        _every_fold_runs = False
 
 
 # What the environment says

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import tuning
-from ..engines.common import matmul
-from ..plan import plan_records, settings
+from ..plan import settings
 from ..plan.settings import Settings
 from ..program.declarations import Parameter
 
@@ -82,15 +80,6 @@ def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:
     fields = dict(precision=then.precision, strict=then.strict, tune=then.tune, followed=then.followed)
     limit = {} if then.budget is None else {"budget": then.budget}
     return settings.change(**fields, **limit, skip_below=then.skip_below)
-
-
-def launch_key() -> tuple | None:
-    """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
-    used: a plan is followed or tried, or this is a second attempt with less memory."""
-    asked = settings.now().launches
-    if asked is None or tuning.is_recording():
-        return None
-    return asked, plan_records.generation(), matmul.float32_precision()
 
 
 # Autocast

@@ -346,7 +346,7 @@ class DenseOrTiled:
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
             return False
-        key = (asks, budget.requested(), budget.shrink_factor(), plan_records.generation())
+        key = (asks, budget.requested(), budget.shrink_factor(), settings.plan_generation())
         found = self.decided.get(key)
         if found is None or schedule.is_following():
             found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
@@ -404,7 +404,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (budget.requested(), DENSE_LIMIT, plan_records.generation(), matmul.float32_precision())
+    asked = (budget.requested(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

@@ -75,7 +75,7 @@ class CallKeys:
             return None
         on_kernels, elsewhere, first = reader
         there = first is not None and (values[first].is_cuda or settings.interprets_kernels())
-        launches = call_context.launch_key() if there and self.launches else None
+        launches = settings.launch_key() if there and self.launches else None
         try:
             if launches is not None:
                 return on_kernels(launches, more, *values)

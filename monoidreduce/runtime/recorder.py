@@ -41,7 +41,6 @@ from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..plan import settings
 from ..program.primitives import PRIMITIVES
-from . import call_context
 from .registry import FOLDERS
 
 
@@ -279,7 +278,7 @@ class FoldReplay:
         return cls(run, engine)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        chosen = call_context.launch_key() if self.engine == "auto" else settings.now().launches
+        chosen = settings.launch_key() if self.engine == "auto" else settings.now().launches
         if chosen is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
             return self.run(values)
         kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]

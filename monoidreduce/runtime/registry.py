@@ -17,7 +17,7 @@ import torch
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles
+from ..engines.common import oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
 from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
@@ -173,9 +173,9 @@ def use(
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    if precision is not None and precision not in matmul.PRECISIONS:
+    if precision is not None and precision not in settings.PRECISIONS:
         raise EngineError(
-            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(settings.PRECISIONS)}"
         )
     given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
