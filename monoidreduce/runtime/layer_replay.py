@@ -26,7 +26,7 @@ from ..engines.common.torch_code import define
 from ..plan import settings
 from ..program.trace import Watched
 from ..stored_vectors import Scaled
-from . import call_context
+from . import dispatch
 from .recorder import LAYER_READS, Name, Recorder, Step, names_in, not_replayable, seen_once
 from .replay import CallViews, View, Views
 
@@ -69,7 +69,7 @@ class CallKeys:
         """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``more``: what else it
         depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
-        if reader is None or not call_context.is_untraced():
+        if reader is None or not dispatch.is_untraced():
             return None
         if torch._C._is_any_autocast_enabled() or settings.layout.get() is not None:
             return None
@@ -113,14 +113,14 @@ def _generate_reader(
 
 
 def _is_tensor(kind: type, declaration: str) -> bool:
-    return kind in call_context.PLAIN and declaration != STATIC
+    return kind in dispatch.PLAIN and declaration != STATIC
 
 
 def _key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
     """What is read of a value of this type, besides the type; None where that cannot be said cheaply."""
     if declaration == STATIC:
         return ("{0}",) if kind.__hash__ is not None else None
-    if kind in call_context.PLAIN:
+    if kind in dispatch.PLAIN:
         return tensors
     if declaration == CHOICE:
         return ("{0}.hex()",) if kind is float else ("{0}",) if kind in _CHOICES else None  # 0.0 is not -0.0

@@ -41,7 +41,7 @@ from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..plan import settings
 from ..program.primitives import PRIMITIVES
-from .registry import FOLDERS
+from .dispatch import FOLDERS
 
 
 def _getters(names: str) -> set[Any]:

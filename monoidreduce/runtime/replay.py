@@ -41,8 +41,7 @@ from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
-from .call_context import PLAIN, apply_settings
-from .registry import ENGINES
+from .dispatch import ENGINES, PLAIN, apply_settings
 
 MOST = 64  # recordings of one pass, program or backward
 _PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels

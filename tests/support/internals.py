@@ -315,7 +315,7 @@ def watch_panel_replays(patch: Patch, around: Around) -> None:
 def replace_eager_engine(patch: Patch, run: Callable) -> None:
     """``run(fold, leaves, sizes)`` stands in for the eager engine."""
     run_engines(patch)
-    patch.setitem(pkgutil.resolve_name("monoidreduce.runtime.registry.FOLDERS"), "eager", run)
+    patch.setitem(pkgutil.resolve_name("monoidreduce.runtime.dispatch.FOLDERS"), "eager", run)
 
 
 def run_engines(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 from tests.support import (
     label_arithmetic_cases,
     large_topk_cases,
@@ -526,7 +526,7 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
         raise MemoryError("no memory left on this rank")
 
     if group.rank() == 1:
-        registry.FOLDERS["eager"] = engine
+        dispatch.FOLDERS["eager"] = engine
     _worked(group, divided)
 
 
