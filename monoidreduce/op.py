@@ -40,7 +40,7 @@ from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_cost, dispatch, domain_call, dynamo, layer_replay, logit_rounding, table_range
+from .runtime import call_cost, dispatch, domain_call, dynamo, logit_rounding, recorder, table_range, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
@@ -137,7 +137,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._list_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
-            layer_replay.fail_recording()
+            recorder.fail_recording()
         device = dispatch.autocast_device(args or kwargs.values())
         if device is not None:
             return dispatch.call_in_autocast(self, self.parameters, device, args, kwargs)
@@ -191,7 +191,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             return _sum_results(self(*args, **kwargs)) if plan is None else plan(given)
         if explained_calls.get() is not None:
             return _sum_results(self(*args, **kwargs))
-        layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
+        recorder.fail_recording()  # what is taken in the forward depends on who asks for gradients
         device = dispatch.autocast_device(given)
         if device is not None:
             return dispatch.call_in_autocast(self.total, self.parameters, device, args, kwargs)
@@ -417,9 +417,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         return (self, args, kwargs) if found is None else found[0]._resolve((), dict(found[1].values))
 
     @functools.cached_property
-    def _stored_calls(self) -> layer_replay.LayerReplay:
+    def _stored_calls(self) -> torch_replay.LayerReplay:
         """Calls with stored arguments: how they are split is recorded, as a layer's own Python is."""
-        return layer_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
+        return torch_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = self._find_variant(args, kwargs)

@@ -26,7 +26,7 @@ from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
 from ..explain import Explanation
 from ..plan import settings
-from ..runtime import dispatch, layer_replay
+from ..runtime import dispatch, torch_replay
 from ..runtime.dispatch import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
@@ -515,7 +515,7 @@ def public_layer(
     stream: Callable[..., Any] | None = None,
 ) -> Any:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
-    repeated calls of one kind replay its Python (``runtime/layer_replay.py``). ``rows`` and ``cols``: which arguments
+    repeated calls of one kind replay its Python (``runtime/torch_replay.py``). ``rows`` and ``cols``: which arguments
     are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given."""
     if layer is None:
         return lambda found: _public(found, rows or {}, cols or {}, stream)
@@ -536,7 +536,7 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
 
-    replay = layer_replay.LayerReplay(layer, of_any_tensors)
+    replay = torch_replay.LayerReplay(layer, of_any_tensors)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -43,8 +43,8 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import dispatch, fused_expressions, saved_row_gradients, torch_operator
 from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, need_gradient
-from .recorder import FoldReplay
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
+from .torch_replay import FoldReplay
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program

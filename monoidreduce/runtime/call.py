@@ -1,7 +1,7 @@
 """The plan of a call: what depends on types, shapes and options is decided once; later calls like it only move tensors.
 
 A :class:`CallPlan` is one traced program made ready for arguments of one kind. :class:`Plans` is the cache of an op's
-plans, by a key of everything that the checks of a call read (``layer_replay.py``) and of nothing else: values are no
+plans, by a key of everything that the checks of a call read (``torch_replay.py``) and of nothing else: values are no
 part of it, so a new temperature finds the same plan. :class:`Programs` is the cache of its traced programs, which are
 the same for all shapes.
 """
@@ -32,21 +32,22 @@ from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch
-from . import dispatch, gradient_in_forward, layer_replay, logit_rounding, table_range
+from . import dispatch, gradient_in_forward, logit_rounding, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
 from .call_cost import DenseOrTiled
 from .dispatch import is_untraced, names_needing_gradient, need_gradient
-from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
 from .program_operator import TracedProgram
+from .recorder import recording
 from .replay import CallViews, ProgramSteps, make_steps
+from .torch_replay import NUMBER, STATIC, WHOLE, CallKeys
 
 
 class CallForm(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # what is declared of them (``layer_replay.py``)
+    kinds: tuple[str, ...]  # what is declared of them (``torch_replay.py``)
     vectors: tuple[int, ...]  # which of them may have features
 
 
@@ -115,8 +116,8 @@ class CallPlan:
         return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        recorder = layer_replay.recording.get()
-        return self.traced.pack(self.results(values)) if recorder is None else recorder.run_plan(self, values)
+        layer = recording.get()
+        return self.traced.pack(self.results(values)) if layer is None else layer.run_plan(self, values)
 
     def results(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results in order, before the body's own form is put on them."""

@@ -320,7 +320,7 @@ def replace_eager_engine(patch: Patch, run: Callable) -> None:
 
 def run_engines(patch: Patch) -> None:
     """Engines run in every call: no torch calls are recorded, or replayed from before something was replaced."""
-    patch.setattr("monoidreduce.runtime.recorder.FoldReplay.__call__", lambda self, values: self.run(values))
+    patch.setattr("monoidreduce.runtime.torch_replay.FoldReplay.__call__", lambda self, values: self.run(values))
 
 
 def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None = None) -> None:
