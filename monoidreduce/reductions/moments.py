@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..program.expression import Expr, size
 from ..program.symbol import Symbol
-from .base import Accumulator, Offset, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
-from .kernel_lines import Lines
+from .base import Accumulator, Lines, Offset, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
 
 
 class MomentsAccumulator(Accumulator):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..program import intervals as iv
 from ..program.expression import Expr
-from .base import Accumulator, Offset, Outputs, Reads, Reduction, State
-from .kernel_lines import Lines
+from .base import Accumulator, Lines, Offset, Outputs, Reads, Reduction, State
 
 
 class PairAccumulator(Accumulator):

@@ -19,8 +19,7 @@ from ..program.expression import Expr, index
 from ..program.several import inner as inner_product
 from ..program.several import is_product
 from ..program.symbol import Symbol
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
-from .kernel_lines import CombineLaunch, Form, Lines
+from .base import Accumulator, CombineLaunch, Exchange, Form, Lines, Offset, Outputs, Reads, Reduction, State
 from .sum import sum_launches
 
 

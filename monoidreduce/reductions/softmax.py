@@ -20,8 +20,22 @@ from ..program import intervals as iv
 from ..program.constructors import ONE, contractions
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
-from .kernel_lines import NUMBERS_PER_INSTANCE, CombineLaunch, Form, Lines
+from .base import (
+    NUMBERS_PER_INSTANCE,
+    Accumulator,
+    CombineLaunch,
+    Exchange,
+    Form,
+    Lines,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    broadcast,
+    folded_dim,
+    stretch,
+)
 from .sum import WholeContraction, contract_all, contracted
 
 LOG2E = math.log2(math.e)

@@ -13,8 +13,22 @@ from torch import Tensor
 from ..program import intervals as iv
 from ..program.constructors import ONE, contractions
 from ..program.expression import Expr
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, stretch
-from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks
+from .base import (
+    FLOATS,
+    Accumulator,
+    CombineLaunch,
+    Exchange,
+    Form,
+    Lines,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    folded_dim,
+    split_blocks,
+    stretch,
+)
 
 
 class SumAccumulator(Accumulator):

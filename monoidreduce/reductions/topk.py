@@ -17,6 +17,7 @@ from ..program import intervals as iv
 from ..program.expression import Expr
 from .base import (
     Accumulator,
+    Lines,
     Local,
     Offset,
     Outputs,
@@ -29,7 +30,6 @@ from .base import (
     stretch,
 )
 from .best import NOWHERE, is_chosen, no_places, worst
-from .kernel_lines import Lines
 
 MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.

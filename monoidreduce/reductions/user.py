@@ -16,9 +16,8 @@ from ..errors import NoGradientError
 from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
-from .base import Outputs, Reads, Reduction
+from .base import Lines, Outputs, Reads, Reduction
 from .derived_gradient import gradient_source, is_idempotent, local_pullback, trace_combine
-from .kernel_lines import Lines
 
 # The lines of a Triton kernel that folds a monoid with vector fields.
 #
