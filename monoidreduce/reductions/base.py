@@ -19,6 +19,7 @@ combination of partial results, the exchange between ranks and the cost. A kind 
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -345,6 +346,20 @@ def _number(name: str) -> Expr:
     return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="float")
 
 
+class FastForm(enum.Flag):
+    """Forms that engines have for kinds that declare them (``Reduction.fast_forms``). All others run without."""
+
+    NONE = 0
+    CPP = enum.auto()  # generated C++ (``engines/eager/cpp/tile_text.py``); else tiles of torch calls
+    EDGES = enum.auto()  # a number an edge, on a CPU (``engines/listed/edge_numbers.py``); else gathered pieces
+    FEW_ROWS = enum.auto()  # a kernel for few rows of many columns (``engines/triton/codegen/few_rows.py``)
+    LISTS = enum.auto()  # kernels that read lists (``engines/triton/kernels/listed_fold.py``); else gathered pieces
+    SHARED_TILES = enum.auto()  # of these: rows with lists of their own share a program instance
+    SPLIT_LISTS = enum.auto()  # of these: lists are split, and combined from results alone, whatever a split's length
+    LONG_LISTS = enum.auto()  # of these: long lists are split, and combined by a fold of the same kind
+    ALL_LISTS = LISTS | SHARED_TILES | SPLIT_LISTS | LONG_LISTS
+
+
 class Reduction:
     """One kind of reduction. ``r`` stands for a reduction of this kind, a node of a program."""
 
@@ -356,6 +371,7 @@ class Reduction:
     per_pair: ClassVar[bool] = False  # True: folds nothing, and writes a number per pair instead
     both_axes: ClassVar[bool] = False  # True: folds rows and columns, into one result a batch element
     gathers: ClassVar[bool] = False  # True: reads single pairs, by their index on one axis (``fields[0]``)
+    fast_forms: ClassVar[FastForm] = FastForm.NONE
     place: ClassVar[int | None] = None  # which result, if any, holds places on the folded axis (-1: none)
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
@@ -392,6 +408,10 @@ class Reduction:
 
     def check_length(self, params: tuple, length: int, axis: str) -> None:
         """Raise the user's mistake if ``length`` rows or columns are too few for these parameters."""
+
+    def summed(self, fields: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """The fields that are summed over pairs, with weights or without; they may be vectors."""
+        return ()
 
     def selected(self, params: tuple) -> int:
         """How many pairs the results are chosen from all: 1 for a best value, k for a top-k, 0 if all count."""

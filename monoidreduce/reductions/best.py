@@ -22,6 +22,7 @@ from .base import (
     Accumulator,
     CombineLaunch,
     Exchange,
+    FastForm,
     Form,
     Lines,
     Offset,
@@ -182,6 +183,7 @@ class Best(Reduction):
     """Its state is its results: a value and a place."""
 
     name = "best"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.ALL_LISTS
     place = 1
     accumulator, lines, lane_lines = BestAccumulator, BestLines, BestLaneLines
     plain_ops, combine_ops = 40, 3

@@ -18,6 +18,7 @@ from .base import (
     Accumulator,
     CombineLaunch,
     Exchange,
+    FastForm,
     Form,
     Lines,
     Offset,
@@ -98,12 +99,16 @@ class Sum(Reduction):
     """Its state is its result."""
 
     name = "sum"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.FEW_ROWS | FastForm.ALL_LISTS
     accumulator, lines = SumAccumulator, SumLines
     sums_vectors = True
     combine_ops = 1
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(fields[0].feature, "int" if fields[0].dtype == "bool" else fields[0].dtype)]
+
+    def summed(self, fields: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return fields[:1]
 
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         return [g[0]]

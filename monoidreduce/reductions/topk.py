@@ -17,6 +17,7 @@ from ..program import intervals as iv
 from ..program.expression import Expr
 from .base import (
     Accumulator,
+    FastForm,
     Lines,
     Local,
     Offset,
@@ -339,6 +340,7 @@ class TopK(Reduction):
     """Its state is its results, with empty slots marked."""
 
     name = "topk"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.LISTS | FastForm.SHARED_TILES | FastForm.LONG_LISTS
     place = 1
     accumulator, lines = TopKAccumulator, TopKLines
     unsorted = True
