@@ -3,7 +3,7 @@
 ``mr.use``, ``mr.budget`` and ``mr.skip_below``, plans that are followed or tried, and the second attempt after memory
 ran out each change some fields of it for a block. What nobody has set in a block is read from the environment, in every
 call (:func:`now`). Modules that own a setting have functions for it (``budget.requested``, ``schedule.follow``, ...);
-a call that is known asks for the whole value once, as :func:`launch_key`.
+a call that is known asks for the whole value once (:func:`launch_state`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from ..errors import ArgumentError, EngineError
 
 ENGINES = ("auto", "eager", "panel", "reference", "triton")
-PRECISIONS = ("ieee", "tf32", "tf32x3")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 ENGINE, BUDGET, TUNE = "MONOIDREDUCE_ENGINE", "MONOIDREDUCE_BUDGET", "MONOIDREDUCE_TUNE"
 
@@ -97,36 +94,19 @@ def put(**fields: Any) -> dict[str, Any]:
     return before
 
 
-# Which kernels run a fold, besides its tensors
+# Which kernels run a fold, for the whole process
 
-
-def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = current.get().precision
-    if chosen is not None:
-        return chosen
-    if _PRECISION is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    said = _PRECISION("cuda", "matmul")
-    if said == "none":
-        said = _PRECISION("generic", "all")
-    return "tf32" if said == "tf32" else "ieee"
-
-
-# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
-# read). Called directly, since it runs in every call and the public property takes four times as long.
-_PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 _generation = 0
 _every_fold_runs = False  # of the whole process: backwards have threads of their own
 _lock = threading.Lock()
 
 
-def launch_key() -> tuple | None:
-    """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
-    used: a plan is followed or tried, folds are noted (:func:`run_every_fold`), or this is a second attempt with less
-    memory."""
+def launch_state() -> tuple | None:
+    """What decides which kernels run a fold, besides its tensors and torch's own switches. None where recorded launches
+    must not be used: a plan is followed or tried, folds are noted (:func:`run_every_fold`), or this is a second attempt
+    with less memory."""
     asked = now().launches
-    return None if asked is None or _every_fold_runs else (asked, _generation, float32_precision())
+    return None if asked is None or _every_fold_runs else (asked, _generation)
 
 
 def plan_generation() -> int:

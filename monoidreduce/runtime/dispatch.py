@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import oom_retry, skip_small_tiles
+from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
 from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
@@ -185,9 +185,9 @@ def use(
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    if precision is not None and precision not in settings.PRECISIONS:
+    if precision is not None and precision not in matmul.PRECISIONS:
         raise EngineError(
-            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(settings.PRECISIONS)}"
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
     given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
@@ -199,6 +199,13 @@ def use(
         fields["limit"] = None
     with settings.change(**fields):
         yield
+
+
+def launch_key() -> tuple | None:
+    """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
+    used."""
+    state = settings.launch_state()
+    return None if state is None else (*state, matmul.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:

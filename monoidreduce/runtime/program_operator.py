@@ -208,7 +208,7 @@ def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]
     call = _find_call(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
-    asked = (settings.launch_key(), *map(repr, numbers), *key)
+    asked = (dispatch.launch_key(), *map(repr, numbers), *key)
     found = _replay(asked, values)
     if found is not None:
         return found
@@ -272,7 +272,7 @@ def _backward(
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     pool = [*values, *results, *(next(there) if one else None for one in call.given)]
-    launch = settings.launch_key() if skip_small_tiles.requested() is None else None
+    launch = dispatch.launch_key() if skip_small_tiles.requested() is None else None
     asked = (launch, *map(repr, numbers), *key, *triton.describe_leaves(pool[len(values) :]))
     found = _replay(asked, pool)
     if found is not None:

@@ -79,7 +79,7 @@ class CallKeys:
             return None
         on_kernels, elsewhere, first = reader
         there = first is not None and (values[first].is_cuda or settings.interprets_kernels())
-        launches = settings.launch_key() if there and self.launches else None
+        launches = dispatch.launch_key() if there and self.launches else None
         try:
             if launches is not None:
                 return on_kernels(launches, more, *values)
@@ -287,7 +287,7 @@ class FoldReplay:
         return cls(run, engine)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        chosen = settings.launch_key() if self.engine == "auto" else settings.now().launches
+        chosen = dispatch.launch_key() if self.engine == "auto" else settings.now().launches
         if chosen is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
             return self.run(values)
         kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]

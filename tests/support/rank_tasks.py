@@ -17,7 +17,7 @@ from tests.support import (
     label_arithmetic_cases,
     large_topk_cases,
     listed_cases,
-    logmeanexp,
+    new_kinds,
     own_monoids,
     scaled_cases,
     table_cases,
@@ -658,14 +658,14 @@ def picked_labels(group: Any, name: str, over: str, divided: tuple[str, ...]) ->
         return [value.detach(), *torch.autograd.grad(total, given)]
 
 
-def new_kind(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+def new_kind(group: Any, name: str, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
     """A kind of reduction that the library does not have, on this rank's part: its values and gradients."""
     cut = lambda t, axis: t.chunk(group.size())[group.rank()] if axis in divided else t
     given = [cut(t, a).clone().requires_grad_() for t, a in zip(args, ("rows", "cols", "cols"), strict=True)]
-    with logmeanexp.planted(), mr.shard(**{axis: group for axis in divided}):
-        values = list(getattr(logmeanexp, op)(*given))
-        lengths = {"rows": len(args[0]), "cols": len(args[1])}
-        cotangents = [cut(logmeanexp.cotangent(lengths[axis]), axis) for axis in logmeanexp.AXES[op]]
+    with new_kinds.planted(), mr.shard(**{axis: group for axis in divided}):
+        case, lengths = new_kinds.CASES[name], {"rows": len(args[0]), "cols": len(args[1])}
+        values = list(case.OPS[op](*given))
+        cotangents = [cut(new_kinds.cotangent(lengths[axis]), axis) for axis in case.AXES[op]]
         return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
 
 

@@ -114,7 +114,7 @@ def describe_fold(
         bounds=bool(conditions),
         lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
         guess=narrow in _GUESSED and not wide and not short,
-        exact=sizes.compute is torch.float64 or settings.float32_precision() == "ieee",
+        exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         unrounded=fold.exact,
         native=narrow is not None and hardware.has_tanh(sizes.device),
         eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
