@@ -32,7 +32,7 @@ from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import result_form
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.plan import settings
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 
 Call = Callable[..., Tensor]
 
@@ -109,7 +109,7 @@ def _added(call: Callable[..., Any]) -> Call:
 @contextmanager
 def no_engine() -> Iterator[None]:
     """Every engine replaced by one that returns buffers made at its first call, every launch by none."""
-    kept = dict(registry.FOLDERS)
+    kept = dict(dispatch.FOLDERS)
     made: dict[Any, list[Tensor]] = {}
 
     def stub(fold: Any, leaves: list[Any], sizes: Any) -> list[Tensor]:
@@ -117,13 +117,13 @@ def no_engine() -> Iterator[None]:
             made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
-    registry.FOLDERS.update(dict.fromkeys(kept, stub))
+    dispatch.FOLDERS.update(dict.fromkeys(kept, stub))
     silent = mock.patch.object(fold_kernel, "execute", lambda call: lambda *arguments: None)
     try:
         with silent, mock.patch.object(triton, "_PREPARED", {}):  # another store: launches are made anew, and after it
             yield
     finally:
-        registry.FOLDERS.update(kept)
+        dispatch.FOLDERS.update(kept)
 
 
 def _zeros(reduction: Any, k: int, sizes: Any) -> Tensor:

@@ -34,7 +34,7 @@ from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
 from monoidreduce.engines.triton.panel import contraction, kernel_step
 from monoidreduce.plan import op_counts, tiles
 from monoidreduce.plan.cost import Scheduled
-from monoidreduce.runtime import call_context, call_cost, fused_expressions, saved_row_gradients
+from monoidreduce.runtime import call_cost, dispatch, fused_expressions, saved_row_gradients
 from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
@@ -59,7 +59,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
         (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
         (saved_row_gradients, dict(find_form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
-        (call_context, dict(is_untraced=yes)),
+        (dispatch, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),

@@ -73,7 +73,7 @@ try:
         from .program.vocabulary import max as max
         from .program.vocabulary import min as min
         from .program.vocabulary import sum as sum
-        from .runtime.registry import use
+        from .runtime.dispatch import use
         from .sources import chunks
         from .stored_vectors import Scaled, scaled
         from .stream import Stream

@@ -13,7 +13,7 @@ from . import tuning
 from .arrays import Border
 from .errors import ArgumentError
 from .plan.schedule import Choice, follow
-from .runtime import registry
+from .runtime import dispatch
 from .runtime.recorder import tensors_in
 from .sources import progress
 from .tuning import Tuned
@@ -81,7 +81,7 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
 def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuning.Recording:
     """The folds that a call and its gradient run, with their leaves; run by the default plans, nothing dense."""
     given, named = _require_gradients(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), follow({"call": Choice("flash")}), tuning.record() as recorded:
+    with dispatch.automatic(), follow({"call": Choice("flash")}), tuning.record() as recorded:
         result = function(*given, **named)
         if backward:
             _run_backward(result, [*given, *named.values()])

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree  # private, but what torch.func itself
 from monoidreduce.engines import triton
 from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError, ShapeError
 
-from .runtime.call_context import is_untraced
+from .runtime.dispatch import is_untraced
 
 __all__ = ["MonoidReduce", "elementwise_fold", "elementwise_grad", "mk_GeMMMapReduce"]
 

@@ -26,11 +26,11 @@ from .program.lower import Fold, Lowered
 from .program.trace import Traced
 from .reductions import kind_of
 from .reductions.derived_gradient import gradient_source
-from .runtime import call_cost, registry
+from .runtime import call_cost, dispatch
 from .runtime.call_cost import ListedPairs
+from .runtime.dispatch import choose_step_class
 from .runtime.dry_run import LiveMemory
 from .runtime.recorder import tensors_in
-from .runtime.registry import choose_step_class
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 
@@ -88,7 +88,7 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
 
 def explain(subject: Subject, measured: Measured | None, passes: bool = False) -> Explanation:
     """A call explained; with ``passes`` also the program after each pass of the compiler."""
-    engine = registry.engine()
+    engine = dispatch.engine()
     found = cost_of(subject)
     runs = _find_running(found, engine)
     data = _make_data(subject, found, runs, engine, measured)

@@ -40,7 +40,7 @@ from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_context, call_cost, domain_call, dynamo, layer_replay, logit_rounding, registry, table_range
+from .runtime import call_cost, dispatch, domain_call, dynamo, logit_rounding, recorder, table_range, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
@@ -137,13 +137,13 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._list_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
-            layer_replay.fail_recording()
-        device = call_context.autocast_device(args or kwargs.values())
+            recorder.fail_recording()
+        device = dispatch.autocast_device(args or kwargs.values())
         if device is not None:
-            return call_context.call_in_autocast(self, self.parameters, device, args, kwargs)
-        if call_context.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):
+            return dispatch.call_in_autocast(self, self.parameters, device, args, kwargs)
+        if dispatch.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):
             return self._run_divided(args, kwargs)
-        plan, bound = self._make_plan(args, kwargs, registry.engine(), None if form is None else form.order)
+        plan, bound = self._make_plan(args, kwargs, dispatch.engine(), None if form is None else form.order)
         if key is not None:
             self._plans.keep(key, plan)
         return plan(bound)
@@ -191,11 +191,11 @@ class Op(dynamo.Compiled, Generic[Result]):
             return _sum_results(self(*args, **kwargs)) if plan is None else plan(given)
         if explained_calls.get() is not None:
             return _sum_results(self(*args, **kwargs))
-        layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
-        device = call_context.autocast_device(given)
+        recorder.fail_recording()  # what is taken in the forward depends on who asks for gradients
+        device = dispatch.autocast_device(given)
         if device is not None:
-            return call_context.call_in_autocast(self.total, self.parameters, device, args, kwargs)
-        engine, divided = registry.engine(), call_context.is_divided() or dtensors.any_dtensor(given)
+            return dispatch.call_in_autocast(self.total, self.parameters, device, args, kwargs)
+        engine, divided = dispatch.engine(), dispatch.is_divided() or dtensors.any_dtensor(given)
         if divided or engine == "reference":
             return _sum_results(self(*args, **kwargs))
         plan, bound = self._make_plan(args, kwargs, engine, total=True)
@@ -234,7 +234,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if not _are_row_numbers(traced):
             return None
-        plan = CallPlan.make(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        plan = CallPlan.make(traced, self.parameters, bound, sizes, out, dispatch.engine(), form.order, total=True)
         self._plans.keep(key, plan)
         return plan
 
@@ -287,7 +287,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if op is not self:
             return op.explain(*args, **kwargs, backward=backward, measure=measure, passes=passes)
         subject = self.subject(args, kwargs, backward)
-        key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
+        key = (dispatch.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
             while len(self._measured) >= _MEASURED:
                 del self._measured[next(iter(self._measured))]
@@ -363,7 +363,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     ) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
         inputs = bind_inputs(self.parameters, bound, sizes)
-        engine = registry.FOLDERS["eager" if (name := registry.engine()) == "reference" else name]
+        engine = dispatch.FOLDERS["eager" if (name := dispatch.engine()) == "reference" else name]
 
         def results(found: list[Any], sizes: Sizes) -> list[Tensor]:
             check_sizes(traced.outputs, sizes)
@@ -394,9 +394,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         inputs = bind_inputs(self.parameters, bound, sizes)
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
-        needed = call_context.names_needing_gradient(inputs)
+        needed = dispatch.names_needing_gradient(inputs)
         program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
-        results = distributed_fold.execute_program(program, inputs, sizes, registry.sharded_folder())
+        results = distributed_fold.execute_program(program, inputs, sizes, dispatch.sharded_folder())
         return traced.outputs, format_results(results, traced, sizes, out), sizes, traced.pack
 
     # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own
@@ -417,9 +417,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         return (self, args, kwargs) if found is None else found[0]._resolve((), dict(found[1].values))
 
     @functools.cached_property
-    def _stored_calls(self) -> layer_replay.LayerReplay:
+    def _stored_calls(self) -> torch_replay.LayerReplay:
         """Calls with stored arguments: how they are split is recorded, as a layer's own Python is."""
-        return layer_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
+        return torch_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = self._find_variant(args, kwargs)
@@ -494,7 +494,7 @@ class Op(dynamo.Compiled, Generic[Result]):
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            divided = call_context.is_divided()
+            divided = dispatch.is_divided()
             sizes, out = find_sizes(self.parameters, values, divided and agreement.pairs_have_all_columns())
             traced = self._programs.trace(values)
             sizes = agreement.place_call(sizes, traced.outputs, values) if divided else sizes

@@ -455,7 +455,8 @@ def record() -> Iterator[Recording]:
     with _recording_lock:
         _current_recording = Recording()
         try:
-            yield _current_recording
+            with settings.run_every_fold():
+                yield _current_recording
         finally:
             _current_recording = None
 

@@ -62,7 +62,7 @@ def looking(monkeypatch: pytest.MonkeyPatch):
     did: not in this test, where it changes."""
 
     # Not imported above: Triton may not be imported before its interpreter is asked for (tests/interpret/conftest.py).
-    from monoidreduce.runtime.layer_replay import LayerReplay
+    from monoidreduce.runtime.torch_replay import LayerReplay
     from tests.support import internals
 
     def say(looks: bool) -> None:

@@ -23,7 +23,7 @@ from ..errors import MonoidLawError, MonoidReduceError, NoGradientError
 from ..plan import tiles
 from ..plan.budget import budget
 from ..program.expression import topological
-from ..runtime.registry import use
+from ..runtime.dispatch import use
 from . import workload
 from .command import COUNT, LAYER_OPTIONS, SIZE, TARGET, Answer, command, dtype_name
 from .layers import EXPLAINED, SEED, find_ready_made

@@ -15,7 +15,7 @@ import torch
 from .._version import __version__
 from ..errors import MonoidReduceError
 from ..plan import cache, settings
-from ..runtime import registry
+from ..runtime import dispatch
 from .bench import PEERS, find_cpp_compiler
 from .command import Answer, command
 from .report import FAILED, MISSING, OK, print_statuses
@@ -46,7 +46,7 @@ def doctor() -> Answer:
 def _describe_engines() -> dict[str, str]:
     """What runs on each device."""
     try:
-        engine = registry.engine()
+        engine = dispatch.engine()
     except MonoidReduceError as error:
         return {"every device": str(error)}
     if engine != "auto":
@@ -122,7 +122,7 @@ def _check_cache() -> Finding:
 def _check_settings() -> Finding:
     given = {k: v for k, v in os.environ.items() if k.startswith("MONOIDREDUCE_")}
     try:
-        registry.engine()
+        dispatch.engine()
     except MonoidReduceError as error:
         return Finding("settings", FAILED, str(error))
     return Finding("settings", OK, ", ".join(f"{k}={v}" for k, v in given.items()) or "none in the environment")

@@ -46,7 +46,7 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
     asked = settings.now()
-    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, plan_records.generation())
+    key += (asked.budget, tuple(sizes.letters.values()), asked.precision, settings.plan_generation())
     if asked.followed is not None or asked.shrink > 1:  # a followed choice, or an OOM retry
         forced = candidates.choose(make_case(fold, leaves, sizes))
         return forced, forced

@@ -26,8 +26,8 @@ from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
 from ..explain import Explanation
 from ..plan import settings
-from ..runtime import call_context, layer_replay
-from ..runtime.call_context import PLAIN
+from ..runtime import dispatch, torch_replay
+from ..runtime.dispatch import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
 from .explained import explain_layer
@@ -211,7 +211,7 @@ def cache_check(check: Callable) -> Callable:
 
 def _check_key(given: tuple) -> tuple | None:
     """What such a check depends on, as a key; None where there is no cheap key."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or call_context.is_divided():
+    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or dispatch.is_divided():
         return None
     found: list[Any] = []
     for value in given:
@@ -329,7 +329,7 @@ def truths(name: str, value: Any, x: Any) -> None:
 def alike(**tensors: Tensor) -> None:
     """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
     kinds = {t.dtype for t in tensors.values() if not isinstance(t, Scaled)}
-    if len(kinds) > 1 and call_context.autocast_device(tensors.values()) is None:
+    if len(kinds) > 1 and dispatch.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
     one_device(tensors)
@@ -404,7 +404,7 @@ def can_inspect(t: Tensor) -> bool:
     """True where reading values is free: on a CPU. Elsewhere it would be a host sync; under a compiler or a function
     transform there are no values.
     """
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and call_context.are_plain([t])
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and dispatch.are_plain([t])
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
@@ -467,7 +467,7 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
 
 def is_undivided() -> bool:
     """True where a call is not sharded: this process has all rows and columns."""
-    return not call_context.is_divided()
+    return not dispatch.is_divided()
 
 
 class PublicLayer(Protocol[Given, Result]):
@@ -515,7 +515,7 @@ def public_layer(
     stream: Callable[..., Any] | None = None,
 ) -> Any:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
-    repeated calls of one kind replay its Python (``runtime/layer_replay.py``). ``rows`` and ``cols``: which arguments
+    repeated calls of one kind replay its Python (``runtime/torch_replay.py``). ``rows`` and ``cols``: which arguments
     are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given."""
     if layer is None:
         return lambda found: _public(found, rows or {}, cols or {}, stream)
@@ -536,7 +536,7 @@ def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], s
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
 
-    replay = layer_replay.LayerReplay(layer, of_any_tensors)
+    replay = torch_replay.LayerReplay(layer, of_any_tensors)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:

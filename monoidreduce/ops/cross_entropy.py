@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engines.common.shard import find_chunk, gather_chunks
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
-from ..runtime import layer_replay
+from ..runtime import recorder
 from ..runtime.fused_expressions import label_share, label_share_kernel
 from ..stored_vectors import Vectors
 from . import checks, heads
@@ -374,7 +374,7 @@ def _fold_against_labels(
     return sums, kept
 
 
-_share = layer_replay.step(label_share, label_share_kernel)
+_share = recorder.step(label_share, label_share_kernel)
 
 
 def _select_rows(y: Tensor, kept: Tensor | None) -> Tensor:

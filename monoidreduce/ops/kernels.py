@@ -15,7 +15,7 @@ from ..domains import Domain
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ConvergenceWarning, ShapeError
 from ..files import open_arrays
-from ..runtime import call_context
+from ..runtime import dispatch
 from ..sources import AlongAxis
 from . import checks
 from . import language as mr
@@ -194,7 +194,7 @@ def softmin(
     checks.floating(x=x, y=y, h=h)
     checks.positive("eps", eps)
     checks.one_of("cost", cost, COSTS)
-    with call_context.without_autocast((x,)):
+    with dispatch.without_autocast((x,)):
         return _softmin(*map(_as_float32, (x, y, h)), eps, cost, **checks.listed(cols))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..engines.common.point_tree import PointTree
 from ..errors import ArgumentError, DTypeError, ShapeError, shown
 from ..plan import budget, disk
-from ..runtime import call_context, nearest, registry
+from ..runtime import dispatch, nearest
 from . import checks
 
 if TYPE_CHECKING:
@@ -185,9 +185,9 @@ class PreparedPoints:
             return False
         if torch.compiler.is_compiling():  # a compiler cannot look at settings
             return True
-        if registry.engine() != "auto" or call_context.is_divided():
+        if dispatch.engine() != "auto" or dispatch.is_divided():
             return False
-        return call_context.are_plain([x, y])
+        return dispatch.are_plain([x, y])
 
     def _search(self, x: Tensor, k: int, exclude_self: bool) -> Searched:
         queries = x.detach().to(self._trees[0].sorted.dtype)
@@ -247,7 +247,7 @@ def _build_trees(points: Tensor) -> tuple[list[PointTree], float]:
     *batch, count, features = points.shape
     if count < MIN_POINTS or not 0 < features <= nearest.MOST_FEATURES or not torch.Size(batch).numel():
         return [], 1.0
-    if call_context.is_divided() or not call_context.are_plain([points]):
+    if dispatch.is_divided() or not dispatch.are_plain([points]):
         return [], 1.0
     found, shares = [], []
     with torch.no_grad():

@@ -21,7 +21,7 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import ArgumentError
-from . import budget, disk
+from . import budget, disk, settings
 from .schedule import Choice
 
 FORMAT = 1
@@ -30,7 +30,6 @@ _MOST = 4096  # records kept in memory
 _DEEPEST = 8  # levels of nesting in a plan's JSON
 _lock = threading.Lock()
 _known: dict[Key, Record | None] = {}
-_generation = 0
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,8 @@ def recall(key: Key) -> Record | None:
 
 def remember(record: Record, lasting: bool = True) -> bool:
     """Store a record in place of the old one; on disk too if ``lasting``. True if the next process will find it."""
-    global _generation
     _keep_in_memory(record.key, record)
-    with _lock:
-        _generation += 1
+    settings.renew_plans()
     place = disk.open_folder(FOLDER) if lasting else None
     return place is not None and disk.write(
         place / f"{record.key.digest}.json", canonical_json(record.to_json()).encode()
@@ -192,15 +189,9 @@ def list_records() -> list[Record]:
 
 def forget() -> None:
     """Drop the records in memory; they are read from disk again."""
-    global _generation
     with _lock:
         _known.clear()
-        _generation += 1
-
-
-def generation() -> int:
-    """A number that grows whenever a record may have changed; part of the key of every cache of plans."""
-    return _generation
+    settings.renew_plans()
 
 
 def _keep_in_memory(key: Key, record: Record | None) -> Record | None:

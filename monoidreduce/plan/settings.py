@@ -3,7 +3,7 @@
 ``mr.use``, ``mr.budget`` and ``mr.skip_below``, plans that are followed or tried, and the second attempt after memory
 ran out each change some fields of it for a block. What nobody has set in a block is read from the environment, in every
 call (:func:`now`). Modules that own a setting have functions for it (``budget.requested``, ``schedule.follow``, ...);
-a call that is known asks for the whole value once.
+a call that is known asks for the whole value once (:func:`launch_state`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,6 +92,44 @@ def put(**fields: Any) -> dict[str, Any]:
     if before != fields:
         current.set(replace(found, **fields))
     return before
+
+
+# Which kernels run a fold, for the whole process
+
+_generation = 0
+_every_fold_runs = False  # of the whole process: backwards have threads of their own
+_lock = threading.Lock()
+
+
+def launch_state() -> tuple | None:
+    """What decides which kernels run a fold, besides its tensors and torch's own switches. None where recorded launches
+    must not be used: a plan is followed or tried, folds are noted (:func:`run_every_fold`), or this is a second attempt
+    with less memory."""
+    asked = now().launches
+    return None if asked is None or _every_fold_runs else (asked, _generation)
+
+
+def plan_generation() -> int:
+    """A number that grows whenever a tuned plan may have changed; part of the key of every cache of plans."""
+    return _generation
+
+
+def renew_plans() -> None:
+    """Say that tuned plans may have changed."""
+    global _generation
+    with _lock:
+        _generation += 1
+
+
+@contextlib.contextmanager
+def run_every_fold() -> Iterator[None]:
+    """Inside the block no thread replays recorded launches: every fold is run by its engine, which takes note of it."""
+    global _every_fold_runs
+    _every_fold_runs = True
+    try:
+        yield
+    finally:
+        _every_fold_runs = False
 
 
 # What the environment says

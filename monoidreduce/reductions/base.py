@@ -19,10 +19,11 @@ combination of partial results, the exchange between ranks and the cost. A kind 
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,6 @@ from ..program import intervals as iv
 from ..program.constructors import Contraction, apply
 from ..program.expression import Expr, Feature, node
 from ..program.symbol import Symbol, expr_of
-from .kernel_lines import CombineLaunch, Form, Lines
 
 # Accumulators: how tiles in torch fold a kind of reduction, tile by tile, in either direction.
 #
@@ -146,6 +146,108 @@ def fold_states(kind: Any, params: tuple, state: Sequence[Tensor], dim: int) -> 
     return [t.squeeze(dim) for t in state]
 
 
+# Lines: what a kind writes when a Triton kernel is written, and how splits are combined.
+#
+# Nothing of the Triton engine is imported here: the code generator hands in what a kind may use of it (:class:`Tools`).
+
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The parts of the code generator that lines are written with."""
+
+    writer: Callable[..., Any]  # expressions as lines: ``writer(spec)``
+    running_sum: Callable[..., Any]  # of numbers or vectors: ``running_sum(name, feature, dtype, writer, lanes)``
+    stored_sum: Callable[..., Any]  # in memory, where it is too wide: ``stored_sum(name, reduction, writer)``, or None
+    move_factors: Callable[..., Any]  # a contraction whose vector is a leaf, numbers in the weight
+    reads_one_pair: Callable[..., bool]  # whether a number per pair can be computed at one index: ``(value, spec)``
+    one_pair: Callable[..., Any]  # a writer of numbers at one index per kept index: ``(writer, name, index)``
+    block_function: Callable[..., Any]  # a writer of functions of blocks, of numbers and vectors: ``(spec)``
+    pair_vector: Callable[..., str]  # the vectors of a tile's pairs: ``(writer, expression)``
+    literal: Callable[[float], str]
+    pad_width: Callable[[int], int]  # features that a block holds
+    tiny: int  # features up to which vectors are unrolled
+
+
+class Lines:
+    """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
+
+    guesses: bool = False  # whether whole tiles do with a guess of a maximum (``guess``, ``guessed`` and others)
+    guessing: bool = False  # whether this loop does
+    sloped: bool = False  # whether the tile to guess from is the one nearest to the rows' own indices
+    peeks: ClassVar[bool] = False  # whether it must look at the first tile before the walk (``peek``)
+
+    def __init__(self, kind: Any, place: int, reduction: Expr, scale: Expr, v: Any, tools: Tools):
+        """``place``: of the reduction in the fold. ``v``: the writer of the kernel's expressions."""
+        self.kind, self.place, self.reduction, self.scale, self.v, self.tools = kind, place, reduction, scale, v, tools
+        _, self.over, self.params = reduction.attrs
+        self.name = f"{reduction.attrs[0]}{place}"
+        self.helpers: list[str] = []  # functions of its own that the kernel calls
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Decide what the lines need; called once."""
+
+    @property
+    def first_result(self) -> int:
+        """The place of its first result among those of the fold."""
+        before = self.v.spec.fold.outputs
+        return next(k for k, (r, _) in enumerate(before) if r is self.reduction)
+
+    def place_of(self, fields: tuple[Expr, ...]) -> str:
+        """The folded index of each pair, ``[1, FOLDED]``: its own, or the second field where results of parts, which
+        know theirs, are folded again."""
+        return "folded_at[None, :]" if len(fields) == 1 else f"{self.v.number(fields[1])}.to(tl.int32)"
+
+    @property
+    def totals(self) -> list[Any]:
+        """Its running sums of vectors, where it has any."""
+        return []
+
+    def start(self) -> list[str]:
+        """The lines that make the state, before the loop."""
+        raise NotImplementedError
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        """Append to ``v.inside`` what one tile does to the state."""
+        raise NotImplementedError
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        """Per result: its text (one per feature where features are few) and its feature."""
+        raise NotImplementedError
+
+
+class CombineLaunch(NamedTuple):
+    """A launch that combines the results of splits: which of the whole's tensors it writes, which of the stacked ones
+    it reads, and what else it is given."""
+
+    name: str
+    written: tuple[int, ...]
+    read: tuple[int, ...]
+    parts: int
+    rows: int
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (-(-self.rows // dict(self.constants)["ROWS"]),)
+
+    def given(self, whole: Sequence[Any], stacked: Sequence[Any]) -> tuple:
+        """Its arguments."""
+        return *[whole[k] for k in self.written], *[stacked[k] for k in self.read], self.parts, self.rows
+
+
+NUMBERS_PER_INSTANCE = 2048  # of a program instance that combines splits
+FLOATS = (torch.float32, torch.float64)
+
+
+def split_blocks(parts: int) -> tuple[tuple[str, int], ...]:
+    """The constants of a kernel that reads all splits of some rows at once."""
+    lanes = max(2, 1 << (parts - 1).bit_length())
+    return ("PARTS", lanes), ("ROWS", max(1, min(32, NUMBERS_PER_INSTANCE // lanes)))
+
+
 class DerivedAccumulator(Accumulator):
     """Any monoid. In ``combine`` a number carries a trailing axis of size 1 and a vector its features."""
 
@@ -244,6 +346,20 @@ def _number(name: str) -> Expr:
     return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="float")
 
 
+class FastForm(enum.Flag):
+    """Forms that engines have for kinds that declare them (``Reduction.fast_forms``). All others run without."""
+
+    NONE = 0
+    CPP = enum.auto()  # generated C++ (``engines/eager/cpp/tile_text.py``); else tiles of torch calls
+    EDGES = enum.auto()  # a number an edge, on a CPU (``engines/listed/edge_numbers.py``); else gathered pieces
+    FEW_ROWS = enum.auto()  # a kernel for few rows of many columns (``engines/triton/codegen/few_rows.py``)
+    LISTS = enum.auto()  # kernels that read lists (``engines/triton/kernels/listed_fold.py``); else gathered pieces
+    SHARED_TILES = enum.auto()  # of these: rows with lists of their own share a program instance
+    SPLIT_LISTS = enum.auto()  # of these: lists are split, and combined from results alone, whatever a split's length
+    LONG_LISTS = enum.auto()  # of these: long lists are split, and combined by a fold of the same kind
+    ALL_LISTS = LISTS | SHARED_TILES | SPLIT_LISTS | LONG_LISTS
+
+
 class Reduction:
     """One kind of reduction. ``r`` stands for a reduction of this kind, a node of a program."""
 
@@ -255,6 +371,7 @@ class Reduction:
     per_pair: ClassVar[bool] = False  # True: folds nothing, and writes a number per pair instead
     both_axes: ClassVar[bool] = False  # True: folds rows and columns, into one result a batch element
     gathers: ClassVar[bool] = False  # True: reads single pairs, by their index on one axis (``fields[0]``)
+    fast_forms: ClassVar[FastForm] = FastForm.NONE
     place: ClassVar[int | None] = None  # which result, if any, holds places on the folded axis (-1: none)
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
@@ -291,6 +408,10 @@ class Reduction:
 
     def check_length(self, params: tuple, length: int, axis: str) -> None:
         """Raise the user's mistake if ``length`` rows or columns are too few for these parameters."""
+
+    def summed(self, fields: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """The fields that are summed over pairs, with weights or without; they may be vectors."""
+        return ()
 
     def selected(self, params: tuple) -> int:
         """How many pairs the results are chosen from all: 1 for a best value, k for a top-k, 0 if all count."""

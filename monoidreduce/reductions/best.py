@@ -17,8 +17,24 @@ from ..program import intervals as iv
 from ..program.constructors import find_listed, listed_node
 from ..program.expression import Expr, index
 from ..program.symbol import Symbol
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, shift_places, stretch
-from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks
+from .base import (
+    FLOATS,
+    Accumulator,
+    CombineLaunch,
+    Exchange,
+    FastForm,
+    Form,
+    Lines,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    folded_dim,
+    shift_places,
+    split_blocks,
+    stretch,
+)
 
 NOWHERE = torch.iinfo(torch.int64).max  # behind every place
 _AFTER = 2**61  # behind every place, and twice that is still an int64
@@ -167,6 +183,7 @@ class Best(Reduction):
     """Its state is its results: a value and a place."""
 
     name = "best"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.ALL_LISTS
     place = 1
     accumulator, lines, lane_lines = BestAccumulator, BestLines, BestLaneLines
     plain_ops, combine_ops = 40, 3

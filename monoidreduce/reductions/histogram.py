@@ -16,7 +16,7 @@ from torch import Tensor
 from ..program import intervals as iv
 from ..program.constructors import is_along_diagonals, look_up
 from ..program.expression import Expr
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
+from .base import Accumulator, Exchange, FastForm, Offset, Outputs, Reads, Reduction, State
 
 
 class HistogramAccumulator(Accumulator):
@@ -43,6 +43,7 @@ class Histogram(Reduction):
     """Its state is its result."""
 
     name = "histogram"
+    fast_forms = FastForm.CPP | FastForm.EDGES
     both_axes = True
     accumulator = HistogramAccumulator
     plain_ops, combine_ops = 6, 1

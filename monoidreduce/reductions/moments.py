@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..program.expression import Expr, size
 from ..program.symbol import Symbol
-from .base import Accumulator, Offset, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
-from .kernel_lines import Lines
+from .base import Accumulator, FastForm, Lines, Offset, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
 
 
 class MomentsAccumulator(Accumulator):
@@ -74,6 +73,7 @@ class Moments(Reduction):
     """Its state: the mean, the sum of squared deviations, and how many pairs there were."""
 
     name = "moments"
+    fast_forms = FastForm.CPP | FastForm.LISTS
     accumulator, lines = MomentsAccumulator, MomentsLines
     plain_ops, combine_ops = 4, 16
 

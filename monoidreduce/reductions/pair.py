@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..program import intervals as iv
 from ..program.expression import Expr
-from .base import Accumulator, Offset, Outputs, Reads, Reduction, State
-from .kernel_lines import Lines
+from .base import Accumulator, FastForm, Lines, Offset, Outputs, Reads, Reduction, State
 
 
 class PairAccumulator(Accumulator):
@@ -54,6 +53,7 @@ class Pair(Reduction):
     """Every pair is in one part: it is written there, and never merged."""
 
     name = "pair"
+    fast_forms = FastForm.EDGES | FastForm.LISTS | FastForm.SHARED_TILES | FastForm.LONG_LISTS
     per_pair = True
     accumulator, lines = PairAccumulator, PairLines
     plain_ops, combine_ops = 1, 0

@@ -19,8 +19,7 @@ from ..program.expression import Expr, index
 from ..program.several import inner as inner_product
 from ..program.several import is_product
 from ..program.symbol import Symbol
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State
-from .kernel_lines import CombineLaunch, Form, Lines
+from .base import Accumulator, CombineLaunch, Exchange, FastForm, Form, Lines, Offset, Outputs, Reads, Reduction, State
 from .sum import sum_launches
 
 
@@ -120,6 +119,7 @@ class Pick(Gather):
     """One index, and the sum of products there."""
 
     name = "pick"
+    fast_forms = FastForm.CPP
     sums_vectors = True
     accumulator, lines, lane_lines = PickAccumulator, PickLines, PickLaneLines
 

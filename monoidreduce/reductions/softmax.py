@@ -20,8 +20,23 @@ from ..program import intervals as iv
 from ..program.constructors import ONE, contractions
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, broadcast, folded_dim, stretch
-from .kernel_lines import NUMBERS_PER_INSTANCE, CombineLaunch, Form, Lines
+from .base import (
+    NUMBERS_PER_INSTANCE,
+    Accumulator,
+    CombineLaunch,
+    Exchange,
+    FastForm,
+    Form,
+    Lines,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    broadcast,
+    folded_dim,
+    stretch,
+)
 from .sum import WholeContraction, contract_all, contracted
 
 LOG2E = math.log2(math.e)
@@ -325,6 +340,7 @@ class Softmax(Reduction):
     """Its state: Σ exp(s - peak) × value for each value, Σ exp(s - peak), and the peak (-inf: nothing was seen)."""
 
     name = "soft"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.FEW_ROWS | FastForm.ALL_LISTS
     fixed = (-1,)  # the peak
     accumulator, lines, lane_lines = SoftmaxAccumulator, SoftmaxLines, SoftmaxLaneLines
     sums_vectors = True
@@ -336,6 +352,9 @@ class Softmax(Reduction):
     def result_names(self, fields: tuple[Expr, ...], params: tuple) -> tuple[str, ...]:
         means = (f"mean{k}" for k in range(1, len(fields)))
         return "logsumexp", *means, "log_total", "peak"
+
+    def summed(self, fields: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return fields[1:]
 
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         """LogWSum: one pair (s, v) has weight w = exp(s - z), and D(c, a) g = (w (g_z + ⟨g_v, v - mean⟩), w g_v).

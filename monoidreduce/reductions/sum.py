@@ -13,8 +13,23 @@ from torch import Tensor
 from ..program import intervals as iv
 from ..program.constructors import ONE, contractions
 from ..program.expression import Expr
-from .base import Accumulator, Exchange, Offset, Outputs, Reads, Reduction, State, folded_dim, stretch
-from .kernel_lines import FLOATS, CombineLaunch, Form, Lines, split_blocks
+from .base import (
+    FLOATS,
+    Accumulator,
+    CombineLaunch,
+    Exchange,
+    FastForm,
+    Form,
+    Lines,
+    Offset,
+    Outputs,
+    Reads,
+    Reduction,
+    State,
+    folded_dim,
+    split_blocks,
+    stretch,
+)
 
 
 class SumAccumulator(Accumulator):
@@ -84,12 +99,16 @@ class Sum(Reduction):
     """Its state is its result."""
 
     name = "sum"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.FEW_ROWS | FastForm.ALL_LISTS
     accumulator, lines = SumAccumulator, SumLines
     sums_vectors = True
     combine_ops = 1
 
     def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
         return [(fields[0].feature, "int" if fields[0].dtype == "bool" else fields[0].dtype)]
+
+    def summed(self, fields: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return fields[:1]
 
     def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
         return [g[0]]

@@ -17,6 +17,8 @@ from ..program import intervals as iv
 from ..program.expression import Expr
 from .base import (
     Accumulator,
+    FastForm,
+    Lines,
     Local,
     Offset,
     Outputs,
@@ -29,7 +31,6 @@ from .base import (
     stretch,
 )
 from .best import NOWHERE, is_chosen, no_places, worst
-from .kernel_lines import Lines
 
 MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
@@ -339,6 +340,7 @@ class TopK(Reduction):
     """Its state is its results, with empty slots marked."""
 
     name = "topk"
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.LISTS | FastForm.SHARED_TILES | FastForm.LONG_LISTS
     place = 1
     accumulator, lines = TopKAccumulator, TopKLines
     unsorted = True

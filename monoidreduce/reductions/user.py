@@ -16,9 +16,8 @@ from ..errors import NoGradientError
 from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
-from .base import Outputs, Reads, Reduction
+from .base import FastForm, Lines, Outputs, Reads, Reduction
 from .derived_gradient import gradient_source, is_idempotent, local_pullback, trace_combine
-from .kernel_lines import Lines
 
 # The lines of a Triton kernel that folds a monoid with vector fields.
 #
@@ -134,6 +133,7 @@ def check_gradient(monoid: type) -> None:
 
 class User(Reduction):
     name = "user"
+    fast_forms = FastForm.LISTS | FastForm.LONG_LISTS
     vector_lines = VectorLines
     folds_trees = True
     merges_one = True  # x ⊙ identity: the form that every other fold has (0 for no weight)

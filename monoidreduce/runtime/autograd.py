@@ -41,11 +41,10 @@ from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from . import call_context, fused_expressions, saved_row_gradients, torch_operator
-from .call_context import apply_settings, are_plain, need_gradient
-from .recorder import FoldReplay
-from .registry import BLOCK_GRADIENTS, FOLDERS, can_record
+from . import dispatch, fused_expressions, saved_row_gradients, torch_operator
+from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, need_gradient
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
+from .torch_replay import FoldReplay
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
@@ -243,13 +242,13 @@ class _Replayed(torch.autograd.Function):
         tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
         plain = complete and unchanged and not torch.is_grad_enabled()
-        launches = replay.backwards.find(needs, given) if plain and call_context.is_untraced() else None
+        launches = replay.backwards.find(needs, given) if plain and dispatch.is_untraced() else None
 
         def run_stepwise() -> tuple:
             """Otherwise, with the settings of the forward."""
             run = program.backward if plain else program.backward_again
             then = replace(replay.backwards.settings, skip_below=skipped)
-            with apply_settings(then), call_context.without_autocast(tensors):
+            with apply_settings(then), dispatch.without_autocast(tensors):
                 return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
 
         if launches is None:
@@ -526,7 +525,7 @@ class _TracedSavingPass(torch.autograd.Function):
 def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold through the registered operator."""
     form = None
-    if torch.is_grad_enabled() and not call_context.is_transformed():
+    if torch.is_grad_enabled() and not dispatch.is_transformed():
         sizes = torch_operator.fix_lengths(context.sizes)
         form = context.find_saving_form(leaves, sizes)
     if form is None:
@@ -569,11 +568,11 @@ def _differentiate(ctx: Any, leaves: list[Any], results: list[Tensor], cotangent
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    usual = call_context.autocast_device(results) is None and ctx.settings == settings.now()
+    usual = dispatch.autocast_device(results) is None and ctx.settings == settings.now()
     try:
         if usual:
             return None, *_pass_gradients(context, leaves, results, wanted, cotangents, ctx.form)
-        with apply_settings(ctx.settings), call_context.without_autocast(results):
+        with apply_settings(ctx.settings), dispatch.without_autocast(results):
             return None, *_pass_gradients(context, leaves, results, wanted, cotangents, ctx.form)
     except Exception as error:
         reason = oom_retry.find_reason(error)

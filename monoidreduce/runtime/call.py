@@ -1,7 +1,7 @@
 """The plan of a call: what depends on types, shapes and options is decided once; later calls like it only move tensors.
 
 A :class:`CallPlan` is one traced program made ready for arguments of one kind. :class:`Plans` is the cache of an op's
-plans, by a key of everything that the checks of a call read (``layer_replay.py``) and of nothing else: values are no
+plans, by a key of everything that the checks of a call read (``torch_replay.py``) and of nothing else: values are no
 part of it, so a new temperature finds the same plan. :class:`Programs` is the cache of its traced programs, which are
 the same for all shapes.
 """
@@ -32,21 +32,22 @@ from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch
-from . import gradient_in_forward, layer_replay, logit_rounding, registry, table_range
+from . import dispatch, gradient_in_forward, logit_rounding, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
-from .call_context import is_untraced, names_needing_gradient, need_gradient
 from .call_cost import DenseOrTiled
-from .layer_replay import NUMBER, STATIC, WHOLE, CallKeys
+from .dispatch import is_untraced, names_needing_gradient, need_gradient
 from .program_operator import TracedProgram
+from .recorder import recording
 from .replay import CallViews, ProgramSteps, make_steps
+from .torch_replay import NUMBER, STATIC, WHOLE, CallKeys
 
 
 class CallForm(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # what is declared of them (``layer_replay.py``)
+    kinds: tuple[str, ...]  # what is declared of them (``torch_replay.py``)
     vectors: tuple[int, ...]  # which of them may have features
 
 
@@ -115,8 +116,8 @@ class CallPlan:
         return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        recorder = layer_replay.recording.get()
-        return self.traced.pack(self.results(values)) if recorder is None else recorder.run_plan(self, values)
+        layer = recording.get()
+        return self.traced.pack(self.results(values)) if layer is None else layer.run_plan(self, values)
 
     def results(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results in order, before the body's own form is put on them."""
@@ -171,7 +172,7 @@ def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence
     own = error.details.get("bytes")
     if not isinstance(own, int):  # of tiles, whose least is the same for every pass
         return error
-    step_class = registry.choose_step_class(registry.engine(), sizes.device)
+    step_class = dispatch.choose_step_class(dispatch.engine(), sizes.device)
     one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
     kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
     folds = [p.fold for p in compile_program(traced.outputs).passes]
@@ -199,7 +200,7 @@ def _run_by_passes(
     """By passes over the pairs: the names of the inputs, what runs on them, and which of them must not require a
     gradient. ``one_kind``: all calls are on plain tensors of one kind, and nothing traces them."""
     program = compile_program(traced.outputs)
-    names, records = inputs(program), one_kind and registry.can_record(engine, sizes)
+    names, records = inputs(program), one_kind and dispatch.can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     needed = names_needing_gradient(values)
     if settings.kernels_run_on(sizes.device):
@@ -221,7 +222,7 @@ def _run_by_passes(
     given = all(n in names for n in gradient_in_forward.find_inputs(traced.outputs)) and not program.is_listed
     if not given or not gradient_in_forward.is_wide(traced.outputs, sizes):
         return names, sums, without
-    step_class = registry.choose_step_class(engine, sizes.device)
+    step_class = dispatch.choose_step_class(engine, sizes.device)
     return names, gradient_in_forward.LossRunner(traced.outputs, names, sizes, engine, step_class, sums), without
 
 

@@ -39,7 +39,7 @@ from ..program.declarations import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
 from ..reductions import kind_of
-from . import autograd, call_context, gradient_in_forward, memory_estimate
+from . import autograd, dispatch, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
 
 _NAMES = ("flash", "split", "panel")
@@ -328,7 +328,7 @@ class DenseOrTiled:
     def __call__(self, *given: Any) -> list[Any]:
         if self.frozen and not schedule.is_following() and not tuning.is_recording():
             return self.passes(*given)
-        asks = torch.is_grad_enabled() and call_context.need_gradient(given)
+        asks = torch.is_grad_enabled() and dispatch.need_gradient(given)
         tuning.note_call(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
@@ -346,7 +346,7 @@ class DenseOrTiled:
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
             return False
-        key = (asks, budget.requested(), budget.shrink_factor(), plan_records.generation())
+        key = (asks, budget.requested(), budget.shrink_factor(), settings.plan_generation())
         found = self.decided.get(key)
         if found is None or schedule.is_following():
             found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
@@ -404,7 +404,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (budget.requested(), DENSE_LIMIT, plan_records.generation(), matmul.float32_precision())
+    asked = (budget.requested(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)
@@ -449,6 +449,6 @@ def _at_lengths(v: Any, e: Expr | None, sizes: Sizes) -> Any:
 
 def _are_plain(given: Sequence[Any]) -> bool:
     """True if these are plain tensors and no transform or tracer is active, which must see folds."""
-    if call_context.is_transformed() or call_context.is_traced():
+    if dispatch.is_transformed() or dispatch.is_traced():
         return False
-    return all(type(v) in call_context.PLAIN for v in given if isinstance(v, Tensor))
+    return all(type(v) in dispatch.PLAIN for v in given if isinstance(v, Tensor))

@@ -23,7 +23,7 @@ from ..engines.common import bounded_cache
 from ..engines.common.evaluate import traced_length
 from ..errors import ArgumentError, ShapeError
 from ..program.declarations import Parameter, inputs_of
-from . import layer_replay
+from . import recorder
 
 _LONG = 1024  # columns of a sequence, on average, from which on the start-up of a warp-specialised kernel pays
 
@@ -98,7 +98,7 @@ def _remember_sequence(*given: Any) -> Callable[..., Tensor]:
     return lambda *again: known(*again[:-4])
 
 
-_sequence = layer_replay.step(_make_sequence, _remember_sequence)
+_sequence = recorder.step(_make_sequence, _remember_sequence)
 
 
 def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:

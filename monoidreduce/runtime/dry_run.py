@@ -36,7 +36,7 @@ from ..plan.op_counts import SPECIAL, DeviceRates
 from ..program.expression import Expr, letters
 from ..program.lower import Fold
 from ..reductions import KINDS
-from . import registry, torch_operator
+from . import dispatch, torch_operator
 from .autograd import DRY_RUN, ELEMENTWISE_STEPS, ElementwiseRun, ElementwiseStep
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -485,8 +485,8 @@ class _DryElementwise(ElementwiseStep):
 
 _counter: contextvars.ContextVar[_CallCounter] = contextvars.ContextVar("counter")
 ELEMENTWISE_STEPS[DRY_RUN] = _DryElementwise
-registry.BLOCK_GRADIENTS[DRY_RUN] = lambda *given: _counter.get().count_block_gradients(*given)
-registry.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
+dispatch.BLOCK_GRADIENTS[DRY_RUN] = lambda *given: _counter.get().count_block_gradients(*given)
+dispatch.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
 
 
 @contextlib.contextmanager

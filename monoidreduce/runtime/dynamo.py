@@ -21,7 +21,7 @@ from ..algebra import Monoid
 from ..domains import restore
 from ..errors import TraceError
 from ..program.declarations import RESERVED, Parameter
-from . import call_context, registry
+from . import dispatch
 
 Choices = tuple[tuple[str, Any], ...]
 Run = Callable[..., tuple[list[Tensor], Any]]  # (choices, *args, **kwargs) -> results, their form
@@ -178,15 +178,15 @@ class Compiled:
             return self._run_over_in_graph(kind, chosen, args, kwargs, total)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
-        device = call_context.autocast_device((*given, *named.values()))
+        device = dispatch.autocast_device((*given, *named.values()))
         if device is not None:
             run = functools.partial(self._run_in_graph, (), total=total)
-            return call_context.call_in_autocast(run, self.parameters, device, given, named)
+            return dispatch.call_in_autocast(run, self.parameters, device, given, named)
         self._fix_widths(given, named)
         try:
-            plan, bound = self._make_plan(*open_numbers(given, named), registry.engine(), total=total)
+            plan, bound = self._make_plan(*open_numbers(given, named), dispatch.engine(), total=total)
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
-            plan, bound = self._make_plan(*fix_numbers(given, named), registry.engine(), total=total)
+            plan, bound = self._make_plan(*fix_numbers(given, named), dispatch.engine(), total=total)
         results = plan.sums(bound) if total else plan.results(bound)
         return results, plan.traced.pack(list(range(len(results))))
 

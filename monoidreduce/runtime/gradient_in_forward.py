@@ -34,9 +34,9 @@ from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
-from . import autograd, fused_expressions, logit_rounding, registry
+from . import autograd, dispatch, fused_expressions, logit_rounding
 from .bind import contiguous_strides, output_form
-from .call_context import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
+from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
 from .program_operator import own_tensors
 from .torch_operator import (
     VALUES,
@@ -348,7 +348,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) ->
     key = (name, *triton.describe_leaves(values), *lengths, device)
     known = _PLANS.find(key)
     if known is None:
-        sizes, step_class = sums.frame.read_lengths(lengths, device), registry.choose_step_class(engine, device)
+        sizes, step_class = sums.frame.read_lengths(lengths, device), dispatch.choose_step_class(engine, device)
         plan = _make_plan(sums.outputs, inputs, sizes, step_class, sums.wanted)
         known = _PLANS.keep(key, (sizes, step_class, plan, _forms(sums, values, sizes)))
     sizes, step_class, plan, forms = known

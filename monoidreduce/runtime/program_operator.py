@@ -31,11 +31,10 @@ from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
-from . import call_context, saved_row_gradients
+from . import dispatch, saved_row_gradients
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
-from .call_context import apply_settings, need_gradient
-from .registry import can_record
+from .dispatch import apply_settings, can_record, need_gradient
 from .replay import ProgramSteps, make_steps
 from .torch_operator import (
     VALUES,
@@ -209,7 +208,7 @@ def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]
     call = _find_call(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
-    asked = (call_context.launch_key(), *map(repr, numbers), *key)
+    asked = (dispatch.launch_key(), *map(repr, numbers), *key)
     found = _replay(asked, values)
     if found is not None:
         return found
@@ -273,7 +272,7 @@ def _backward(
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     pool = [*values, *results, *(next(there) if one else None for one in call.given)]
-    launch = call_context.launch_key() if skip_small_tiles.requested() is None else None
+    launch = dispatch.launch_key() if skip_small_tiles.requested() is None else None
     asked = (launch, *map(repr, numbers), *key, *triton.describe_leaves(pool[len(values) :]))
     found = _replay(asked, pool)
     if found is not None:
@@ -353,7 +352,7 @@ class TracedProgram:
         self.program = Program(steps.program, steps.numbers, out)
 
     def __call__(self, *values: Any) -> list[Any]:
-        if call_context.are_plain(values) or call_context.is_transformed() or not self._has_operators(values):
+        if dispatch.are_plain(values) or dispatch.is_transformed() or not self._has_operators(values):
             return self.run_stepwise(*values)
         if torch.is_grad_enabled() and need_gradient(values):
             return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
@@ -427,7 +426,7 @@ class _Traced(torch.autograd.Function):
         traced, needs = ctx.traced, ctx.needs_input_grad[1:]
         values, results, unchanged = load_values(ctx, len(cotangents))
         given = cotangents[: len(traced.steps.program.outputs)]
-        with apply_settings(ctx.settings), call_context.without_autocast((*values, *results)):
+        with apply_settings(ctx.settings), dispatch.without_autocast((*values, *results)):
             if torch.is_grad_enabled():
                 return None, *traced.differentiate(values, needs, given)
             program, engine, sizes = traced.program, traced.steps.engine, traced.sizes

@@ -2,47 +2,38 @@
 
 Which torch calls a function makes is often decided by the types, shapes and options that it is given, and not by the
 numbers in its tensors. The calls of one run are then written as one Python function of the same values, which later
-runs call: the same bits, without the Python in between. Two things are recorded:
+runs call (``torch_replay.py``): the same bits, without the Python in between. Two things are recorded:
 
-- **the Python of a layer** (``layer_replay.py``): checks, defaults and views around its ops. A step is a torch call or
-  a whole op. It is recorded under autograd, so the replay is differentiable.
-- **a fold on a CPU, or its gradient** (:class:`FoldReplay`): the tiles of the eager engine, whose own Python takes
-  several times as long as its torch calls on small tensors. A step is a torch call, or a fold as
-  compiled C++. It is recorded below autograd.
+- **the Python of a layer** (:class:`LayerRecorder`): checks, defaults and views around its ops. A step is a torch call
+  or a whole op. It is recorded under autograd, so the replay is differentiable.
+- **a fold on a CPU, or its gradient** (:class:`Recorder`): the tiles of the eager engine. A step is a torch call, or a
+  fold as compiled C++. It is recorded below autograd.
 
-Either is recorded in the second call of a kind: what differs in every call is no kind. Only calls listed here may be
-recorded. Anything else (a number read from a tensor, a tensor that the values do not lead to, gradients switched off)
-means that this kind of call cannot be replayed, and the function itself runs every time. Launches of kernels, whose
-addresses change, are recorded by ``engines/triton/launch/replay.py``.
-
-Measured on one core of a Neoverse N1, in µs of CPU time by the engine and by replay: attention of 2 heads, 64 × 64
-pairs, 16 features 1589 and 623, with its gradient 4645 and 2020; a logsumexp of the same size 1212 and 492; 4 of 64
-neighbours 1699 and 912.
+Only calls listed here may be recorded. Anything else (a number read from a tensor, a tensor that the values do not lead
+to, gradients switched off) means that this kind of call cannot be replayed, and the function itself runs every time.
+Launches of kernels, whose addresses change, are recorded by ``engines/triton/launch/replay.py``.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import contextvars
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..engines.common import matmul, skip_small_tiles
-from ..engines.common.bounded_cache import BoundedCache
-from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
-from ..plan import settings
 from ..program.primitives import PRIMITIVES
-from . import call_context
-from .registry import FOLDERS
+from ..program.trace import Watched
+from .replay import CallViews, View, Views
 
 
 def _getters(names: str) -> set[Any]:
@@ -59,7 +50,7 @@ _READS = frozenset(
     _getters("device dtype is_cuda is_meta is_nested is_quantized is_sparse layout ndim shape")
     | _methods("__len__ dim is_complex is_floating_point is_neg numel size stride")
 )
-LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_contiguous}
+_LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_contiguous}
 # Calls that make or change tensors in a form that is decided by the kind of their arguments. Functions, methods,
 # operators and methods in place have one name here: ``torch.add``, ``Tensor.add``, ``__add__`` and ``add_``. These are
 # the functions of the language, which their table names, and others.
@@ -240,70 +231,171 @@ def _is_same_view(x: Tensor, y: Tensor) -> bool:
     return same and x.data_ptr() == y.data_ptr()
 
 
-# The functions that replay calls are kept in a cache, by the keys of the calls. Two values stand for no function:
+# A layer's own Python
+
+CHANGED = object()  # a replay's answer where a body would read something else
 
 
-def seen_once(*values: Any) -> Any:
-    """Stands for calls of which there was one: the next is recorded."""
-    raise AssertionError("the call is recorded")
+class OpPlan(Protocol):
+    """A plan of an op (``call.py``)."""
+
+    @property
+    def traced(self) -> Any: ...
+    @property
+    def sources(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
+    def run_program(self, *inputs: Any) -> Sequence[Tensor]: ...
+    def fix(
+        self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
+    ) -> Callable[..., Sequence[Tensor]] | None: ...
 
 
-def not_replayable(*values: Any) -> Any:
-    """Stands for calls that cannot be replayed."""
-    raise AssertionError("the function itself is called")
+class LayerRecorder(Recorder):
+    """Records one call of a layer with these values: torch calls, and ops as a whole."""
 
+    reads = _LAYER_READS
+    key_has_strides = False
+    most = 32  # what takes more is no plain layer
 
-# Folds on a CPU
+    def __init__(self, values: Sequence[Any]):
+        self.tensors: dict[Name, Tensor] = {}  # kept until the recording ends: launches are fixed on them
+        self.views: dict[Name, tuple[View, Step]] = {}  # tensors that are views of the first argument of a step
+        self.plans: dict[Step, OpPlan] = {}  # the steps that are ops
+        self.watched: list[Watched] = []  # what bodies read besides their values
+        super().__init__(values)
 
-_MOST_KINDS = 64  # of inputs of one fold
-_MOST_PAIRS = 2**22  # of more, the host's time does not count
-_is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
-_cpp = settings.EnvironmentVariable("MONOIDREDUCE_CPP")
+    def name(self, t: Tensor, name: Name) -> Name:
+        self.tensors[name] = t
+        return super().name(t, name)
 
+    def add_step(
+        self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any, needed: bool = False
+    ) -> Step:
+        step = super().add_step(run, args, kwargs, found, needed)
+        if isinstance(found, Tensor) and step.made and not kwargs:
+            self._note_view(step, args, found)
+        return step
 
-class FoldReplay:
-    """``run``, a function of a list of tensors and numbers, or what was recorded of it on values of the same kind.
+    def run_plan(self, plan: OpPlan, values: Sequence[Any]) -> Any:
+        """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
+        if plan.traced.watched is not None:
+            self.watched.append(plan.traced.watched)
+        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.sources]
+        with self._paused():
+            found = plan.run_program(*inputs)
+        self.plans[self.add_step(plan.run_program, inputs, {}, tuple(found), needed=True)] = plan
+        return plan.traced.pack(found)
 
-    ``engine`` names the engine of its folds. The engine ``auto`` also follows tuned plans."""
-
-    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], engine: str):
-        self.run, self.engine = run, engine
-        self.known: BoundedCache[tuple, Callable[..., Sequence[Any]]] = BoundedCache(_MOST_KINDS)
-
-    @classmethod
-    def make(cls, run: Callable[[Sequence[Any]], Sequence[Any]], engine: str, sizes: Sizes) -> FoldReplay | None:
-        """For a fold of these sizes by an engine, or its gradient; None where recordings would not pay."""
-        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        if sizes.device.type != "cpu" or engine not in ("auto", "eager") or not 0 < pairs <= _MOST_PAIRS:
-            return None
-        return cls(run, engine)
-
-    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        chosen = call_context.launch_key() if self.engine == "auto" else settings.now().launches
-        if chosen is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
-            return self.run(values)
-        kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]
-        key = (chosen, FOLDERS[self.engine], _cpp.read(), torch.get_num_threads(), *kinds)
-        call = self.known.get(key)
-        if call is None or call is seen_once:
-            return self._record(key, values)
-        if call is not not_replayable:
-            try:
-                return call(*values)
-            except Exception:  # the engine says what is wrong, and tries with less memory if that ran out
-                pass
-        return self.run(values)
-
-    def _record(self, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
-        if key not in self.known or _is_recording.get():  # then this is a part of what is recorded
-            self.known.keep(key, seen_once)
-            return self.run(values)
-        given = [v.detach() if isinstance(v, Tensor) else v for v in values]  # one given twice has two names
-        token = _is_recording.set(True)
-        try:
-            with Recorder(given) as recorder:
-                found = self.run(given)
-        finally:
-            _is_recording.reset(token)
-        self.known.keep(key, recorder.function(found) or not_replayable)
+    def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
+        """Run a function of ours: one step likewise, unless it makes no tensor. ``faster``: see :func:`step`."""
+        with self._paused():
+            found = run(*given)
+            again = None if faster is None else faster(*given)
+        if isinstance(found, Tensor):
+            self.add_step(again or run, given, {}, found)
         return found
+
+    def _run_view(self, view: Callable[[Any], Any], value: Any) -> Any:
+        """An argument as its op's input, with all batch dimensions."""
+        with self._paused():
+            found = view(value)
+        if isinstance(found, Tensor) and self.find_name(found) is None:
+            self._note_view(super().add_step(view, (value,), {}, found), (value,), found, reshapes=True)
+        return found
+
+    def _note_view(self, step: Step, args: Sequence[Any], found: Tensor, reshapes: bool = False) -> None:
+        with self._paused():
+            view = View.of(step.run, args, found, reshapes)
+        if view is not None and step.made:
+            self.views[step.made[0]] = view, step
+
+    def replay(self, result: Any) -> Callable[..., Any] | None:
+        """The call as a function of its values, which returns ``CHANGED`` where a body would read something else; None
+        where it cannot be replayed."""
+        returned = names_in(self.name_tensors(result))
+        if self.failed:
+            return None
+        for step, plan in self.plans.items():
+            self._fix_launches(step, plan, returned)
+        checks: list[str] = []
+        for watched in self.watched:
+            checks += [f"if not {self.writer.hold(watched.holds)}():", f"    return {self.writer.hold(CHANGED)}"]
+        return self.function(result, checks)
+
+    def _fix_launches(self, step: Step, plan: OpPlan, returned: set[str]) -> None:
+        """Run an op's recorded launches without a look-up, straight from what its inputs are views of to the views that
+        are made of its results."""
+        before = [self._look_through(value) for value in step.args]
+        after = [self._follow(name, returned) for name in step.made]
+        views = CallViews(
+            tuple(chain for _, chain in before), tuple(tuple(view for view, _ in users) for users in after)
+        )
+        inputs, given = self._tensors(step.args), self._tensors([value for value, _ in before])
+        fixed = plan.fix(inputs, given, views) if any(views.inputs) or any(views.outputs) else None
+        if fixed is None:
+            step.run = plan.fix(inputs) or step.run
+            return
+        step.run, step.args = fixed, [value for value, _ in before]
+        for k, users in enumerate(after):
+            for _, user in users:  # the step makes what this one did
+                (step.made[k],), user.made = user.made, []
+
+    def _tensors(self, values: Sequence[Any]) -> list[Any]:
+        """Values with the tensors in the places of their names."""
+        return [self.tensors[v] if type(v) is Name else v for v in values]
+
+    def _look_through(self, value: Any) -> tuple[Any, Views]:
+        """What a value is a view of, and the views in between."""
+        found: list[View] = []
+        while value in self.views if type(value) is Name else False:
+            view, step = self.views[value]
+            found.append(view)
+            value = step.args[0]
+        return value, tuple(found[::-1])
+
+    def _follow(self, name: Name, returned: set[str]) -> list[tuple[View, Step]]:
+        """The views, one after the other, through which alone a result of an op is used."""
+        found: list[tuple[View, Step]] = []
+        while name not in returned:
+            users = [
+                s for s in self.steps for used in tree_leaves((s.args, s.kwargs)) if type(used) is Name and used == name
+            ]
+            if len(users) != 1 or not users[0].made or users[0].made[0] not in self.views:
+                break
+            (name,) = users[0].made
+            found.append(self.views[name])
+        return found
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What happens inside is not recorded."""
+        self.paused, before = True, self.paused
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)
+
+
+def fail_recording() -> None:
+    """Say that what is done now depends on more than the kind of a call."""
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.failed = True
+
+
+Faster = Callable[..., Callable[..., Tensor] | None]
+
+
+def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[..., Tensor]:
+    """A function of ours that makes a tensor, in a form that the kind of its arguments decides: recorded as one step.
+
+    ``faster(*arguments)`` is a function that does the same for arguments like these, or None."""
+
+    @functools.wraps(run)
+    def recorded(*given: Any) -> Tensor:
+        recorder = None if torch.compiler.is_dynamo_compiling() else recording.get()
+        return run(*given) if recorder is None else recorder.run_step(run, given, faster)
+
+    return recorded

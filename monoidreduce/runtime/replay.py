@@ -1,7 +1,7 @@
 """Launches that were recorded, found again for calls of the same kind.
 
 Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.describe_leaves``), by the
-signs of numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
+signs of numbers, and by the settings (``dispatch.launch_key``). For tensors of one kind, three things are replayed:
 
 - :class:`ForwardReplays`: a program of one pass whose steps are all launches, as one function;
 - :class:`BackwardReplays`: the backward of such a program, likewise;
@@ -40,9 +40,8 @@ from ..program.expression import Expr, topological
 from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
-from . import saved_row_gradients
-from .call_context import PLAIN, apply_settings, launch_key
-from .registry import ENGINES
+from . import dispatch, saved_row_gradients
+from .dispatch import ENGINES, PLAIN, apply_settings
 
 MOST = 64  # recordings of one pass, program or backward
 _PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels
@@ -184,7 +183,7 @@ class PassReplay:
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """The results that are asked for, and the others."""
-        key, known = launch_key(), self.known
+        key, known = dispatch.launch_key(), self.known
         if key is None:
             return self._run_engine(leaves)
         if known is None:
@@ -320,7 +319,7 @@ class ProgramSteps:
         if not self.are_launches:
             return None
         numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
-        key = (launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
+        key = (dispatch.launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
         if key in self.failed:
             return None
         found = self._record(values, sizes, forms)
@@ -368,7 +367,7 @@ class ForwardReplays:
 
     def find(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
         """The recording for these inputs, made now if there is none; None where there can be none."""
-        key = launch_key()
+        key = dispatch.launch_key()
         if key is None:
             return None
         if self.known.is_stale():

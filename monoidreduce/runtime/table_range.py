@@ -28,7 +28,7 @@ from ..program.expression import Expr, index, size, topological
 from ..program.intervals import Interval
 from ..program.tables import count_out_of_range
 from .autograd import make_stepwise_runner
-from .call_context import is_untraced
+from .dispatch import is_untraced
 
 _CHECKS = 256  # numbers of one kind of call whose indices are known to be in range
 

@@ -31,7 +31,7 @@ from ..errors import EngineError
 from ..plan import settings
 from ..program.lower import Fold, digest_fold
 from ..reductions import kind_of
-from .registry import FOLDERS
+from .dispatch import FOLDERS
 
 # The sizes of a call as an operator's arguments
 SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"

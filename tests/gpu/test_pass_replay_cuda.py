@@ -8,7 +8,7 @@ import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import ops
 from monoidreduce.runtime import fused_expressions, replay
-from monoidreduce.runtime.layer_replay import LayerReplay
+from monoidreduce.runtime.torch_replay import LayerReplay
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -12,7 +12,7 @@ from monoidreduce.engines.triton.panel import epilogue
 from monoidreduce.errors import BudgetError
 from monoidreduce.program.compile import compile_program
 from monoidreduce.runtime import logit_rounding, torch_operator
-from monoidreduce.runtime.call_context import names_needing_gradient
+from monoidreduce.runtime.dispatch import names_needing_gradient
 from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 

@@ -5,7 +5,8 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from tests.support import logmeanexp as new
+from tests.support import logmeanexp
+from tests.support import new_kinds as new
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
 
@@ -17,30 +18,30 @@ def row():
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("op", ["by_rows", "both_ways"])
+@pytest.mark.parametrize(("name", "op"), new.NAMES)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_kernels(op, splits):
-    args, plan = new.problem(21, 50), KernelPlan(16, 16, 4, 1, splits)
+def test_kernels(name, op, splits):
+    plan = KernelPlan(16, 16, 4, 1, splits)
     with mr.use(engine="triton"), use_plan({"cols": plan, "rows": plan}):
-        new.assert_right(new.with_gradients(getattr(new, op), args), args, op)
+        new.check(name, op, new.problem(21, 50))
 
 
-def test_single_precision():
-    args, plan = new.problem(21, 50, torch.float32), KernelPlan(16, 16, 4, 1)
+@pytest.mark.parametrize("name", new.CASES)
+def test_single_precision(name):
+    plan = KernelPlan(16, 16, 4, 1)
     with mr.use(engine="triton"), use_plan({"cols": plan, "rows": plan}):
-        new.assert_right(new.with_gradients(new.by_rows, args), args, "by_rows", 1e-4)
+        new.check(name, "by_rows", new.problem(21, 50, torch.float32), 1e-4)
 
 
 def test_rows_that_see_nothing():
     x, y, b = new.problem(5, 20)
     b[:] = -torch.inf
     with mr.use(engine="triton"):
-        value, _, z = new.by_rows(x, y, b)
+        value, _, z = logmeanexp.by_rows(x, y, b)
     assert (value == -torch.inf).all() and (z == -torch.inf).all()
 
 
-@pytest.mark.parametrize("op", ["by_rows", "both_ways"])
-def test_panels(op):
-    args = new.problem(21, 50)
+@pytest.mark.parametrize(("name", "op"), new.NAMES)
+def test_panels(name, op):
     with mr.use(engine="panel"):
-        new.assert_right(new.with_gradients(getattr(new, op), args), args, op)
+        new.check(name, op, new.problem(21, 50))

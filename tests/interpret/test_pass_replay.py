@@ -15,7 +15,7 @@ from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
 from monoidreduce.plan.schedule import follow
 from monoidreduce.plan.settings import EnvironmentVariable
-from monoidreduce.runtime import autograd, call_context, fused_expressions, replay
+from monoidreduce.runtime import autograd, dispatch, fused_expressions, replay
 from tests.support import internals
 from tests.support.new_lengths import functions_of
 
@@ -234,22 +234,22 @@ def test_grad_mode_and_who_asks():
 
 def test_what_is_asked_decides_again(monkeypatch):
     """Budgets, precision, plans and engines are other situations; one that is out of the ordinary is none."""
-    seen = {call_context.launch_key()}
+    seen = {dispatch.launch_key()}
     with mr.budget("64MB"):
-        seen.add(call_context.launch_key())
+        seen.add(dispatch.launch_key())
     with mr.use(precision="tf32"):
-        seen.add(call_context.launch_key())
+        seen.add(dispatch.launch_key())
     with mr.use(strict=True):
-        seen.add(call_context.launch_key())
+        seen.add(dispatch.launch_key())
     with triton.use_plan({"cols": triton.KernelPlan(16, 32)}):
-        seen.add(call_context.launch_key())
+        seen.add(dispatch.launch_key())
     monkeypatch.setenv("MONOIDREDUCE_BUDGET", "32MB")
-    seen.add(call_context.launch_key())
+    seen.add(dispatch.launch_key())
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
-        assert call_context.launch_key() is None
+        assert dispatch.launch_key() is None
     with follow({}), budget.shrink():
-        assert call_context.launch_key() is None
+        assert dispatch.launch_key() is None
 
 
 def test_another_engine_is_another_plan():

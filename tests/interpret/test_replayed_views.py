@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.common.bounded_cache import LastComputed, clear_caches
-from monoidreduce.runtime import autograd, layer_replay
+from monoidreduce.runtime import autograd, torch_replay
 from monoidreduce.runtime.replay import View, apply_views, undo_views
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -165,7 +165,7 @@ def test_memory_that_runs_out_in_a_replay():
 
 def test_one_tensor_given_twice_is_replayed():
     x = torch.randn(2, 9, 16, requires_grad=True)
-    made = layer_replay.LayerReplay(ops.attention.__wrapped__)
+    made = torch_replay.LayerReplay(ops.attention.__wrapped__)
     for _ in range(RECORDED + 2):
         y, wanted = made((x, x, x), {}), F.scaled_dot_product_attention(x, x, x)
         g = torch.cos(wanted.detach())

@@ -18,7 +18,7 @@ from monoidreduce.engines.triton.codegen import compiler, kernel_text
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.reductions import softmax
-from monoidreduce.runtime import registry, torch_operator
+from monoidreduce.runtime import dispatch, torch_operator
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, run
 from tests.support.layers import BY_NAME
@@ -298,7 +298,7 @@ def test_the_operator_gives_what_it_tells_a_compiler():
     with mock.patch.object(torch.ops.monoidreduce, "fold", lambda *a: given.append(a) or []):
         torch_operator.call(fold, "triton", args, sizes)
     with planned():
-        straight = registry.FOLDERS["triton"](fold, args, sizes)
+        straight = dispatch.FOLDERS["triton"](fold, args, sizes)
         torch.library.opcheck(torch.ops.monoidreduce.fold.default, given[0], test_utils="test_faketensor")
     assert torch.float16 in [t.dtype for t in straight]  # else there was nothing to raise
 

@@ -14,7 +14,7 @@ from unittest import mock
 from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, row_kernels, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.reductions.kernel_lines import split_blocks
+from monoidreduce.reductions.base import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}

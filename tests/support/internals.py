@@ -315,12 +315,12 @@ def watch_panel_replays(patch: Patch, around: Around) -> None:
 def replace_eager_engine(patch: Patch, run: Callable) -> None:
     """``run(fold, leaves, sizes)`` stands in for the eager engine."""
     run_engines(patch)
-    patch.setitem(pkgutil.resolve_name("monoidreduce.runtime.registry.FOLDERS"), "eager", run)
+    patch.setitem(pkgutil.resolve_name("monoidreduce.runtime.dispatch.FOLDERS"), "eager", run)
 
 
 def run_engines(patch: Patch) -> None:
     """Engines run in every call: no torch calls are recorded, or replayed from before something was replaced."""
-    patch.setattr("monoidreduce.runtime.recorder.FoldReplay.__call__", lambda self, values: self.run(values))
+    patch.setattr("monoidreduce.runtime.torch_replay.FoldReplay.__call__", lambda self, values: self.run(values))
 
 
 def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None = None) -> None:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from monoidreduce import ops
 from monoidreduce.ops import checks
-from monoidreduce.runtime import call_context
+from monoidreduce.runtime import dispatch
 from tests.fingerprints import h200, hooks
 from tests.fingerprints.ptx import without_assembler
 
@@ -100,11 +100,11 @@ def recorded(lines: list[str]) -> Iterator[None]:
     def again(compiled: Any, grid: tuple[int, ...], constants: Any, device: Any) -> Callable[..., None] | None:
         return None if compiled is None else lambda *given: lines.append(f"{compiled.name} {tuple(grid)}")
 
-    untraced = lambda: not (call_context.is_transformed() or torch._C._len_torch_dispatch_stack())
+    untraced = lambda: not (dispatch.is_transformed() or torch._C._len_torch_dispatch_stack())
     with (
         without_assembler(),
         hooks.absent_h200(compile, again),
-        mock.patch.object(call_context, "is_untraced", untraced),
+        mock.patch.object(dispatch, "is_untraced", untraced),
         mock.patch.object(checks, "can_inspect", lambda t: False),  # on a GPU nobody looks at labels
     ):
         yield

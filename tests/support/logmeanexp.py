@@ -1,12 +1,11 @@
 """A kind of reduction that the library does not have, in one file: log (1/N Σ_j exp x_j), with a state of its own.
 
-It says the least that a kind must say (``monoidreduce/reductions/base.py``): everything else follows. ``planted`` adds
-its row to the table; ``logmeanexp`` is what a body calls.
+It says the least that a kind must say (``monoidreduce/reductions/base.py``): everything else follows. ``logmeanexp`` is
+what a body calls. Below it is what tests need (``new_kinds.py``, which lists this file): ``KIND``, ops, and ``plain``.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from monoidreduce import Col, Row
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import Expr, size
 from monoidreduce.program.symbol import Symbol, expr_of
-from monoidreduce.reductions import KINDS, Outputs, Reduction, State, make
+from monoidreduce.reductions import Outputs, Reduction, State, make
 from monoidreduce.reductions.base import per_part
 
 
@@ -56,14 +55,7 @@ class LogMeanExp(Reduction):
         return [torch.where(count == 0, -math.inf, results[0]), count, count]
 
 
-@contextlib.contextmanager
-def planted() -> Iterator[None]:
-    """One row more in the table of kinds."""
-    KINDS[LogMeanExp.name] = LogMeanExp()
-    try:
-        yield
-    finally:
-        del KINDS[LogMeanExp.name]
+KIND = LogMeanExp()
 
 
 def logmeanexp(x: Any, over: str = "cols") -> Any:
@@ -88,10 +80,11 @@ def both_ways(x: Row["d"], y: Col["d"], b: Col):
     return z, logmeanexp(s, over="rows"), mr.sum(torch.exp(s - z)), z + logmeanexp(b)
 
 
+OPS = {"by_rows": by_rows, "both_ways": both_ways}
 AXES = {"by_rows": ["rows"] * 3, "both_ways": ["rows", "cols", "rows", "rows"]}  # of the results
 
 
-def plain(x: Tensor, y: Tensor, b: Tensor, op: str) -> list[Tensor]:
+def plain(op: str, x: Tensor, y: Tensor, b: Tensor) -> list[Tensor]:
     """The same in plain torch."""
     mean = lambda t, dim: t.logsumexp(dim) - math.log(t.shape[dim])
     s = x @ y.T + b
@@ -101,31 +94,3 @@ def plain(x: Tensor, y: Tensor, b: Tensor, op: str) -> list[Tensor]:
     s = torch.tanh(x @ y.T) + b
     z = mean(s, 1)
     return [z, mean(s, 0), torch.exp(s - z.unsqueeze(1)).sum(1), z + mean(b, 0)]
-
-
-def problem(rows: int = 37, cols: int = 83, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    shapes = (rows, 5), (cols, 5), (cols,)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def with_gradients(function: Any, args: Sequence[Tensor]) -> list[Tensor]:
-    """The values of a function, and gradients for a cotangent that weighs all of them differently."""
-    given = [a.detach().clone().requires_grad_() for a in args]
-    values = list(function(*given))
-    cotangents = [cotangent(len(v)).to(v.dtype) for v in values]
-    return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
-
-
-def cotangent(length: int) -> Tensor:
-    return torch.cos(torch.arange(length, dtype=torch.float64))
-
-
-def truth(op: str, args: Sequence[Tensor]) -> list[Tensor]:
-    """Values and gradients by plain torch in float64."""
-    return with_gradients(lambda *given: plain(*given, op=op), [a.double() for a in args])
-
-
-def assert_right(found: Sequence[Tensor], args: Sequence[Tensor], op: str, tolerance: float = 1e-9) -> None:
-    for got, right in zip(found, truth(op, args), strict=True):
-        torch.testing.assert_close(got.double(), right, rtol=tolerance, atol=tolerance)

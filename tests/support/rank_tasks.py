@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 from tests.support import (
     label_arithmetic_cases,
     large_topk_cases,
     listed_cases,
-    logmeanexp,
+    new_kinds,
     own_monoids,
     scaled_cases,
     table_cases,
@@ -526,7 +526,7 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
         raise MemoryError("no memory left on this rank")
 
     if group.rank() == 1:
-        registry.FOLDERS["eager"] = engine
+        dispatch.FOLDERS["eager"] = engine
     _worked(group, divided)
 
 
@@ -658,14 +658,14 @@ def picked_labels(group: Any, name: str, over: str, divided: tuple[str, ...]) ->
         return [value.detach(), *torch.autograd.grad(total, given)]
 
 
-def new_kind(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+def new_kind(group: Any, name: str, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
     """A kind of reduction that the library does not have, on this rank's part: its values and gradients."""
     cut = lambda t, axis: t.chunk(group.size())[group.rank()] if axis in divided else t
     given = [cut(t, a).clone().requires_grad_() for t, a in zip(args, ("rows", "cols", "cols"), strict=True)]
-    with logmeanexp.planted(), mr.shard(**{axis: group for axis in divided}):
-        values = list(getattr(logmeanexp, op)(*given))
-        lengths = {"rows": len(args[0]), "cols": len(args[1])}
-        cotangents = [cut(logmeanexp.cotangent(lengths[axis]), axis) for axis in logmeanexp.AXES[op]]
+    with new_kinds.planted(), mr.shard(**{axis: group for axis in divided}):
+        case, lengths = new_kinds.CASES[name], {"rows": len(args[0]), "cols": len(args[1])}
+        values = list(case.OPS[op](*given))
+        cotangents = [cut(new_kinds.cotangent(lengths[axis]), axis) for axis in case.AXES[op]]
         return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 from monoidreduce.engines import eager
 from monoidreduce.plan import settings
 from monoidreduce.reductions import outputs_of
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 
 NAME = "two_walks"
 walks = []  # the direction of each walk so far
@@ -32,7 +32,7 @@ def planted():
     """The engine under its name, while the block lasts."""
     with (
         mock.patch.object(settings, "ENGINES", (*settings.ENGINES, NAME)),
-        mock.patch.dict(registry.ENGINES, {NAME: run}),
-        mock.patch.dict(registry.FOLDERS, {NAME: run}),
+        mock.patch.dict(dispatch.ENGINES, {NAME: run}),
+        mock.patch.dict(dispatch.FOLDERS, {NAME: run}),
     ):
         yield

@@ -23,7 +23,7 @@ from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from . import branch_and_bound, cpp, nearest_tree
-from .tile_run import Buffers
+from .tile_code import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
 
 Coder = Callable[[Fold, frozenset[Expr]], FoldCode]

@@ -29,8 +29,7 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import skip_small_tiles
 from ..common.evaluate import Sizes
-from .tile_code import FEW_FEATURES, match_label_scatter
-from .tile_run import Buffers, TileRun
+from .tile_code import FEW_FEATURES, Buffers, TileRun, match_label_scatter
 from .tile_walk import BatchChunk, compile_fold, split_range
 
 # measured with 10 neighbours of 10,000 to 100,000 points in 3 dimensions (benchmarks/cpu.py): half or twice is alike

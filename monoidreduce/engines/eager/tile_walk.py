@@ -22,8 +22,7 @@ from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes, to_compute_dtype, unpack
 from ..common.label_gather import run_pick
-from .tile_code import FEW_FEATURES, Reducer, TileCode, compile_variant
-from .tile_run import Buffers, TileRun, feature_differences
+from .tile_code import FEW_FEATURES, Buffers, Reducer, TileCode, TileRun, compile_variant, feature_differences
 
 # Accumulators of the eager engine: those of the kinds of reduction, with the arithmetic that is done to tiles here.
 

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE, Contraction, contractions
 from ...program.expression import Expr, topological
 from ...program.lower import scaled_result
+from ...reductions import FastForm, all_have, kind_of
 from ...reductions.best import NOWHERE, worst
 from ...reductions.histogram import add_at
 from ...reductions.topk import find_best
@@ -30,8 +31,6 @@ from .local import LocalFold
 
 _STRETCH = 2**16  # edges whose numbers stay in the cache
 _BATCH = 64  # batch elements, which run one after the other
-_BEST = ("best", "topk")
-_KINDS = ("sum", "soft", "pair", "histogram", *_BEST)
 _MOST_PADDING = 4  # times the edges, where the best of lists of unequal lengths are sought
 
 
@@ -47,9 +46,10 @@ def _has_numbers_only(local: LocalFold) -> bool:
     """True where a pair holds numbers alone, products of two vectors among them."""
     if local.fold is None or local.plain or any(name in ("once", "position", "listed") for name, _ in local.extra):
         return False
-    for r in local.fold.reductions:
-        if r.attrs[0] not in _KINDS or any(c.walk or c.minus is not None for _, c in _contractions(r)):
-            return False
+    if not all_have(FastForm.EDGES, local.fold.reductions):
+        return False
+    if any(c.walk or c.minus is not None for r in local.fold.reductions for _, c in _contractions(r)):
+        return False
     inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
     if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
         return False
@@ -58,8 +58,7 @@ def _has_numbers_only(local: LocalFold) -> bool:
 
 def _contractions(r: Expr) -> list[tuple[int, Contraction]]:
     """The sums that a reduction takes, each with the number of its value."""
-    values = {"sum": r.args[:1], "soft": r.args[1:]}.get(r.attrs[0], ())
-    return [(k, c) for k, value in enumerate(values) for c in contractions(value, r.attrs[1])]
+    return [(k, c) for k, value in enumerate(kind_of(r).summed(r.args)) for c in contractions(value, r.attrs[1])]
 
 
 def _numbers(local: LocalFold) -> list[Expr]:
@@ -150,7 +149,7 @@ class _Element:
                 results.append([torch.stack([part[k][0] for part in parts]).sum(0)])
                 continue
             joined = [torch.cat(ts) for ts in zip(*(part[k] for part in parts), strict=True)]
-            if r.attrs[0] == "pair":
+            if kind_of(r).per_pair:
                 joined = [self._to_edge_order(joined[0], self.edges)]
             if scale is not ONE:
                 factor = self.value(scale)
@@ -254,7 +253,7 @@ class _Stretch:
         return [self._reduce(r) for r in self.element.fold.reductions]
 
     def _reduce(self, r: Expr) -> list[Tensor]:
-        if r.attrs[0] == "pair":
+        if kind_of(r).per_pair:
             return [self.number(r.args[0])]
         if r.attrs[0] == "histogram":
             total = torch.zeros(1, self.element.sizes.of(str(r.args[2].feature)), dtype=self.element.sizes.compute)
@@ -262,7 +261,7 @@ class _Stretch:
             return [total[0]]
         if r.attrs[0] == "sum":
             return [self._sum([c for _, c in _contractions(r)], None)]
-        if r.attrs[0] in _BEST:
+        if kind_of(r).selected(r.attrs[2]):
             return self._best(r)
         logit = self.number(r.args[0])
         peak = torch.segment_reduce(logit, "max", offsets=self.ends, initial=-torch.inf)
@@ -280,7 +279,7 @@ class _Stretch:
     def _best(self, r: Expr) -> list[Tensor]:
         """The best numbers of every list and their columns, the first of equals."""
         number, lengths = self.number(r.args[0]), self.ends.diff()
-        k, largest = r.attrs[2] if r.attrs[0] == "topk" else (1, *r.attrs[2])
+        k, largest = kind_of(r).selected(r.attrs[2]), r.attrs[2][-1]
         longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
         if not number.is_floating_point() or longest * lists > _MOST_PADDING * max(len(number), 1):
             raise Tied

@@ -30,7 +30,7 @@ from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
 from ..eager import cpp
 from ..eager.cpp.compiled_fold import WIDE
-from ..eager.tile_run import Buffers
+from ..eager.tile_code import Buffers
 from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, make_accumulator, split_range
 from . import panel_program
 from .panel_program import (

@@ -7,14 +7,13 @@ run, and what a call asks for on every device, is here.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from .launch.hardware import start_triton  # noqa: F401
 
 if TYPE_CHECKING:
     from .engine import *  # noqa: F403
@@ -45,27 +44,3 @@ def describe_leaves(leaves: Sequence[Any]) -> tuple:
         else:
             found.append(type(v))
     return tuple(found)
-
-
-@functools.cache
-def start_triton() -> tuple[threading.Thread, ...]:
-    """Start what Triton does once in a process before it compiles or finds a kernel: its driver, for which a C compiler
-    takes most of a second once on a machine, and the hash of its own files, hundreds of megabytes. Both leave Python
-    free: threads do them while a first call is planned and its kernels are written. The first launch waits for them."""
-    threads = [threading.Thread(target=work, name=work.__name__) for work in (_start_driver, _hash_triton)]
-    importlib.import_module("triton")
-    for thread in threads:
-        thread.start()
-    return tuple(threads)
-
-
-def _start_driver() -> None:
-    with contextlib.suppress(Exception):  # the first launch raises it
-        importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018
-
-
-def _hash_triton() -> None:
-    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # from Triton 3.5 on, and before
-        with contextlib.suppress(Exception):
-            importlib.import_module(place).triton_key()
-            return

@@ -12,7 +12,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.plan import tiles
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 from tests.support import internals
 from tests.support.allocations import usage
 from tests.support.comparison import flatten, is_float, named, run, use_small_tiles
@@ -129,7 +129,7 @@ def test_a_planted_matrix_is_found_by_its_growth(function, monkeypatch):
 
 
 def test_a_matrix_planted_in_the_engine_is_found(monkeypatch):
-    real = registry.FOLDERS["eager"]
+    real = dispatch.FOLDERS["eager"]
 
     def wasteful(fold, leaves, sizes):
         torch.zeros(sizes.rows, sizes.cols)

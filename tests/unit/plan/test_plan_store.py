@@ -13,7 +13,7 @@ import pytest
 
 import monoidreduce as mr
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import disk, plan_records
+from monoidreduce.plan import disk, plan_records, settings
 from tests.support import ROOT, internals
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
@@ -74,11 +74,11 @@ def test_every_part_of_the_key_counts(folder, part):
 
 
 def test_a_new_plan_replaces_the_old_and_says_so(folder):
-    before = plan_records.generation()
+    before = settings.plan_generation()
     plan_records.remember(record(value=1))
     plan_records.remember(record(value=2))
     assert read_again(record().key).plan["tiles"] == [2, 2]
-    assert len(list((folder / "plans").iterdir())) == 1 and plan_records.generation() >= before + 2
+    assert len(list((folder / "plans").iterdir())) == 1 and settings.plan_generation() >= before + 2
 
 
 def test_folder_and_files_are_private(folder):

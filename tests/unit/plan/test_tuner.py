@@ -15,7 +15,7 @@ from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, settings
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import call_cost, registry
+from monoidreduce.runtime import call_cost, dispatch
 from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.layers import BY_NAME
@@ -72,7 +72,7 @@ def drawn(rows=SHAPE[0], cols=SHAPE[1], d=8):
 
 def fold_of(op, *args):
     """One pass of a call, as engines see it."""
-    with registry.automatic(), tuning.record() as met:
+    with dispatch.automatic(), tuning.record() as met:
         op(*args)
     return met.folds[0]
 
@@ -402,7 +402,7 @@ def test_poison_is_what_nobody_computes(dtype):
 def test_a_call_cut_short_is_the_same_call_on_fewer(name):
     layer = BY_NAME[name]
     args = layer.make(70, 90, torch.Generator().manual_seed(3), torch.float32)
-    with registry.automatic(), tuning.record() as met:
+    with dispatch.automatic(), tuning.record() as met:
         layer.op(*args)
     for fold, leaves, sizes in met.folds:
         cut, short = tuning.shorten(fold, leaves, sizes, Choice("flash", (("tile", (1, 8, 16)),)))
@@ -515,7 +515,7 @@ def small(monkeypatch):
 
 
 def road_of(*args):
-    with registry.automatic(), tuning.record() as met:
+    with dispatch.automatic(), tuning.record() as met:
         attention(*args)
     return met.calls[0]
 

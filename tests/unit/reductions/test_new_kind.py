@@ -5,11 +5,14 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.common import combine
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.eager import cpp
 from monoidreduce.plan.schedule import Choice, follow
+from monoidreduce.program import constructors
 from monoidreduce.program.expression import node, reduce_node
 from monoidreduce.program.lower import Fold
-from monoidreduce.reductions import KINDS
-from tests.support import logmeanexp as new
+from monoidreduce.reductions import KINDS, FastForm, all_have
+from tests.support import new_kinds as new
 from tests.support.comparison import use_small_tiles
 
 
@@ -19,69 +22,84 @@ def row():
         yield
 
 
-@pytest.mark.parametrize("op", ["by_rows", "both_ways"])
+@pytest.mark.parametrize(("name", "op"), new.NAMES)
 @pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
-def test_engines(engine, op, monkeypatch):
+def test_engines(engine, name, op, monkeypatch):
     use_small_tiles(monkeypatch)
-    args = new.problem()
     with mr.use(engine=engine):
-        new.assert_right(new.with_gradients(getattr(new, op), args), args, op)
+        new.check(name, op, new.problem())
 
 
-@pytest.mark.parametrize("op", ["by_rows", "both_ways"])
-def test_whole_matrices(op):
-    args = new.problem()
+@pytest.mark.parametrize(("name", "op"), new.NAMES)
+def test_whole_matrices(name, op):
     with mr.use(engine="auto"), follow({"call": Choice("dense")}), mr.tally() as count:
-        new.assert_right(new.with_gradients(getattr(new, op), args), args, op)
+        new.check(name, op, new.problem())
     assert not count.pairs_computed  # no tile was walked
 
 
-def test_single_precision_is_as_exact_as_plain_torch(monkeypatch):
+@pytest.mark.parametrize("name", new.CASES)
+def test_single_precision_is_as_exact_as_plain_torch(name, monkeypatch):
     use_small_tiles(monkeypatch)
-    args = new.problem(dtype=torch.float32)
     with mr.use(engine="eager"):
-        new.assert_right(new.with_gradients(new.by_rows, args), args, "by_rows", 2e-5)
+        new.check(name, "by_rows", new.problem(dtype=torch.float32), 2e-5)
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("name", new.CASES)
+def test_second_derivatives(name):
     x, y, b = new.problem(4, 6)
     with mr.use(engine="eager"):
         assert torch.autograd.gradgradcheck(
-            lambda x: new.by_rows(x, y, b)[0], (x.requires_grad_(),), check_undefined_grad=False
+            lambda x: new.CASES[name].by_rows(x, y, b)[0], (x.requires_grad_(),), check_undefined_grad=False
         )
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["", "with an empty part"])
-def test_results_of_parts_combine(empty):
+@pytest.mark.parametrize("name", new.CASES)
+def test_results_of_parts_combine(name, empty):
     x = torch.randn(1, 3, 50).double()
     x[:, 1, :20] = -torch.inf
     leaf = node("leaf", (), ("x",), rows=True, cols=True, feature=None, dtype="float")
-    fold = Fold((leaf,), (reduce_node("logmeanexp", "cols", (), (leaf,)),))
+    fold = Fold((leaf,), (reduce_node(name, "cols", (), (leaf,)),))
     lengths = [20, 0, 30] if empty else [20, 30]
     parts = x.split(lengths, dim=-1)
-    dense = lambda part: KINDS["logmeanexp"].dense([part], [False], "cols", (), part.shape[-1])
+    dense = lambda part: KINDS[name].dense([part], [False], "cols", (), part.shape[-1])
     stacked = [torch.stack([t.squeeze(-1) for t in ts]) for ts in zip(*map(dense, parts), strict=True)]
     for found, right in zip(combine.combine(fold, stacked, lengths), dense(x), strict=True):
         torch.testing.assert_close(found, right.squeeze(-1))
 
 
-def test_the_cost_model_counts_it():
-    args = new.problem()
-    assert new.by_rows.cost(*args).chosen.seconds > 0
+@pytest.mark.parametrize("name", new.CASES)
+def test_the_cost_model_counts_it(name):
+    assert new.CASES[name].by_rows.cost(*new.problem()).chosen.seconds > 0
 
 
-def test_streams():
+@pytest.mark.parametrize("name", new.CASES)
+def test_streams(name):
     x, y, b = new.problem()
-    expected = new.truth("by_rows", (x, y, b))
-    fold = new.by_rows.stream(x)
+    expected = new.truth(name, "by_rows", (x, y, b))
+    fold = new.CASES[name].by_rows.stream(x)
     for start, stop in ((0, 30), (30, 31), (31, 83)):
         fold.update(y[start:stop], b[start:stop])
     for found, right in zip(fold.result(), expected, strict=False):
         torch.testing.assert_close(found, right)
 
 
-def test_gradients_of_a_stream():
+@pytest.mark.parametrize("name", new.CASES)
+def test_gradients_of_a_stream(name):
     x, y, b = new.problem()
-    values = new.by_rows.stream(x.requires_grad_()).over([(y[:40], b[:40]), (y[40:], b[40:])])
-    (found,) = torch.autograd.grad(values, x, [new.cotangent(len(x))] * 3)
-    torch.testing.assert_close(found, new.truth("by_rows", (x, y, b))[3])
+    values = new.CASES[name].by_rows.stream(x.requires_grad_()).over([(y[:40], b[:40]), (y[40:], b[40:])])
+    (found,) = torch.autograd.grad(values, x, [new.cotangent(len(x))] * len(values))
+    torch.testing.assert_close(found, new.truth(name, "by_rows", (x, y, b))[len(values)])
+
+
+def test_fast_forms_run_for_kinds_that_declare_them(monkeypatch):
+    """What is written for some kinds of the library is read from them: without its declaration, a sum does without."""
+    x, y, _ = (t.float() for t in new.problem())
+    leaves, sizes = (x, y), Sizes(len(x), len(y), (), {"d": 5}, x.device, torch.float32)
+    p, q = (node("leaf", (), (n,), rows=n == "x", cols=n == "y", feature="d", dtype="float") for n in ("x", "y"))
+    fold = Fold((p, q), (reduce_node("sum", "cols", (), (constructors.dot(p, q),)),))
+    assert cpp.applies(fold, leaves, sizes, worth=0)
+    monkeypatch.setattr(type(KINDS["sum"]), "fast_forms", ~FastForm.CPP)
+    assert not cpp.applies(fold, leaves, sizes, worth=0)
+    assert all_have(FastForm.EDGES | FastForm.LISTS, fold.reductions)
+    assert not any(all_have(form, [reduce_node(name, "cols", (), ())]) for name in new.CASES for form in FastForm)

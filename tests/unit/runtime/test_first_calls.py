@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, nn, ops
-from monoidreduce.runtime import registry
+from monoidreduce.runtime import dispatch
 from tests.support.comparison import flatten, is_float
 from tests.support.layers import DIFFERENTIABLE
 
@@ -88,7 +88,7 @@ def gradients(f, args, change=False):
 
 
 def in_threads(f, args):
-    found, engine = [], registry.engine()
+    found, engine = [], dispatch.engine()
 
     def run():
         with mr.use(engine=engine):

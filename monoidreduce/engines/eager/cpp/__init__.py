@@ -19,7 +19,7 @@ from ....plan import settings
 from ....plan.settings import EnvironmentVariable
 from ....program.expression import Expr, size
 from ....program.lower import Fold
-from ....reductions import kind_of
+from ....reductions import FastForm, all_have, kind_of
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
@@ -131,7 +131,7 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
         return False  # BLAS takes no matrix without columns
     if not is_worthwhile(fold, sizes, worth):
         return False
-    if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
+    if not _has_form(fold):
         return False
     given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     if any(not given[e].shape[-1] for e in fold.tables):
@@ -145,7 +145,7 @@ def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
         return "torch"
     if _SETTING.read() == "never" or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
-    if any(kind_of(r).per_pair or not kind_of(r).walks(r, fold.reductions) for r in fold.reductions):
+    if not _has_form(fold):
         return "torch"
     if compiler.current_compiler() is None or compiler.gemm_addresses() is None:
         return "torch"
@@ -173,6 +173,13 @@ def count_work(fold: Fold, sizes: Sizes) -> int:
     """Pairs times a rough number of operations of each."""
     per_pair = 16 + sum(sizes.of(letter) for letter in fold.letters)
     return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair * sizes.repeats
+
+
+def _has_form(fold: Fold) -> bool:
+    """Whether all reductions are of kinds that have a C++ form, and walk over the pairs."""
+    return all_have(FastForm.CPP, fold.reductions) and all(
+        kind_of(r).walks(r, fold.reductions) for r in fold.reductions
+    )
 
 
 def _is_plain(v: Tensor) -> bool:

@@ -355,12 +355,10 @@ def _init_lines(k: KernelText, r: Expr) -> list[str]:
         lines = [clear(v) for v in range(count)]
     elif kind == "soft":
         lines = [f"*{k.output(r, count - 1, 'i0 + i')} = -INF;", *(clear(v) for v in range(1, count - 1))]
-    elif kind in ("best", "topk"):
+    else:  # a best, or several
         worst = "(-INF)" if params[-1] else "INF"
         inside = f"{k.output(r, 0, 'i0 + i')}[s] = {worst}; {k.output(r, 1, 'i0 + i')}[s] = -1;"
         lines = [f"for (int s = 0; s < {_width(k, r, 0)}; s++) {{ {inside} }}"]
-    else:
-        raise Unsupported(f"{kind} has no C++ form")
     return ["for (int i = 0; i < m; i++) {", *lines, "}"]
 
 

@@ -358,8 +358,6 @@ class TileText:
         groups: dict[str, list[Reducer]] = {n: [] for n in ("pick", "sum", "soft", "moments", "best", "topk")}
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
-            if kind not in (*groups, "histogram"):
-                raise Unsupported(f"{kind} has no C++ form")
             groups["sum" if kind == "histogram" else kind].append(r)
         rest = [g for kind, g in groups.items() if g and kind != "pick"]
         self.shared = len(rest) > 1 or len(groups["soft"]) > 1

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....program.expression import Expr, are_several, letters, topological
-from ....reductions.kernel_lines import Lines
+from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, kernel_text, listed, tile_ranges
 from .accumulators import is_stored

@@ -24,6 +24,7 @@ from ....program.constructors import substitute
 from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold, is_idle
 from ....program.philox import DRAWS
+from ....reductions import FastForm, all_have
 from . import tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
@@ -118,7 +119,6 @@ def vary_by_row(fold: Fold, over: str, leaves: list[Expr]) -> Fold:
 # Which folds they are, and a batch dimension as rows
 
 LEAST = 256  # folded indices from which on it counts
-_KINDS = ("soft", "sum")
 _MOST_ROWS = 32  # of a batch element, from which on tiles of them are full enough
 
 
@@ -184,6 +184,6 @@ def _has_kernel(spec: Spec) -> bool:
         return False
     under = topological([*spec.fold.reductions, *spec.fold.scales])
     widths = [spec.width(e.feature) for e in under if e.op == "leaf" and e.feature is not None]
-    plain = all(r.attrs[0] in _KINDS for r in spec.fold.reductions) and not any(e.op in DRAWS for e in under)
+    plain = all_have(FastForm.FEW_ROWS, spec.fold.reductions) and not any(e.op in DRAWS for e in under)
     fits = bool(widths) and min(widths) > TINY and max(widths) <= WIDEST
     return plain and fits and find_limits(spec.fold, spec.over) is not None

@@ -18,7 +18,7 @@ from typing import Any
 
 from ....program.expression import Expr
 from ....reductions import outputs_of
-from ....reductions.kernel_lines import Lines
+from ....reductions.base import Lines
 from . import (
     device_functions,
     k_loop,

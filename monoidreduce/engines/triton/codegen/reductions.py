@@ -7,7 +7,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological
 from ....program.primitives import PRIMITIVES
 from ....reductions import kind_of
-from ....reductions.kernel_lines import Lines, Tools
+from ....reductions.base import Lines, Tools
 from .accumulators import Accumulator, StoredSum, is_stored, move_factors_to_weight
 from .exponents import literal
 from .expressions import ExpressionWriter

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....plan import settings
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
-from ....reductions import kind_of
+from ....reductions import FastForm, all_have, kind_of
 from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
 from ...common.bounded_cache import BoundedCache
@@ -37,8 +37,6 @@ from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import ExtraLaunch, StepLaunches, list_kernels, merge_batches
-
-_KINDS = ("soft", "sum", "best", "moments", "user", "topk", "pair")
 
 
 class PreparedListedFold:
@@ -159,7 +157,9 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
     for r in fold.reductions:
         name, over, _ = r.attrs
         own, folded = lists(over), sizes.cols if over == "cols" else sizes.rows
-        if name not in _KINDS or (name == "moments" and (own.ends is not None or folded % own.folded_block)):
+        if not all_have(FastForm.LISTS, [r]) or (
+            name == "moments" and (own.ends is not None or folded % own.folded_block)
+        ):
             raise Unsupported(f"{name} has no kernel over these lists")
         if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
             raise Unsupported("a vector does not vary along the folded axis")

@@ -15,7 +15,7 @@ from ....program.constructors import contractions
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
-from ....reductions import kind_of
+from ....reductions import FastForm, all_have, kind_of
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.accumulators import move_factors_to_weight
@@ -38,7 +38,6 @@ from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .lists import FIRST, ListForm
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
-_SPLIT_KINDS = ("soft", "sum", "best")  # combined from results alone; other kinds must know how many pairs a split has
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
 _MOST_PACKED = 64  # kept indices of a group and its query heads that are packed into one tile
 _FEW = 32  # kept indices of a group up to which what bounds a kernel is reading the folded axis
@@ -284,7 +283,7 @@ class ListedLaunch(FoldLaunch):
         if (
             self.plan.rendering == Rendering.HAND_SCHEDULED
             or self.spec.listing.window
-            or any(r.attrs[0] not in _SPLIT_KINDS for r in self.fold.reductions)
+            or not all_have(FastForm.SPLIT_LISTS, self.fold.reductions)
         ):
             self.splits = 1
         self.grid = self.tiles * self.count * self.splits
@@ -359,11 +358,10 @@ def _can_share_tiles(spec: Spec) -> bool:
     listed = spec.listing
     if (listed.kept_block, listed.folded_block) != (1, 1) or listed.ends:
         return False
+    if not all_have(FastForm.SHARED_TILES, spec.fold.reductions):
+        return False
     for r in spec.fold.reductions:
-        if r.attrs[0] not in ("soft", "sum", "pair", "best", "topk"):
-            return False
-        values = r.args[1:] if r.attrs[0] == "soft" else r.args[:1] if r.attrs[0] == "sum" else ()
-        for c in (move_factors_to_weight(c) for a in values for c in contractions(a, r.attrs[1])):
+        for c in (move_factors_to_weight(c) for a in kind_of(r).summed(r.args) for c in contractions(a, r.attrs[1])):
             if c.walk or c.minus is not None or not (c.vector is None or c.vector.op == "leaf"):
                 return False
         nodes = topological(r.args, stop=lambda e: e.op in ("dot", "sqdist"))

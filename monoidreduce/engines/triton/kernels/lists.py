@@ -21,6 +21,7 @@ from ....program import constructors
 from ....program.constructors import ONE
 from ....program.expression import Expr, const, index, node, reduce_node, topological
 from ....program.lower import Fold
+from ....reductions import kind_of
 from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
 from ..codegen.listed import ONCE
@@ -161,7 +162,7 @@ def localize(fold: Fold) -> LocalFold | None:
 def _as_kernels_fold(r: Expr) -> Expr:
     """A label's number as a sum over all pairs: a listed column may be its label several times, or never. Numbers of
     entries are written where rows walk their lists."""
-    if r.attrs[0] == "pair":
+    if kind_of(r).per_pair:
         return reduce_node("pair", "cols", r.attrs[2], r.args)
     if r.attrs[0] != "pick":
         return r

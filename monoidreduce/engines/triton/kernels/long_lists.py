@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....program.expression import Expr, node, reduce_node
 from ....program.lower import Fold
-from ....reductions import outputs_of
+from ....reductions import FastForm, all_have, kind_of, outputs_of
 from ...common.combine import split
 from ...common.evaluate import Form, Sizes
 from ..launch.launch_recipes import FoundAtLaunch
@@ -25,8 +25,6 @@ from .fold_kernel import Merged
 from .listed_launch import ListedLaunch
 from .prepared_fold import ExtraLaunch
 
-# Kinds whose results are combined by a fold of the same kind; numbers per pair need not be
-KINDS = ("soft", "sum", "pair", "best", "topk", "user")
 LEAST_WINDOW = 2048  # entries
 _TIMES_AVERAGE = 4  # a window has at least so many times the entries of an average list
 _LEAST_WINDOWS = 4  # that all entries make, below which nothing is split
@@ -35,7 +33,7 @@ _LEAST_WINDOWS = 4  # that all entries make, below which nothing is split
 def window_size(fold: Fold, average: int, entries: int) -> int:
     """Entries of a window; 0 where no list is split. ``average``: entries of a list, ``entries``: of all."""
     best = {r.attrs[2] for r in fold.reductions if r.attrs[0] == "topk"}
-    if any(r.attrs[0] not in KINDS for r in fold.reductions) or (best and len(fold.reductions) > 1):
+    if not all_have(FastForm.LONG_LISTS, fold.reductions) or (best and len(fold.reductions) > 1):
         return 0  # of a top-k, k numbers of each window are combined
     size = max(LEAST_WINDOW, _TIMES_AVERAGE << max(average - 1, 0).bit_length())
     return size if entries > _LEAST_WINDOWS * size else 0
@@ -47,7 +45,7 @@ def combining_fold(fold: Fold, over: str) -> tuple[Fold, tuple[int, ...]]:
     reductions: list[Expr] = []
     read: list[int] = []
     for r, places in split(fold, list(range(len(fold.outputs)))):
-        if r.attrs[0] == "pair":
+        if kind_of(r).per_pair:  # written where it is computed
             continue
         chosen = list(zip(places, outputs_of(r), strict=True))
         chosen = chosen[:-2] if r.attrs[0] == "soft" else chosen  # its logarithm and means say all
@@ -76,7 +74,7 @@ class LongLists:
 
     def __init__(self, fold: Fold, over: str, sizes: Sizes, windows: ListedLaunch, make: MakeLaunch):
         self.fold, self.windows = fold, windows
-        self.whole = [k for k, (r, _) in enumerate(fold.outputs) if r.attrs[0] != "pair"]
+        self.whole = [k for k, (r, _) in enumerate(fold.outputs) if not kind_of(r).per_pair]
         self.combine: ListedLaunch | None = None
         if self.whole:
             joined, self.read = combining_fold(fold, over)

@@ -22,7 +22,6 @@ from ....program import constructors
 from ....program.constructors import ONE, apply
 from ....program.expression import Expr, const, index, node, size, topological
 from ....program.lower import Fold
-from ....reductions import kind_of
 from ...common import bounded_cache
 from ...common.evaluate import Sizes, restore_domain
 from ...common.torch_code import Elementwise
@@ -211,7 +210,7 @@ def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | 
     not, or where a leaf cannot be given per row."""
     if not all((sizes.rows, sizes.cols, *sizes.batch)) or any(r not in fold.gradient_of for r in fold.reductions):
         return None
-    if any(kind_of(r).both_axes or kind_of(r).per_pair or r.attrs[0] != "sum" for r in fold.reductions):
+    if any(r.attrs[0] != "sum" for r in fold.reductions):
         return None
     if any(e.op == "batch_index" for e in topological([*fold.reductions, *fold.scales])):
         return None

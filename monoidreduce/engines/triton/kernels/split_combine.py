@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....program.expression import Expr
 from ....reductions import KINDS
-from ....reductions.kernel_lines import CombineLaunch
+from ....reductions.base import CombineLaunch
 from ...common.evaluate import Form
 from ..launch import hardware
 from ..launch.jit_module import Kernels, Relaunch

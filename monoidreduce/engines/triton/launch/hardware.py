@@ -3,8 +3,11 @@ that are not in this machine, of which nothing is known."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.metadata
+import threading
 from dataclasses import replace
 
 import torch
@@ -103,3 +106,27 @@ def has_registers_for_wide_tiles() -> bool:
     with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
     65536 x 65536 pairs, 768 features)."""
     return triton_version() < (3, 7)
+
+
+@functools.cache
+def start_triton() -> tuple[threading.Thread, ...]:
+    """Start what Triton does once in a process before it compiles or finds a kernel: its driver, for which a C compiler
+    takes most of a second once on a machine, and the hash of its own files, hundreds of megabytes. Both leave Python
+    free: threads do them while a first call is planned and its kernels are written. The first launch waits for them."""
+    threads = [threading.Thread(target=work, name=work.__name__) for work in (_start_driver, _hash_triton)]
+    importlib.import_module("triton")
+    for thread in threads:
+        thread.start()
+    return tuple(threads)
+
+
+def _start_driver() -> None:
+    with contextlib.suppress(Exception):  # the first launch raises it
+        importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018
+
+
+def _hash_triton() -> None:
+    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # from Triton 3.5 on, and before
+        with contextlib.suppress(Exception):
+            importlib.import_module(place).triton_key()
+            return

@@ -30,7 +30,6 @@ from ....plan import disk, settings
 from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
-from .. import start_triton
 from ..codegen.kernel_text import IMPORTS, copy_device_functions
 from . import descriptors, hardware
 
@@ -255,7 +254,7 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], optio
 
 @functools.cache
 def _wait_for_triton() -> None:
-    for thread in start_triton():
+    for thread in hardware.start_triton():
         thread.join()
 
 

@@ -22,7 +22,7 @@ from ....program.lower import Fold
 from ....program.primitives import PRIMITIVES
 from ....program.several import OF_VECTORS
 from ....reductions import outputs_of
-from ....reductions.kernel_lines import Lines
+from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop, Stage, group_by_reduction

@@ -16,7 +16,7 @@ import torch
 from .....plan.tiles import Tile
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
-from .....reductions.kernel_lines import Lines
+from .....reductions.base import Lines
 from .....reductions.pick import PickLines
 from ...codegen import compiler, k_loop, kernel_text, tile_ranges
 from ...codegen.expressions import ExpressionWriter

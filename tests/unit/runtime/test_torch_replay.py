@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.ops import checks
-from monoidreduce.runtime import layer_replay
-from monoidreduce.runtime.recorder import seen_once
+from monoidreduce.runtime import recorder, torch_replay
+from monoidreduce.runtime.torch_replay import seen_once
 from tests.support import internals
 
 D = 4
@@ -26,7 +26,7 @@ def drawn(*shapes, seed=0):
 def fresh(layer):
     """A layer without what others in this process remember of it, and its outlines."""
     made = checks.public_layer(layer.__wrapped__)
-    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.LayerReplay)]
+    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, torch_replay.LayerReplay)]
     return made, found
 
 
@@ -229,8 +229,8 @@ def test_a_step_that_is_ready_for_calls_of_its_kind(there):
         made.append(by)
         return (lambda x, by: -(x * by)) if there else None
 
-    double = layer_replay.step(lambda x, by: x * by, ready)
-    outlines = layer_replay.LayerReplay(lambda x: double(x, 2.0) + 1)
+    double = recorder.step(lambda x, by: x * by, ready)
+    outlines = torch_replay.LayerReplay(lambda x: double(x, 2.0) + 1)
     for turn in range(4):
         (x,) = drawn((3,), seed=turn)
         sign = -1 if there and turn > 1 else 1
@@ -244,7 +244,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
             y = x * 2
         return x + y
 
-    outlines = layer_replay.LayerReplay(layer)
+    outlines = torch_replay.LayerReplay(layer)
     (x,) = drawn((3,))
     for _ in range(4):
         found = outlines((x,), {})
@@ -265,7 +265,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
     ids=["chosen", "looked at", "from elsewhere", "unknown", "asked", "long"],
 )
 def test_what_an_outline_cannot_say(layer):
-    outlines = layer_replay.LayerReplay(layer)
+    outlines = torch_replay.LayerReplay(layer)
     for seed in range(4):
         (x,) = drawn((9,), seed=seed)
         x = x if seed % 2 else x.detach()
@@ -333,7 +333,7 @@ def test_a_replayed_call_with_stored_vectors_runs_none_of_the_layer():
         seen.append(1)
         return ops.attention(q, k, v, scale=0.3)
 
-    outlines = layer_replay.LayerReplay(layer)
+    outlines = torch_replay.LayerReplay(layer)
     given = drawn((5, D))[0].detach(), stored((7, D), torch.rand(7)), stored((7, 3), 0.1)
     found = [outlines(given, {}) for _ in range(5)]
     assert len(seen) == 2  # to see the kind, and to record it

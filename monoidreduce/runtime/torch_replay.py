@@ -1,34 +1,38 @@
-"""Replay of a layer's own Python, and the keys by which a call of any op or layer is recognised.
+"""Replay of recorded torch calls, and the keys by which a call of any op or layer is recognised.
 
 Between a layer's arguments and its ops stand checks, defaults and views, all of them decided by types, shapes and
 options, none by the numbers in a tensor. So the second call of a kind is recorded (``recorder.py``): what it asks of
-torch and of its ops is written as one function, straight from the arguments to the result, and later calls run that.
+torch and of its ops is written as one function, straight from the arguments to the result, and later calls run that
+(:class:`LayerReplay`). So is a fold on a CPU, or its gradient (:class:`FoldReplay`): the eager engine itself takes
+several times as long as its torch calls on small tensors. What differs in every call is no kind.
+
+Measured on one core of a Neoverse N1, in µs of CPU time by the engine and by replay: attention of 2 heads, 64 × 64
+pairs, 16 features 1589 and 623, with its gradient 4645 and 2020; a logsumexp of the same size 1212 and 492; 4 of 64
+neighbours 1699 and 912.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import inspect
+import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..arrays import call_with_tensors, has_arrays
 from ..domains import Blocks, Edges, Jagged, Pages
+from ..engines.common import matmul, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
+from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import define
 from ..plan import settings
-from ..program.trace import Watched
 from ..stored_vectors import Scaled
-from . import call_context
-from .recorder import LAYER_READS, Name, Recorder, Step, names_in, not_replayable, seen_once
-from .replay import CallViews, View, Views
+from . import dispatch
+from .recorder import CHANGED, LayerRecorder, Recorder, recording
 
 # The key of a call: all that its checks and its kernels look at, and nothing else.
 #
@@ -69,13 +73,13 @@ class CallKeys:
         """The key of a call that gives ``count`` values by position, if it is an ordinary one; ``more``: what else it
         depends on."""
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
-        if reader is None or not call_context.is_untraced():
+        if reader is None or not dispatch.is_untraced():
             return None
         if torch._C._is_any_autocast_enabled() or settings.layout.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
         there = first is not None and (values[first].is_cuda or settings.interprets_kernels())
-        launches = call_context.launch_key() if there and self.launches else None
+        launches = dispatch.launch_key() if there and self.launches else None
         try:
             if launches is not None:
                 return on_kernels(launches, more, *values)
@@ -113,189 +117,38 @@ def _generate_reader(
 
 
 def _is_tensor(kind: type, declaration: str) -> bool:
-    return kind in call_context.PLAIN and declaration != STATIC
+    return kind in dispatch.PLAIN and declaration != STATIC
 
 
 def _key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
     """What is read of a value of this type, besides the type; None where that cannot be said cheaply."""
     if declaration == STATIC:
         return ("{0}",) if kind.__hash__ is not None else None
-    if kind in call_context.PLAIN:
+    if kind in dispatch.PLAIN:
         return tensors
     if declaration == CHOICE:
         return ("{0}.hex()",) if kind is float else ("{0}",) if kind in _CHOICES else None  # 0.0 is not -0.0
     return () if kind in (bool, int, type(None)) or (kind is float and declaration != WHOLE) else None
 
 
+# The functions that replay calls are kept in a cache, by the keys of the calls. Two values stand for no function:
+
+
+def seen_once(*values: Any) -> Any:
+    """Stands for calls of which there was one: the next is recorded."""
+    raise AssertionError("the call is recorded")
+
+
+def not_replayable(*values: Any) -> Any:
+    """Stands for calls that cannot be replayed."""
+    raise AssertionError("the function itself is called")
+
+
+# Layers
+
 _MOST = 1024  # kinds of calls of a layer: packed or bucketed sequences have hundreds of lengths
 _DOMAINS = frozenset({Blocks, Edges, Jagged, Pages})
 _IN_PARTS = _DOMAINS | {Scaled}  # arguments that are several values
-_CHANGED = object()  # a replay's answer where a body would read something else
-
-
-class OpPlan(Protocol):
-    """A plan of an op (``call.py``)."""
-
-    @property
-    def traced(self) -> Any: ...
-    @property
-    def sources(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
-    def run_program(self, *inputs: Any) -> Sequence[Tensor]: ...
-    def fix(
-        self, inputs: Sequence[Any], given: Sequence[Any] = (), views: CallViews | None = None
-    ) -> Callable[..., Sequence[Tensor]] | None: ...
-
-
-class LayerRecorder(Recorder):
-    """Records one call of a layer with these values: torch calls, and ops as a whole."""
-
-    reads = LAYER_READS
-    key_has_strides = False
-    most = 32  # what takes more is no plain layer
-
-    def __init__(self, values: Sequence[Any]):
-        self.tensors: dict[Name, Tensor] = {}  # kept until the recording ends: launches are fixed on them
-        self.views: dict[Name, tuple[View, Step]] = {}  # tensors that are views of the first argument of a step
-        self.plans: dict[Step, OpPlan] = {}  # the steps that are ops
-        self.watched: list[Watched] = []  # what bodies read besides their values
-        super().__init__(values)
-
-    def name(self, t: Tensor, name: Name) -> Name:
-        self.tensors[name] = t
-        return super().name(t, name)
-
-    def add_step(
-        self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any, needed: bool = False
-    ) -> Step:
-        step = super().add_step(run, args, kwargs, found, needed)
-        if isinstance(found, Tensor) and step.made and not kwargs:
-            self._note_view(step, args, found)
-        return step
-
-    def run_plan(self, plan: OpPlan, values: Sequence[Any]) -> Any:
-        """Run an op's plan: one step, whatever it does. What its body reads elsewhere is checked in each call."""
-        if plan.traced.watched is not None:
-            self.watched.append(plan.traced.watched)
-        inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.sources]
-        with self._paused():
-            found = plan.run_program(*inputs)
-        self.plans[self.add_step(plan.run_program, inputs, {}, tuple(found), needed=True)] = plan
-        return plan.traced.pack(found)
-
-    def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
-        """Run a function of ours: one step likewise, unless it makes no tensor. ``faster``: see :func:`step`."""
-        with self._paused():
-            found = run(*given)
-            again = None if faster is None else faster(*given)
-        if isinstance(found, Tensor):
-            self.add_step(again or run, given, {}, found)
-        return found
-
-    def _run_view(self, view: Callable[[Any], Any], value: Any) -> Any:
-        """An argument as its op's input, with all batch dimensions."""
-        with self._paused():
-            found = view(value)
-        if isinstance(found, Tensor) and self.find_name(found) is None:
-            self._note_view(super().add_step(view, (value,), {}, found), (value,), found, reshapes=True)
-        return found
-
-    def _note_view(self, step: Step, args: Sequence[Any], found: Tensor, reshapes: bool = False) -> None:
-        with self._paused():
-            view = View.of(step.run, args, found, reshapes)
-        if view is not None and step.made:
-            self.views[step.made[0]] = view, step
-
-    def replay(self, result: Any) -> Callable[..., Any] | None:
-        """The call as a function of its values, which returns ``_CHANGED`` where a body would read something else; None
-        where it cannot be replayed."""
-        returned = names_in(self.name_tensors(result))
-        if self.failed:
-            return None
-        for step, plan in self.plans.items():
-            self._fix_launches(step, plan, returned)
-        checks: list[str] = []
-        for watched in self.watched:
-            checks += [f"if not {self.writer.hold(watched.holds)}():", f"    return {self.writer.hold(_CHANGED)}"]
-        return self.function(result, checks)
-
-    def _fix_launches(self, step: Step, plan: OpPlan, returned: set[str]) -> None:
-        """Run an op's recorded launches without a look-up, straight from what its inputs are views of to the views that
-        are made of its results."""
-        before = [self._look_through(value) for value in step.args]
-        after = [self._follow(name, returned) for name in step.made]
-        views = CallViews(
-            tuple(chain for _, chain in before), tuple(tuple(view for view, _ in users) for users in after)
-        )
-        inputs, given = self._tensors(step.args), self._tensors([value for value, _ in before])
-        fixed = plan.fix(inputs, given, views) if any(views.inputs) or any(views.outputs) else None
-        if fixed is None:
-            step.run = plan.fix(inputs) or step.run
-            return
-        step.run, step.args = fixed, [value for value, _ in before]
-        for k, users in enumerate(after):
-            for _, user in users:  # the step makes what this one did
-                (step.made[k],), user.made = user.made, []
-
-    def _tensors(self, values: Sequence[Any]) -> list[Any]:
-        """Values with the tensors in the places of their names."""
-        return [self.tensors[v] if type(v) is Name else v for v in values]
-
-    def _look_through(self, value: Any) -> tuple[Any, Views]:
-        """What a value is a view of, and the views in between."""
-        found: list[View] = []
-        while value in self.views if type(value) is Name else False:
-            view, step = self.views[value]
-            found.append(view)
-            value = step.args[0]
-        return value, tuple(found[::-1])
-
-    def _follow(self, name: Name, returned: set[str]) -> list[tuple[View, Step]]:
-        """The views, one after the other, through which alone a result of an op is used."""
-        found: list[tuple[View, Step]] = []
-        while name not in returned:
-            users = [
-                s for s in self.steps for used in tree_leaves((s.args, s.kwargs)) if type(used) is Name and used == name
-            ]
-            if len(users) != 1 or not users[0].made or users[0].made[0] not in self.views:
-                break
-            (name,) = users[0].made
-            found.append(self.views[name])
-        return found
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What happens inside is not recorded."""
-        self.paused, before = True, self.paused
-        try:
-            yield
-        finally:
-            self.paused = before
-
-
-recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)
-
-
-def fail_recording() -> None:
-    """Say that what is done now depends on more than the kind of a call."""
-    recorder = recording.get()
-    if recorder is not None:
-        recorder.failed = True
-
-
-Faster = Callable[..., Callable[..., Tensor] | None]
-
-
-def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[..., Tensor]:
-    """A function of ours that makes a tensor, in a form that the kind of its arguments decides: recorded as one step.
-
-    ``faster(*arguments)`` is a function that does the same for arguments like these, or None."""
-
-    @functools.wraps(run)
-    def recorded(*given: Any) -> Tensor:
-        recorder = None if torch.compiler.is_dynamo_compiling() else recording.get()
-        return run(*given) if recorder is None else recorder.run_step(run, given, faster)
-
-    return recorded
 
 
 def _split_values(values: Sequence[Any]) -> tuple[tuple | None, tuple]:
@@ -371,7 +224,7 @@ class LayerReplay:
         if call is not_replayable:
             return self.layer(*args, **kwargs)
         found = call(*flat)
-        return self._record(key, args, kwargs, flat) if found is _CHANGED else found
+        return self._record(key, args, kwargs, flat) if found is CHANGED else found
 
     def call_with_arrays(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with arrays of other libraries: one with tensors, which is recorded as any other."""
@@ -406,3 +259,59 @@ class LayerReplay:
 def _drop_master(value: Any) -> Any:
     """Stored vectors without what they were rounded from: it asks for no gradient here."""
     return value.without_master() if type(value) is Scaled else value
+
+
+# Folds on a CPU
+
+_MOST_KINDS = 64  # of inputs of one fold
+_MOST_PAIRS = 2**22  # of more, the host's time does not count
+_is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
+_cpp = settings.EnvironmentVariable("MONOIDREDUCE_CPP")
+
+
+class FoldReplay:
+    """``run``, a function of a list of tensors and numbers, or what was recorded of it on values of the same kind.
+
+    ``engine`` names the engine of its folds. The engine ``auto`` also follows tuned plans."""
+
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], engine: str):
+        self.run, self.engine = run, engine
+        self.known: BoundedCache[tuple, Callable[..., Sequence[Any]]] = BoundedCache(_MOST_KINDS)
+
+    @classmethod
+    def make(cls, run: Callable[[Sequence[Any]], Sequence[Any]], engine: str, sizes: Sizes) -> FoldReplay | None:
+        """For a fold of these sizes by an engine, or its gradient; None where recordings would not pay."""
+        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
+        if sizes.device.type != "cpu" or engine not in ("auto", "eager") or not 0 < pairs <= _MOST_PAIRS:
+            return None
+        return cls(run, engine)
+
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
+        chosen = dispatch.launch_key() if self.engine == "auto" else settings.now().launches
+        if chosen is None or skip_small_tiles.counters.get() or matmul.dry_run_sizes.get() is not None:
+            return self.run(values)
+        kinds = [(v.dtype, v.shape, v.stride(), v.is_neg()) if isinstance(v, Tensor) else repr(v) for v in values]
+        key = (chosen, dispatch.FOLDERS[self.engine], _cpp.read(), torch.get_num_threads(), *kinds)
+        call = self.known.get(key)
+        if call is None or call is seen_once:
+            return self._record(key, values)
+        if call is not not_replayable:
+            try:
+                return call(*values)
+            except Exception:  # the engine says what is wrong, and tries with less memory if that ran out
+                pass
+        return self.run(values)
+
+    def _record(self, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
+        if key not in self.known or _is_recording.get():  # then this is a part of what is recorded
+            self.known.keep(key, seen_once)
+            return self.run(values)
+        given = [v.detach() if isinstance(v, Tensor) else v for v in values]  # one given twice has two names
+        token = _is_recording.set(True)
+        try:
+            with Recorder(given) as recorder:
+                found = self.run(given)
+        finally:
+            _is_recording.reset(token)
+        self.known.keep(key, recorder.function(found) or not_replayable)
+        return found
