@@ -235,6 +235,11 @@ def expr_of(value: Any) -> Expr:
     if hasattr(value, "item") and not isinstance(value, torch.Tensor) and not getattr(value, "ndim", 0):
         value = value.item()  # a numpy scalar
     if isinstance(value, (bool, int, float)):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TraceError(
+                detail=f"{value} cannot enter a pair expression: it has more than 64 bits",
+                fix="Whole numbers of a body have 64 bits, from -2**63 to 2**63 - 1; a float may be larger",
+            )
         return const(value)
     if isinstance(value, torch.Tensor):
         if current_trace.get() is None:
