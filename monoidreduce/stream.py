@@ -405,7 +405,7 @@ class Stream:
         if states is not None:
             with torch.no_grad():
                 prepared = self._ready(state["columns"], str(state["program"]))
-                _, nothing = self._fold(prepared, self._maker.make(prepared, self._empty, 0))
+                _, nothing = self._fold(prepared, self._maker.make(prepared, self._empty or {}, 0))
             self._states = _read_states(states, nothing)
         self._ranges, self._next = ranges, int(state["stop"])
         return self

@@ -579,7 +579,7 @@ def dropout(x: Any, p: Any, seed: Any) -> torch.Tensor:
     tensor([0., 0.])
     """
     p = read_value(p)  # a fixed choice: it is checked here, and a new one is a new trace
-    if not isinstance(p, Real) or not 0 <= p <= 1:
+    if not isinstance(p, Real) or not 0 <= float(p) <= 1:
         raise ArgumentError(detail=f"dropout was given p = {shown(p)}", fix="A probability lies between 0 and 1")
     p = float(p)
     _, least, _ = sorted((int(p > 0), round(p * philox.COINS), philox.COINS - int(p < 1)))
