@@ -153,10 +153,15 @@ class Stream:
             prepared = self._ready(named)
             chunk = self._maker.make(prepared, named, self._next)
             ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
-            chunked, p = prepared.chunked, _single_pass(prepared.chunked)
-            leaves = chunked.leaves(p, chunked.row_feeds(p, {}, None), chunk, None)
-            self._states = stream.merge_states(p.fold, self._states, chunked.fold(p.fold, leaves, chunk, None))
+            fold, states = self._fold(prepared, chunk)
+            self._states = stream.merge_states(fold, self._states, states)
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
+
+    def _fold(self, prepared: Prepared, chunk: Any) -> tuple[Any, list[State]]:
+        """The fold of a chunk, and the states that it gives."""
+        chunked, p = prepared.chunked, _single_pass(prepared.chunked)
+        leaves = chunked.leaves(p, chunked.row_feeds(p, {}, None), chunk, None)
+        return p.fold, chunked.fold(p.fold, leaves, chunk, None)
 
     def merge(self, other: Stream) -> Stream:
         """Take in what another stream of the same op and rows has folded of other columns, in any order.
@@ -394,11 +399,15 @@ class Stream:
                 fix="Give what state_dict() gave; a state of an older version holds too little, so fold anew",
             )
         _check_same_rows(state["rows"], self._rows, "the saved state and this stream")
-        if state["states"] is not None:
-            self._ready(state["columns"] or {}, str(state["program"]))
-            self._states = [[t.clone() for t in s] for s in state["states"]]
-        self._ranges = tuple((int(a), int(b)) for a, b in state["ranges"])
-        self._next = int(state["stop"])
+        ranges, states = _read_ranges(state["ranges"]), state["states"]
+        if (states is None) != (state["columns"] is None) or (states is None and ranges) or state["stop"] < 0:
+            raise _damaged("its columns, states and numbers do not belong together")
+        if states is not None:
+            with torch.no_grad():
+                prepared = self._ready(state["columns"], str(state["program"]))
+                _, nothing = self._fold(prepared, self._maker.make(prepared, self._empty or {}, 0))
+            self._states = _read_states(states, nothing)
+        self._ranges, self._next = ranges, int(state["stop"])
         return self
 
     # Chunks
@@ -540,6 +549,33 @@ _STATE: dict[str, Any] = {
     **{"program": str, "start": int, "stop": int, "rows": Mapping, "ranges": (tuple, list)},
     **{"columns": (Mapping, type(None)), "states": (tuple, list, type(None))},
 }
+
+
+def _damaged(why: str) -> StreamError:
+    return StreamError(detail=f"the state is damaged: {why}", fix="Give what state_dict() gave, or fold anew")
+
+
+def _read_ranges(given: Sequence[Any]) -> Ranges:
+    """The ranges of a saved state."""
+    pairs = [tuple(r) for r in given if isinstance(r, (tuple, list)) and [type(n) for n in r] == [int, int]]
+    if len(pairs) != len(given) or any(start > stop or start < 0 for start, stop in pairs):
+        raise _damaged(f"its ranges are {shown(given)}")
+    return _join_ranges((), tuple((start, stop) for start, stop in pairs))
+
+
+def _read_states(given: Sequence[Any], like: list[State]) -> list[State]:
+    """Copies of saved states, where they have the form of ``like``."""
+    forms = [[(m.shape, m.dtype) for m in own] for own in like]
+    found = [[(t.shape, t.dtype) for t in s if isinstance(t, Tensor) and not t.is_meta] for s in map(_listed, given)]
+    if forms != found:
+        raise _damaged("its tensors are not those of this op")
+    return [
+        [t.to(m.device, copy=True) for t, m in zip(s, own, strict=True)] for s, own in zip(given, like, strict=True)
+    ]
+
+
+def _listed(state: Any) -> Sequence[Any]:
+    return state if isinstance(state, (tuple, list)) else ()
 
 
 def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:

@@ -142,7 +142,8 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
         return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point() and not value.is_complex():
         return
-    if not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
+    count = isinstance(value, bool) and least > 0  # True is no number of things
+    if count or not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
         above = "" if least < 0 else f", {least} or more"
         raise ArgumentError(
             detail=f"{name} was given {_shown(value)}", fix=f"Give an integer that fits in 64 bits{above}"

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ShapeError, UnreducedError
+from ..errors import ShapeError, TraceError, UnreducedError, shown
 from . import intervals as iv
 from . import several
 from .expression import (
@@ -313,20 +313,27 @@ def feature_extreme(x: Expr, largest: bool) -> Expr:
 
 
 def vector_norm(x: Expr, p: Any = 2) -> Expr:
-    """The p-norm; its slope at 0 is 0, as in torch."""
-    if p in (2, 2.0, "fro", None):
-        square = fsum(apply("square", x))
-        zero = apply("eq", square, 0)
-        return apply("where", zero, 0.0, apply("sqrt", apply("where", zero, 1.0, square)))
+    """The p-norm; its slope at 0 is 0, as in torch, and for p below 1 that of a feature that is 0."""
+    p = 2 if p in ("fro", None) else p
+    if not isinstance(p, (int, float)):
+        raise TraceError(detail=f"a norm was given p = {shown(p)}", fix="Give a number: 1, 2, math.inf")
+    if p == 0:
+        return fsum(apply("cast", apply("ne", x, 0), to="float"))
     size = apply("abs", x)
     if p == 1:
         return fsum(size)
-    if p == math.inf:
-        return feature_extreme(size, True)
-    return apply("pow", fsum(apply("pow", size, p)), 1.0 / p)
+    if math.isinf(p):
+        return feature_extreme(size, p > 0)
+    if p < 1:
+        none = apply("eq", size, 0)
+        total = fsum(apply("where", none, 0.0 if p > 0 else math.inf, apply("pow", apply("where", none, 1.0, size), p)))
+    else:
+        total = fsum(apply("square", x) if p == 2 else apply("pow", size, p))
+    zero = apply("eq", total, 0)
+    return apply("where", zero, 0.0, apply("pow", apply("where", zero, 1.0, total), 1.0 / p))
 
 
-def normalize_vector(x: Expr, p: float, eps: float) -> Expr:
+def normalize_vector(x: Expr, p: Any, eps: float) -> Expr:
     """x / max(norm, eps)."""
     return apply("div", x, apply("maximum", vector_norm(x, p), eps))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -235,6 +236,11 @@ def expr_of(value: Any) -> Expr:
     if hasattr(value, "item") and not isinstance(value, torch.Tensor) and not getattr(value, "ndim", 0):
         value = value.item()  # a numpy scalar
     if isinstance(value, (bool, int, float)):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TraceError(
+                detail=f"{value} cannot enter a pair expression: it has more than 64 bits",
+                fix="Whole numbers of a body have 64 bits, from -2**63 to 2**63 - 1; a float may be larger",
+            )
         return const(value)
     if isinstance(value, torch.Tensor):
         if current_trace.get() is None:
@@ -247,6 +253,15 @@ def expr_of(value: Any) -> Expr:
             fix="Pass it as an argument, declared Row, Col, mr.Batch or mr.Pair",
         )
     raise TraceError(detail=f"{shown(value)} cannot enter a pair expression", fix="Use numbers and arguments")
+
+
+def read_value(value: Any) -> Any:
+    """The Python value of a fixed choice (how many, a probability): a body is traced once for each."""
+    if isinstance(value, Symbol):
+        fix = "Give a plain number, or declare it int or float"
+        return math.nan if value.expr.op == "nan" else value._value("a fixed choice", fix)
+    one = hasattr(value, "item") and not getattr(value, "ndim", 0)  # a numpy scalar, or a tensor of no dimensions
+    return value.item() if one and not getattr(value, "requires_grad", False) else value
 
 
 def _operator(name: str, reflected: bool = False) -> Callable:
@@ -296,15 +311,15 @@ def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = N
 
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any = None, dtype: Any = None) -> Any:
     p = p if ord is None else ord
-    if isinstance(p, Symbol):
+    if isinstance(p, Symbol) and (p.expr.rows or p.expr.cols):
         raise TraceError(
             detail="norm was given two values", fix="The distance of a pair is torch.sqrt(mr.sqdist(x, y))"
         )
-    return Symbol(constructors.vector_norm(_vector(x), p))
+    return Symbol(constructors.vector_norm(_vector(x), read_value(p)))
 
 
 def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return Symbol(constructors.normalize_vector(_vector(x), p, eps))
+    return Symbol(constructors.normalize_vector(_vector(x), read_value(p), read_value(eps)))
 
 
 def _feature_extreme(largest: bool) -> Callable:
@@ -362,6 +377,11 @@ def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
 
 def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     a, b = expr_of(x), expr_of(y)
+    if rounding_mode not in (None, "floor", "trunc"):
+        raise TraceError(
+            detail=f"div was given rounding_mode={shown(rounding_mode)}",
+            fix='Use "floor", "trunc" or None, as in torch',
+        )
     if rounding_mode is not None:
         _check_divisor(a, b)
     if rounding_mode == "floor":

@@ -6,6 +6,7 @@ Each becomes one of the few kinds of ``reductions/`` and arithmetic on its resul
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,8 +16,8 @@ from ..algebra.laws import probe
 from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError, shown
 from ..reductions import make
 from . import constructors, philox
-from .expression import Expr, const, index, size
-from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of
+from .expression import Expr, const, index, size, topological
+from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of, read_value
 
 row_index: torch.Tensor = Everywhere(index("row"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's row, from 0; over many ranks, of the whole.
@@ -322,8 +323,9 @@ class TopK(NamedTuple):
         return self._once(self._sum(x))
 
     def _sum(self, x: Any) -> Any:
-        at, over = (col_index, "cols") if expr_of(self.indices).rows else (row_index, "rows")
-        return sum(torch.where(at == self.indices, x, 0.0), over=over)
+        *_, search = (e for e in topological([expr_of(self.indices)]) if e.op == "reduce")
+        over = search.attrs[1]
+        return sum(torch.where((col_index if over == "cols" else row_index) == self.indices, x, 0.0), over=over)
 
     def _once(self, x: Any) -> Any:
         """What was summed over the entries of a chosen column, which a list of columns may name several times."""
@@ -345,11 +347,17 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     >>> nearest(torch.tensor([0.0]), torch.tensor([5.0, 1.0, 3.0]))
     tensor([[1, 2]])
     """
-    if isinstance(k, float) or int(k) < 1:
-        raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for a whole number, at least one")
-    k, largest = int(k), bool(largest)
+    k, largest = _read_count("topk", k), bool(largest)
     values, indices = _reduce("topk", over, (k, largest), _as_ordered(x), name="topk")
     return TopK(values != 0 if _is_bool(x) else values, indices)
+
+
+def _read_count(name: str, k: Any) -> int:
+    """A number of columns: a fixed choice, which is checked here."""
+    k = read_value(k)
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)) or k < 1:
+        raise ArgumentError(detail=f"{name} was given k = {shown(k)}", fix="Ask for a whole number, at least one")
+    return int(k)
 
 
 @check_call
@@ -366,7 +374,7 @@ def topk_mean(score: Any, value: Any, k: int, *, over: str = "cols") -> torch.Te
     >>> sparse_attention(torch.ones(1, 1), torch.tensor([[0.0], [4.0], [4.0]]), torch.tensor([[9.0], [1.0], [3.0]]), 2)
     tensor([[2.]])
     """
-    best = topk(Symbol(_number(score)), k, over=over)
+    best = topk(Symbol(_number(score)), _read_count("topk_mean", k), over=over)
     top = best.values.amax(-1).detach()
     weight = torch.exp(best.values - torch.where(top == -math.inf, 0.0, top))
     total = weight.sum(-1)
@@ -390,7 +398,7 @@ def any(x: Any, *, over: str = "cols") -> torch.Tensor:
     >>> known(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([ True, False])
     """
-    return count(x, over=over) > 0
+    return _count_true("any", x, over) > 0
 
 
 @check_call
@@ -404,7 +412,7 @@ def all(x: Any, *, over: str = "cols") -> torch.Tensor:
     >>> least(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([ True, False])
     """
-    return count(x, over=over) == _count(over)
+    return _count_true("all", x, over) == _count(over)
 
 
 @check_call
@@ -418,9 +426,13 @@ def count(x: Any = True, *, over: str = "cols") -> torch.Tensor:
     >>> rank(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0, 1])
     """
+    return cast(torch.Tensor, _count_true("count", x, over))
+
+
+def _count_true(name: str, x: Any, over: str) -> Any:
     if isinstance(x, bool):
-        return cast(torch.Tensor, _count(over) if x else Symbol(const(0)))
-    return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name="count")[0]
+        return _count(over) if x else Symbol(const(0))
+    return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name=name)[0]
 
 
 @check_call
@@ -566,9 +578,10 @@ def dropout(x: Any, p: Any, seed: Any) -> torch.Tensor:
     >>> kept(torch.zeros(2), torch.ones(3))
     tensor([0., 0.])
     """
-    p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
-    if not 0 <= p <= 1:
-        raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
+    p = read_value(p)  # a fixed choice: it is checked here, and a new one is a new trace
+    if not isinstance(p, Real) or not 0 <= float(p) <= 1:
+        raise ArgumentError(detail=f"dropout was given p = {shown(p)}", fix="A probability lies between 0 and 1")
+    p = float(p)
     _, least, _ = sorted((int(p > 0), round(p * philox.COINS), philox.COINS - int(p < 1)))
     kept, scale = _draw_coin(seed) >= least, 1 / (1 - least / philox.COINS) if p < 1 else 0.0
     vector = isinstance(x, Symbol) and x.expr.feature is not None

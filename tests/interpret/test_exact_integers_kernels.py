@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Pair, Row
-from tests.support.exact_integer_cases import CASES, documents, vectors
+from tests.support.exact_integer_cases import CASES, documents, pairs, shifts_by_data, vectors
 
 
 @pytest.mark.sampled(6)
@@ -16,6 +16,11 @@ def test_integers_are_those_of_torch(name):
 
 def test_sums_and_products_of_integer_vectors():
     vectors("triton")
+
+
+@pytest.mark.parametrize("case", [pairs, shifts_by_data])
+def test_integers_have_64_bits(case):
+    case("triton")
 
 
 @pytest.mark.parametrize("base", [2**53, 2**63 - 8])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.special_derivative_cases import BINARY, INF, UNARY, check
+from tests.support.special_derivative_cases import BINARY, INF, UNARY, check, check_norms
 
 
 @pytest.mark.parametrize("name", ["relu", "clamp", "hardtanh", "cosh", "logit", "x ** 0", "x ** 3", "0.0 ** x"])
@@ -18,3 +18,8 @@ def test_functions_of_two_numbers(name):
 @pytest.mark.parametrize("name", ["minimum", "maximum"])
 def test_what_is_not_chosen_has_no_gradient_whatever_the_cotangent(name):
     check(name, BINARY[name], 2, "triton", INF, few=True)
+
+
+@pytest.mark.parametrize("power", [2, 3, 0.5, -1])
+def test_norms(power):
+    check_norms("triton", power)

@@ -117,3 +117,49 @@ def documents(engine: str, base: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     plain = torch.autograd.grad(expected.square().sum(), [q, k, v])
     torch.testing.assert_close(grads, plain, rtol=1e-4, atol=1e-4)
+
+
+def pairs(engine: str) -> None:
+    """Numbers per pair of fewer bits, indices and constants: sums, products and shifts of theirs have 64."""
+    draw = torch.Generator().manual_seed(2)
+    kinds = [torch.int8, torch.uint8, torch.int16, torch.int32]
+    given = [torch.randint(-(2**31), 2**31, (2, 6, 40), generator=draw).to(kind) for kind in kinds]
+    i, j = torch.arange(6).view(-1, 1), torch.arange(40)
+
+    def values(i: Any, j: Any, given: Any) -> list[Any]:
+        byte, small, short, whole = given
+        count = j % 70 - 3  # also below 0, and beyond all bits
+        return [
+            byte * byte * short * short * short, whole * 2**31 - i, (whole << 33) + byte, (small << 63) + j, -whole - 1,
+            i - 2**31, j + 2**31 - 1 + i, 2**40 - j - i, whole >> count, small << count, (whole & 7 | byte) << count,
+            torch.where((whole >> count) > 0, j, 2**40), abs(whole) // 3 + (short ^ whole) % 7,
+        ]  # fmt: skip
+
+    @mr.op
+    def op(x: Row, y: Col, a: mr.Pair, b: mr.Pair, c: mr.Pair, d: mr.Pair):
+        found = values(mr.row_index, mr.col_index, (a, b, c, d))
+        seen = (mr.sum(torch.where(v > -5, x + y, 0.0)) for v in found)
+        return *map(mr.sum, found), *map(mr.max, found), *seen, *map(mr.count, (v > 2**31 for v in found))
+
+    x, y = torch.rand(6, generator=draw), torch.rand(40, generator=draw)
+    with mr.use(engine=engine):
+        got = op(x, y, *given)
+    dense = [v.expand(2, 6, 40) for v in values(i, j, [g.long() for g in given])]
+    seen = [torch.where(v > -5, x.unsqueeze(-1) + y, 0.0).sum(-1) for v in dense]
+    expected = [v.sum(-1) for v in dense], [v.amax(-1) for v in dense], seen, [(v > 2**31).sum(-1) for v in dense]
+    for a, b in zip(got, [v for part in expected for v in part], strict=True):
+        torch.testing.assert_close(a.expand_as(b), b)
+
+
+def shifts_by_data(engine: str) -> None:
+    """A condition whose tiles are shifted by any number of bits, negative ones too: no tile is skipped wrongly."""
+    x, count = torch.tensor([5, -7, 2**62, -(2**63)]), torch.tensor([-1, 64] * 40 + [0, 1, 62, 63, -(2**40), 2**40])
+
+    @mr.op
+    def seen(x: Row, count: Col):
+        return mr.sum(torch.where(x >> count > 0, 1.0, 0.0)), mr.sum(torch.where(x << count < 0, 1.0, 0.0))
+
+    with mr.use(engine=engine):
+        right, left = seen(x, count)
+    torch.testing.assert_close(right, ((x.unsqueeze(-1) >> count) > 0).sum(-1).float())
+    torch.testing.assert_close(left, ((x.unsqueeze(-1) << count) < 0).sum(-1).float())

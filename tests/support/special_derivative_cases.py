@@ -176,3 +176,31 @@ def _grads(value: Tensor, inputs: list[Tensor], cotangent: float) -> list[Tensor
         return [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(value, inputs, torch.full_like(value, cotangent), allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+POWERS = [1, 2, 3, 2.5, 1.5, 0.5, -1, -2, INF, -INF]
+
+
+def check_norms(engine: str, power: float, normalized: bool = False) -> None:
+    """Norms of a vector and of a distance, with zeros and equal points among them: values and gradients as torch's."""
+    x = torch.tensor([[0.0, 0, 0], [1, 2, -2], [0, 3, 0], [2, 2, -2]], dtype=torch.float64)
+    y = torch.tensor([[0.0, 0, 0], [1, 2, -2], [0, 0, 1], [2, 0, 2], [1, 1, 1]], dtype=torch.float64)
+    length: Callable[[Any], Any] = lambda v: torch.linalg.vector_norm(v, power, dim=-1)
+    if normalized:
+        length = lambda v: F.normalize(v, power, dim=-1, eps=0.25).square().sum(-1)
+
+    @mr.op
+    def op(x: Row["d"], y: Col["d"]):
+        return mr.sum(length(x) * (1 + y[0])), mr.sum(length(x - y), over="rows")
+
+    def run(dense: bool) -> tuple:
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        if dense:
+            found = (length(a).unsqueeze(-1) * (1 + b[:, 0])).sum(1), length(a.unsqueeze(1) - b).sum(0)
+        else:
+            with mr.use(engine=engine):
+                found = op(a, b)
+        return *found, *torch.autograd.grad(found[0].square().sum() + found[1].sin().sum(), [a, b])
+
+    for one, other in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(one, other)

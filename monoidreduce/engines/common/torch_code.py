@@ -384,10 +384,12 @@ class Writer(FunctionWriter):
         return name
 
     def _raise_dtype(self, e: Expr) -> str:
-        """A value in the type of the arithmetic: 16-bit inputs are raised, once."""
+        """A value in the type of the arithmetic: 16-bit inputs, and shorter integers of pairs, are raised, once."""
         name = self.names[e]
-        if e.op not in ("input", "leaf") or e.dtype != "float" or e in self.plain:
+        if e.op not in ("input", "leaf") or e.dtype == "bool" or e in self.plain:
             return name
+        if e.dtype == "int":
+            return self._view(name, f"{name}.long()") if e.is_pair else name
         if e.packing is not None:
             return self._widen(e)
         return self._view(name, f"{name} if {name}.dtype is C else {name}.to(C)")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Pair, Row
 from tests.support.allocations import usage
 from tests.support.comparison import use_small_tiles
 from tests.support.large_topk_cases import AXES, K, arguments, dense, derive, sort_rows, winners
@@ -158,3 +158,25 @@ def test_lists_of_columns_with_a_column_named_twice():
     assert at[0].unique().numel() == 2 and torch.equal(gathered, c[at])
     torch.testing.assert_close(numbers, (weight * c[at]).sum(-1))
     torch.testing.assert_close(vectors, (weight.unsqueeze(-1) * y[at]).sum(-2))
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto", "panel"])
+@pytest.mark.parametrize("over", ["cols", "rows"])
+def test_gather_along_the_axis_that_was_searched(over, engine):
+    """Also where the score is a number of that axis alone, so that all rows (or columns) chose the same."""
+
+    @mr.op
+    def chosen(r: Row, c: Col, p: Pair):
+        score, own, other = (c, c * 2, r) if over == "cols" else (r, r * 2, c)
+        best = mr.topk(score, 3, over=over)
+        return best.gather(own), best.gather(p), best.gather(other * own), mr.topk_mean(score, p, 3, over=over)
+
+    r, c, p = torch.randn(9), torch.randn(7), torch.randn(9, 7)
+    with mr.use(engine=engine):
+        own, pairs, products, means = chosen(r, c, p)
+    score, other, p = (c, r, p) if over == "cols" else (r, c, p.mT)
+    values, at = score.topk(3)
+    torch.testing.assert_close(own, 2 * values)
+    torch.testing.assert_close(pairs, p[:, at])
+    torch.testing.assert_close(products, other.unsqueeze(-1) * 2 * values)
+    torch.testing.assert_close(means, p[:, at] @ values.softmax(-1))

@@ -1,5 +1,7 @@
 """Messages that help: what was given, what to write instead, and the line of the body that did it."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -238,3 +240,60 @@ def test_arrays_are_shown_by_type_and_shape():
     assert "a list of 1000" in text and len(text) < 400
     text = message(local, mr.ShapeError, X, Y, window=torch.zeros(900))
     assert "tensor(" not in text and "(900,)" in text
+
+
+FIXED = [
+    (
+        lambda s, k: mr.topk(s, k).values,
+        mr.ArgumentError,
+        "topk was given k = ",
+        [True, 0, -1, 2.0, math.nan, "3", None],
+    ),
+    (lambda s, k: mr.topk_mean(s, s, k), mr.ArgumentError, "topk_mean was given k = ", [[2], torch.tensor(2.0), 1j]),
+    (lambda s, p: mr.sum(mr.dropout(s, p, 1)), mr.ArgumentError, "dropout was given p = ", [-0.1, 2, "0.5", None, 1j]),
+    (lambda s, p: mr.sum(mr.dropout(s, p, 1)), mr.ArgumentError, "dropout was given p = ", [math.nan, torch.ones(2)]),
+    (lambda s, m: mr.sum(s.div(2, rounding_mode=m)), mr.TraceError, "rounding_mode=", ["ceil", "", 1]),
+    (lambda s, m: mr.sum(torch.div(s.int(), 2, rounding_mode=m)), mr.TraceError, "rounding_mode=", ["ceil", ""]),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "match", "values"), FIXED)
+def test_fixed_choices(body, error, match, values):
+    for value in values:
+
+        @mr.op
+        def op(x: Row["d"], y: Col["d"]):
+            return body(x @ y, value)  # noqa: B023  # called in this iteration
+
+        with pytest.raises(error, match=match):
+            op(torch.ones(2, 3), torch.ones(4, 3))
+
+
+def test_choices_given_at_the_call():
+    @mr.op
+    def best(x: Row["d"], y: Col["d"], k: int):
+        return mr.topk(x @ y, k).values
+
+    @mr.op
+    def dropped(x: Row["d"], y: Col["d"], p: float):
+        return mr.sum(mr.dropout(x @ y, p, 1))
+
+    x, y = torch.ones(2, 3), torch.ones(4, 3)
+    with pytest.raises(mr.ArgumentError, match="k = True"):
+        best(x, y, True)
+    with pytest.raises(mr.ArgumentError, match="k = -3"):
+        best(x, y, -3)
+    with pytest.raises(mr.ArgumentError, match="p = nan"):
+        dropped(x, y, math.nan)
+    with pytest.raises(mr.ArgumentError, match="k was given True"):
+        mr.ops.knn(x, y, True)
+
+
+@pytest.mark.parametrize("name", ["any", "all", "count"])
+def test_reductions_of_truth_by_their_own_names(name):
+    @mr.op
+    def op(x: Row["d"], y: Col["d"]):
+        return getattr(mr, name)(x > y)
+
+    with pytest.raises(mr.UnreducedError, match=f"mr.{name} folds"):
+        op(torch.ones(2, 3), torch.ones(4, 3))

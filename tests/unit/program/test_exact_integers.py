@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Pair, Row
+from monoidreduce.plan.schedule import Choice, follow
 from tests.support.comparison import use_small_tiles
-from tests.support.exact_integer_cases import CASES, documents, leaks, vectors
+from tests.support.exact_integer_cases import CASES, documents, leaks, pairs, shifts_by_data, vectors
 
 ENGINES = ["reference", "eager", "auto"]
 
@@ -20,6 +21,32 @@ def test_integers_are_those_of_torch(name, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sums_and_products_of_integer_vectors(engine):
     vectors(engine)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "panel"])
+@pytest.mark.parametrize("case", [pairs, shifts_by_data])
+def test_integers_have_64_bits(engine, case, monkeypatch):
+    use_small_tiles(monkeypatch)
+    case(engine)
+
+
+def test_integers_of_small_calls_have_64_bits():
+    @mr.op
+    def least(a: Row, b: Col, p: Pair):
+        return mr.min((p << 33) + p * p + (a + b).int())
+
+    given = torch.zeros(2), torch.zeros(7), torch.full((2, 7), 2**30, dtype=torch.int32)
+    with mr.use(engine="auto"), follow({"call": Choice("dense")}):
+        assert least(*given).tolist() == [2**60 - 2**63] * 2
+
+
+def test_constants_of_more_bits_are_refused():
+    @mr.op
+    def op(a: Row, b: Col):
+        return mr.sum(a - b + 2**63)
+
+    with pytest.raises(mr.TraceError, match="more than 64 bits"):
+        op(torch.ones(2).long(), torch.ones(3).long())
 
 
 @pytest.mark.parametrize("base", [0, 2**24, 2**53, 2**60, -(2**60) - 9, 2**63 - 8])

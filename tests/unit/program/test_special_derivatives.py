@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.program import bounds
-from tests.support.special_derivative_cases import BINARY, CHOICES, HARD, INF, NAN, UNARY, check
+from tests.support.special_derivative_cases import BINARY, CHOICES, HARD, INF, NAN, POWERS, UNARY, check, check_norms
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -69,3 +69,29 @@ def test_a_minimum_with_an_infinite_branch(engine):
     with mr.use(engine=engine):
         grads = torch.autograd.grad(op(x, y).sum(), [x, y])
     assert torch.equal(grads[0], torch.full((2,), -INF)) and torch.equal(grads[1], torch.zeros(1))
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager"])
+@pytest.mark.parametrize("power", POWERS)
+def test_norms(power, engine):
+    check_norms(engine, power)
+    check_norms(engine, power, normalized=True)
+
+
+def test_the_power_of_a_norm_is_a_choice():
+    @mr.op
+    def total(x: Row["d"], y: Col["d"], p: float):
+        return mr.sum((x - y).norm(p))
+
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    for p in (0, 1, 3.0, INF):
+        torch.testing.assert_close(total(x, y, p), torch.cdist(x, y, p).sum(1))
+    with pytest.raises(mr.TraceError, match="p = 'nuc'"):
+        mr.op(measure_by("nuc"))(x, y)
+
+
+def measure_by(p):
+    def body(x: Row["d"], y: Col["d"]):
+        return mr.sum((x - y).norm(p))
+
+    return body

@@ -209,6 +209,30 @@ def test_what_does_not_belong_together_is_refused_and_changes_nothing():
         fold.merge(y)
 
 
+DAMAGE = {
+    "ranges of three": lambda s: s.update(ranges=[[0, 5, 6]]),
+    "ranges that are words": lambda s: s.update(ranges=[["a", "b"]]),
+    "ranges backwards": lambda s: s.update(ranges=[[20, 0]]),
+    "no states": lambda s: s.update(states=None),
+    "no columns": lambda s: s.update(columns=None),
+    "before the first": lambda s: s.update(stop=-1),
+    "a state less": lambda s: s["states"].pop(),
+    "a field less": lambda s: s["states"][0].pop(),
+    "a list": lambda s: s["states"].__setitem__(0, [[1.0]]),
+    "fewer rows": lambda s: s["states"].__setitem__(0, [t[..., :2] for t in s["states"][0]]),
+    "another type": lambda s: s["states"].__setitem__(0, [t.half() for t in s["states"][0]]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_state_is_refused(damage):
+    search, (x, y, label) = make_search(), problem()
+    state = saved(part(search, (x, label), y, 0, 20))
+    damage(state)
+    with pytest.raises(mr.StreamError, match="the state is damaged"):
+        search.stream(x, label).load_state_dict(state)
+
+
 # Sources that change between two readings ----------------------------------------------------------------------
 
 

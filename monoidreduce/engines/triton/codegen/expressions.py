@@ -20,15 +20,13 @@ from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
 from .exponents import LOG2E, factor_out, literal
+from .integer_widths import BITS, IntegerBounds
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen
 
-_INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
-_BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift")
 _TYPED = (  # need typed constants
     "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
-    "copysign", *_BITS,
+    "copysign", *BITS,
 )  # fmt: skip
-_KEEPS_SIZE = (*_BITS, "minimum", "maximum", "where", "detach", "cast")  # of int32 data these are as large as the data
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
 _NAMED = (*vars(quick_functions), *vars(special_functions), *vars(random_functions))
@@ -37,11 +35,6 @@ _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
-
-
-def _is_beyond_int32(e: Expr) -> bool:
-    """True for an integer constant that int32 does not hold: Triton refuses it beside an int32 tensor."""
-    return e.op == "const" and e.dtype == "int" and not -(2**31) <= e.const < 2**31
 
 
 class ExpressionWriter:
@@ -54,6 +47,7 @@ class ExpressionWriter:
     def __init__(self, spec: Spec):
         self.spec = spec
         self.float = f"tl.{spec.compute}"
+        self.integers = IntegerBounds(spec)
         self.before: list[str] = []  # lines before the loop
         self.inside: list[str] = []  # lines of the loop that is being written
         self.outer: dict[object, str] = {}  # names bound before the loop
@@ -334,13 +328,7 @@ class ExpressionWriter:
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
         if e.op in _TYPED:
             args = [self._type_constant(t, a, e) for t, a in zip(args, e.args, strict=True)]
-        # sums of int32 data could wrap around where torch's do not; indices are small enough
-        sums = e.op in ("add", "sub", "neg", "abs") and any(map(self._is_int32_data, e.args))
-        if e.dtype == "int" and (e.op in _INTEGER_GROWS or sums):
-            args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
-        if e.op in ("where", *_COMPARE) and any(map(_is_beyond_int32, e.args)):  # indices and int32 data beside it
-            whole = [a.op != "const" and a.dtype != "float" and (e.op != "where" or k) for k, a in enumerate(e.args)]
-            args = [f"{t}.to(tl.int64)" if w else t for t, w in zip(args, whole, strict=True)]
+        args = self.integers.arguments(e, args)
         if e.op == "mul" and e.dtype == "bool":
             return f"{args[0]} & {args[1]}"
         if e.op in ("div", "reciprocal") and self._divides_exactly(e):
@@ -357,9 +345,6 @@ class ExpressionWriter:
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
-
-    def _is_int32_data(self, e: Expr) -> bool:
-        return any(map(self._is_int32_data, e.args)) if e.op in _KEEPS_SIZE else self.spec.type_of.get(e) == "int32"
 
     def _divides_exactly(self, e: Expr) -> bool:
         """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two

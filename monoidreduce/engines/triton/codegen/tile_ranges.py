@@ -312,7 +312,7 @@ def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low:
     """The range of an integer result; any integer at all on tiles where int64 may wrap around."""
     bounds = [x.most or 0 for x in args]
     most = sum(bounds) if op in ("add", "sub") else math.prod(bounds) if op == "mul" else max(bounds)
-    if most < 2**63 or op in ("minimum", "maximum", "detach"):
+    if most < 2**63 or op in ("minimum", "maximum", "detach", "bitwise_right_shift"):
         return Range(low, high, most)
     ends = rule(*(Range(_double(x.low), _double(x.high)) for x in args))
     far = (ends[0] <= -_NEAR_OVERFLOW) | (ends[1] >= _NEAR_OVERFLOW)
@@ -371,6 +371,13 @@ def _not(x: Range) -> Range:
     return Range(1 - high, 1 - low)
 
 
+def _shift_right(x: Range, count: Range) -> Range:
+    """Monotone in each argument: the ends are among those of the four corners. A count below 0 shifts all bits out."""
+    least = _where(count.low < 0, 0, _where(count.low > 63, 63, count.low))
+    most = _where((count.low < 0) | (count.high > 63), 63, count.high)
+    return _span(_right_shift(a, b) for a in x[:2] for b in (least, most))
+
+
 _RULES: dict[str, Callable[..., Range]] = {
     "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
     "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
@@ -392,6 +399,5 @@ _RULES: dict[str, Callable[..., Range]] = {
     "logical_not": _not,
     "detach": lambda x: x,
     "stretches": lambda x: x,
-    # monotone in each argument: the ends are among those of the four corners
-    "bitwise_right_shift": lambda x, y: _span(_right_shift(a, b) for a in x[:2] for b in y[:2]),
+    "bitwise_right_shift": _shift_right,
 }

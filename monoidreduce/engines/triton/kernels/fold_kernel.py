@@ -28,6 +28,7 @@ from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
 from ..codegen.accumulators import is_stored
+from ..codegen.integer_widths import SMALL
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..launch import descriptors, hardware, jit_module
@@ -68,7 +69,6 @@ _GROUP_SIZES = (2, 4, 8, 16)  # parts of the text: divisions are shifts (as a ru
 # pairs (128 x 16 heads of 128 rows to 4 x 16 of 1024): 0.79 to 1.14 of the forward's time, 0.85 to 0.94 with gradients;
 # of 64 features no gain that could be told from noise.
 WIDE_GAIN = 8
-SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
 def describe_tensor(v: Tensor) -> tuple:
