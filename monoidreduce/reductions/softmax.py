@@ -272,8 +272,6 @@ class SoftmaxLaneLines(SoftmaxLines):
     guess, which sums could not bear, the row is walked again, measured from the true one.
     """
 
-    peeks = True
-
     def prepare(self) -> None:
         self.fast, self.guesses = self.v.spec.narrow is not None, False
         self.means = []

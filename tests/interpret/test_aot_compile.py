@@ -5,6 +5,7 @@ One case of every schedule always; all of them, which take minutes, with the slo
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -120,6 +121,18 @@ def test_kernels_compile(capability, which, tmp_path):
     forward = {k["case"]: k["staged"] for k in found[::-1]}
     expected = {name for name in STAGED if name in forward} if capability == 90 else set()
     assert {name for name, staged in forward.items() if staged} == expected
+
+
+@pytest.mark.slow
+def test_instructions_of_functions_are_counted(tmp_path):
+    """A hyperbolic tangent is one instruction of the special function unit, and tens where it is exact."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | _private(tmp_path)
+    command = [sys.executable, "-m", "tests.support.count_instructions", "cuda:90", "tanh", "add"]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    rows = [[int(n) for n in re.findall(r"\d+", line)] for line in said.splitlines()[2:]]
+    (exact, special, _, *fast), plain = rows
+    assert exact > 20 and special > 0 and fast == [1, 1, 1]
+    assert plain == [1, 0, 1] * 2  # an addition
 
 
 @pytest.mark.slow

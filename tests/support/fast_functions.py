@@ -98,21 +98,32 @@ def run(form: str, device: str) -> dict[str, torch.Tensor]:
     texts = {}
     for name, p in PRIMITIVES.items():
         if p.fast and name not in UNMEASURED:
-            attributes = {k: repr(v) if not isinstance(v, str) else v for k, v in p.attributes.items()}
-            texts[name] = _write_fast(p.triton.format("x", "y", **attributes), form)
+            texts[name] = write_fast(write_exact(name), form)
     texts["cos apart"] = f"{form}_cos_apart(x)"  # where registers are short
     found = {}
     x, of_two = all_numbers().to(device), [t.to(device) for t in pairs_of_numbers()]
     for name, text in texts.items():
         a, b = of_two if name in OF_TWO else (x, x)
         out = torch.empty_like(a)
-        source = _KERNEL.format(helpers="\n".join(kernel_text.copy_device_functions(text)), text=text)
-        jit_module.load_module(source).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
+        jit_module.load_module(write_kernel(text, 8192)).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
         found[name] = out.cpu()
     return found
 
 
-def _write_fast(text: str, form: str) -> str:
+def write_exact(name: str) -> str:
+    """The text of a primitive of ``x`` (and ``y``), with the defaults of its attributes."""
+    p = PRIMITIVES[name]
+    attributes = {k: repr(v) if not isinstance(v, str) else v for k, v in p.attributes.items()}
+    return p.triton.format("x", "y", **attributes)
+
+
+def write_kernel(text: str, numbers: int) -> str:
+    """The module of a kernel ``apply(out, xs, ys, size)``, whose program instances compute so many numbers."""
+    helpers = "\n".join(kernel_text.copy_device_functions(text))
+    return _KERNEL.format(helpers=helpers, text=text, numbers=numbers)
+
+
+def write_fast(text: str, form: str) -> str:
     """A primitive's text with fast forms, as kernels of 16-bit programs have it."""
     fast = [n.removeprefix("quick_") for n in kernel_text.device_function_sources() if n.startswith("quick_")]
     return re.sub(rf"(?<![\w.])(?:tl\.)?({'|'.join(fast)})\(", rf"{form}_\1(", text)
@@ -126,7 +137,7 @@ import triton.language as tl
 
 @triton.jit
 def apply(out, xs, ys, size):
-    at = tl.program_id(0) * 8192 + tl.arange(0, 8192)
+    at = tl.program_id(0) * {numbers} + tl.arange(0, {numbers})
     x = tl.load(xs + at, mask=at < size, other=0)
     y = tl.load(ys + at, mask=at < size, other=0)
     tl.store(out + at, {text}, mask=at < size)

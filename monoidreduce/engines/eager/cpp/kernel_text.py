@@ -23,7 +23,8 @@ from ....reductions import outputs_of
 from ..tile_code import Reducer
 from . import primitive_text, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
-from .tile_text import MOST_SORTED, PAD, TileText
+from .tile_text import MOST_SORTED, TileText
+from .tile_values import PAD
 
 HEAD = 16  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
