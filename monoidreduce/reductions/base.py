@@ -47,6 +47,7 @@ class Accumulator:
     """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
 
     into: Tensor | None = None  # where a number per pair goes, which is not folded
+    folded: int | None = None  # the length of the folded axis, of which tiles may be skipped; None: not known
 
     def __init__(
         self,
@@ -387,6 +388,11 @@ class Reduction:
         if whole[0].shape[0] == 0:
             return self.empty_state(params, whole)
         return whole if whole[0].shape[0] == 1 and not self.merges_one else self.merge(params, whole)
+
+    def add_unseen(self, params: tuple, results: State, count: Callable[[], tuple[Any, int]]) -> State:
+        """Results of the pairs that were folded as those of the whole axis, where that differs: ``count()`` is how many
+        were folded, a number or one for each kept index, and how many the axis has."""
+        return results
 
     def exchange(self, params: tuple, state: State) -> Exchange:
         """Combine a state with those of the other ranks: yields ("SUM", "MAX", "MIN" or "GATHER", tensors).

@@ -39,6 +39,7 @@ class Lines:
     guesses: bool = False  # whether whole tiles do with a guess of a maximum (``guess``, ``guessed`` and others)
     guessing: bool = False  # whether this loop does
     sloped: bool = False  # whether the tile to guess from is the one nearest to the rows' own indices
+    skipped: str = ""  # how many folded indices are not visited, where its state begins with them
     peeks: ClassVar[bool] = False  # whether it must look at the first tile before the walk (``peek``)
 
     def __init__(self, kind: Any, place: int, reduction: Expr, scale: Expr, v: Any, tools: Tools):
