@@ -47,6 +47,7 @@ class Accumulator:
     """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
 
     into: Tensor | None = None  # where a number per pair goes, which is not folded
+    folded: int | None = None  # the length of the folded axis, of which tiles may be skipped; None: not known
 
     def __init__(
         self,
@@ -176,6 +177,7 @@ class Lines:
     guesses: bool = False  # whether whole tiles do with a guess of a maximum (``guess``, ``guessed`` and others)
     guessing: bool = False  # whether this loop does
     sloped: bool = False  # whether the tile to guess from is the one nearest to the rows' own indices
+    skipped: str = ""  # how many folded indices are not visited, where its state begins with them
 
     def __init__(self, kind: Any, place: int, reduction: Expr, scale: Expr, v: Any, tools: Tools):
         """``place``: of the reduction in the fold. ``v``: the writer of the kernel's expressions."""
@@ -507,6 +509,11 @@ class Reduction:
         if whole[0].shape[0] == 0:
             return self.empty_state(params, whole)
         return whole if whole[0].shape[0] == 1 and not self.merges_one else self.merge(params, whole)
+
+    def add_unseen(self, params: tuple, results: State, count: Callable[[], tuple[Any, int]]) -> State:
+        """Results of the pairs that were folded as those of the whole axis, where that differs: ``count()`` is how many
+        were folded, a number or one for each kept index, and how many the axis has."""
+        return results
 
     def exchange(self, params: tuple, state: State) -> Exchange:
         """Combine a state with those of the other ranks: yields ("SUM", "MAX", "MIN" or "GATHER", tensors).

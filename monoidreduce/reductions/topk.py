@@ -111,6 +111,28 @@ def _sort_by_place(values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return values.gather(-1, order), places.gather(-1, order)
 
 
+def _add_unseen(
+    params: tuple, value: Tensor, place: Tensor, count: tuple[Any, int] | Callable[[], tuple[Any, int]]
+) -> tuple[Tensor, Tensor]:
+    """The k best of some pairs as those of the whole axis, whose other pairs are infinities without a place: where the
+    smallest are sought, these stand before NaN. ``count``: of the pairs, and of the axis."""
+    k, largest = params
+    if largest or not value.is_floating_point() or (_has_numbers(value) and not bool(value.isnan().any())):
+        return value, place
+    seen, length = count() if callable(count) else count
+    k = min(k, length)
+    if type(seen) is int and seen == length:
+        return value, place
+    found, order = value[..., :k].sort(dim=-1, stable=True)
+    slot, first = torch.arange(k, device=value.device), k - found.isnan().sum(-1, keepdim=True)
+    more = (length - torch.as_tensor(seen, device=value.device).clamp(min=k)).clamp(min=0).unsqueeze(-1)
+    source = torch.where(slot < first, slot, torch.maximum(slot - more, first)).clamp(max=k - 1)
+    unseen = (slot >= first) & (slot < first + more)
+    found = found.gather(-1, source).masked_fill(unseen, math.inf)
+    at = place[..., :k].gather(-1, order).gather(-1, source).masked_fill(unseen, -1)
+    return torch.cat([found, value[..., k:]], -1), torch.cat([at, place[..., k:]], -1)
+
+
 def _is_better(value: Tensor, edge: Tensor, largest: bool) -> Tensor:
     found = value > edge if largest else value < edge
     if value.is_floating_point():  # NaN is the largest of all
@@ -139,11 +161,13 @@ class TopKAccumulator(Accumulator):
         self.worst = worst(self.number, self.largest)
         self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.aside: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self.seen: dict[tuple[int, int], int] = {}
 
     def step(self, reducer: Any, owned: tuple[bool, ...], tile: Any, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         x = (x if self.over == "cols" else x.mT).to(torch.int64 if x.dtype == torch.bool else x.dtype)
         best = self.best.get((at.start, at.stop))
+        self.seen[at.start, at.stop] = self.seen.get((at.start, at.stop), 0) + x.shape[-1]
         if self.k > MOST_IN_REGISTERS:
             self._put_aside(x, at, offset, None if best is None else best[0])
             return
@@ -236,8 +260,11 @@ class TopKAccumulator(Accumulator):
         values = torch.full(shape, self.worst, dtype=self.number, device=self.device)
         places = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         for (start, stop), (value, place) in self.best.items():
-            values[:, start:stop, : value.shape[-1]] = value
-            places[:, start:stop, : place.shape[-1]] = place
+            count = value.shape[-1]
+            values[:, start:stop, :count], places[:, start:stop, :count] = value, place
+            if self.folded is not None:
+                own, seen = (values[:, start:stop], places[:, start:stop]), (self.seen[start, stop], self.folded)
+                values[:, start:stop], places[:, start:stop] = _add_unseen(self.params, *own, seen)
         return [values, torch.where(values == self.worst, -1, places)]
 
 
@@ -254,6 +281,8 @@ class TopKLines(Lines):
         self.k, self.largest = self.params
         self.is_integer = self.reduction.args[0].dtype != "float"
         self.wide = self.is_integer or self.v.spec.compute == "float64"
+        self.holds_nan = not self.largest and not self.is_integer  # behind all numbers
+        self.skipped = self.v.count_skipped() if self.holds_nan else ""
         self.room = self.tools.pad_width(self.k)
         self.v.bind((self.name, "slots"), f"tl.arange(0, {self.room})[None, :]", False, f"{self.name}_slots")
 
@@ -262,8 +291,11 @@ class TopKLines(Lines):
         # Where no tile is visited, or too few columns are, slots keep what they begin with: an infinity, not NaN.
         least = _WORST_KEY[64 if self.wide else 32] if self.largest and not self.is_integer else self._least
         beyond = 2**63 - 1 if self.wide else 2**31 - 1  # slots that do not exist are never the worst
+        nothing = f"tl.full([KEPT, {self.room}], {least}, {kind})"
+        if self.skipped:  # infinities
+            nothing = f"tl.where({n}_slots < {self.skipped}, {_WORST_KEY[64 if self.wide else 32]}, {nothing})"
         return [
-            f"{n}_keys = tl.where({n}_slots < {self.k}, tl.full([KEPT, {self.room}], {least}, {kind}), {beyond})",
+            f"{n}_keys = tl.where({n}_slots < {self.k}, {nothing}, {beyond})",
             f"{n}_at = tl.full([KEPT, {self.room}], -1, tl.int32) - {n}_slots",
         ]
 
@@ -321,9 +353,12 @@ class TopKLines(Lines):
         self.v.inside.append(
             f"{n}_values = {keys if self.is_integer else f'unordered{64 if self.wide else 32}({keys})'}"
         )
-        if not self.largest and not self.is_integer:
-            self.v.inside.append(f"{n}_values = tl.where({n}_at < 0, float('inf'), {n}_values)")
-        values, places = f"{n}_values", f"tl.maximum({n}_at, -1).to(tl.int64)"
+        places = f"tl.maximum({n}_at, -1).to(tl.int64)"
+        if self.holds_nan:
+            empty = f"{n}_keys == {self._least}"
+            self.v.inside.append(f"{n}_values = tl.where({empty}, float('nan'), {n}_values)")
+            places = f"tl.where({empty}, {_EMPTY}, {places})"
+        values = f"{n}_values"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
 
@@ -412,6 +447,9 @@ class TopK(Reduction):
     def close(self, params: tuple, state: State) -> State:
         value, place = state
         return [torch.where(place == _EMPTY, worst(value.dtype, params[1]), value), place.clamp(min=-1)]
+
+    def add_unseen(self, params: tuple, results: State, count: Callable[[], tuple[Any, int]]) -> State:
+        return list(_add_unseen(params, results[0], results[1], count))
 
     def empty_state(self, params: tuple, state: State) -> State:
         return no_places(params[1], state)

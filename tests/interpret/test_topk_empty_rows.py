@@ -77,6 +77,45 @@ def test_nan_is_among_the_k_smallest_where_little_else_is():
             found = k_smallest(torch.ones(1), y, k)
             torch.testing.assert_close(found.values, torch.tensor([wanted]), equal_nan=True)
             assert found.indices.tolist() == [[3, 0, -1, 1, 4][:k]]
-        short = k_smallest(torch.ones(1), y, 4, cols=mr.edges(torch.tensor([0, 2]), torch.tensor([1, 0])))
-    assert sorted(short.indices[0].tolist()) == [-1, -1, 0, 1]
-    assert short.values[0, 0] == 2 and short.values.isnan().sum() == 1 and short.values.isinf().sum() == 2
+
+
+@pytest.mark.parametrize("lists", ["edges", "blocks", "pages", "jagged", "condition"])
+def test_nan_is_behind_pairs_that_do_not_exist(lists):
+    """These are infinities, as under a mask in torch, whether tiles of them are visited or not."""
+    y = torch.where(torch.rand(70) < 0.4, math.nan, torch.randn(70))
+    mask, cols, k = torch.zeros(6, 70, dtype=torch.bool), None, 60
+    if lists == "edges":
+        for i, n in enumerate((70, 0, 3, 60, 61, 69)):
+            mask[i, torch.randperm(70)[:n]] = True
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
+        cols = mr.edges(ends, mask.nonzero()[:, 1])
+    elif lists == "blocks":
+        keep = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1]]) > 0
+        mask = keep.repeat_interleave(2, 0).repeat_interleave(20, 1)[:, :70]
+        cols = mr.blocks.from_mask(keep, rows=2, cols=20)
+    elif lists == "pages":
+        mask = (torch.arange(70) < 33).expand(1, 70)
+        cols = mr.pages(torch.arange(5)[None], torch.tensor([33]), page=14)
+    elif lists == "jagged":
+        ends = torch.tensor([0, 3, 6]), torch.tensor([0, 62, 70])
+        mask, cols = mr.jagged(*ends).mask(6, 70) > 0, mr.jagged(*ends)
+    else:
+        gap = torch.arange(70) - torch.arange(6)[:, None]
+        mask, k = (gap < 9) & (gap > -3), 40
+
+    @mr.op
+    def smallest(x: Row, y: Col, near: bool):
+        s, gap = x * y, mr.col_index - mr.row_index
+        return mr.topk(torch.where((gap < 9) & (gap > -3), s, torch.inf) if near else s, k, largest=False)
+
+    values, places = torch.where(mask, y, torch.inf).sort(stable=True)
+    if lists == "pages":
+        given = torch.ones(1, 1, 1), y.view(5, 14, 1)
+    else:
+        given = torch.ones(6), y
+    for engine in ("reference", "eager", "triton"):
+        with mr.use(engine=engine):
+            found = smallest(*given, lists == "condition", cols=cols)
+        wanted = places.masked_fill(values == math.inf, -1)[:, :k]
+        torch.testing.assert_close(found.values.view(-1, k), values[:, :k], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.indices.view(-1, k), wanted)

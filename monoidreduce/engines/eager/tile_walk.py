@@ -164,6 +164,7 @@ class BatchChunk:
             else:
                 accumulator = make_accumulator(r, batch, length, sizes, (homes or {}).get(r, ()))
                 accumulator.into = leaves.get(r)
+                accumulator.folded = sizes.cols if r.attrs[1] == "cols" else self.rows.stop - self.rows.start
                 self.accumulators.append(accumulator)
 
     def _pick(self, r: Expr, length: int) -> Tensor:

@@ -283,8 +283,8 @@ class _Stretch:
         longest, lists = int(lengths.max()) if len(lengths) else 0, len(lengths)
         if not number.is_floating_point() or longest * lists > _MOST_PADDING * max(len(number), 1):
             raise Tied
-        if r.attrs[0] == "best" and bool(number.isnan().any()):
-            raise Tied  # NaN beats all, also where the least is sought
+        if (r.attrs[0] == "best" or not largest) and bool(number.isnan().any()):
+            raise Tied  # NaN beats all, also where the least is sought; behind it are only slots that nothing fills
         lowest = worst(number.dtype, largest)
         table = number.new_full((lists, max(longest, k)), lowest)
         at = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)

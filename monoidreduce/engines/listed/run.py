@@ -16,7 +16,7 @@ from ...plan import budget
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
-from ..common import combine
+from ..common import combine, unseen
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
 from . import chosen_edges, edge_numbers
@@ -68,7 +68,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
             found = _DirectionRun(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
-    return [t for values in results for t in values]
+    return unseen.add_unlisted(fold, [t for values in results for t in values], tensors, sizes)
 
 
 def _has_once(fold: Fold, places: tuple[int, ...]) -> bool:
@@ -174,7 +174,8 @@ class _DirectionRun:
 
     def _count_spare_units(self, bytes_unit: int) -> int:
         """Units that may be filled up in a batch of pieces on a CPU, where beginning a batch takes as long."""
-        if self.sizes.device.type != "cpu" or self.pairs or self.lists.limit is not None:
+        ranked = any(r.attrs[0] == "topk" for r in self.reductions)  # what fills up would stand before NaN
+        if self.sizes.device.type != "cpu" or self.pairs or self.lists.limit is not None or ranked:
             return 0
         return max(1, _FILLED // bytes_unit)
 

@@ -134,6 +134,30 @@ def test_second_derivatives(op):
 
 
 @mr.op
+def entropy(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = x @ y
+    p = torch.exp(s - mr.logsumexp(s))
+    return mr.sum(p * v), mr.sum(p * torch.log(p)), mr.sum((s - mr.mean(s)) ** 2)
+
+
+@pytest.mark.parametrize("lists", ["edges", "blocks", "jagged"])
+def test_gradients_where_a_statistic_of_no_columns_is_infinite(lists):
+    """The second pass reads it of a row without columns: what is NaN of pairs that do not exist is in no gradient."""
+    domain = {
+        "edges": mr.edges(torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 2, 3, 0])),
+        "blocks": mr.blocks.from_mask(torch.tensor([[True, False], [False, False], [True, True]]), rows=1, cols=2),
+        "jagged": mr.jagged(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2, 2, 4])),
+    }[lists]
+    args = [torch.randn(n, d, dtype=F64, requires_grad=True) for n, d in ((3, 2), (4, 2), (4, 3))]
+
+    def listed(*args):
+        with mr.use(engine="reference"):
+            return tuple(torch.nan_to_num(t) for t in entropy(*args, cols=domain))
+
+    assert gradcheck(listed, args) and gradgradcheck(listed, args)
+
+
+@mr.op
 def weighted_values(x: Row["f"], y: Col["f"], v: Col["d"], weight: Pair):
     hit = torch.where(mr.col_index == mr.row_index, weight + x @ y, 0.0)
     return mr.softmax_mean(weight, torch.tanh(weight) * v), mr.max(x @ y), mr.sum(hit), mr.sum(hit * v)

@@ -11,6 +11,7 @@ the ragged end. The same text serves every length, plan and batch size, and equa
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def run_passes(spec: Spec) -> Passes:
     results = [*writer.inside, *stores]  # what is computed of the accumulators, and its stores
     accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
     invariants = list(writer.before)
-    body = [*write_prologue(spec), *invariants, "", "# running values", *accumulators, "", *tile_range, *loops]
+    steps = [["", "# running values", *accumulators], ["", *tile_range]]
+    steps = steps[::-1] if any(r.skipped for r in reductions) else steps
+    body = [*write_prologue(spec), *invariants, *itertools.chain(*steps), *loops]
     body += ["", "# results", *results]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
     text = write_function(spec, body, len(writer.shifts), helpers)

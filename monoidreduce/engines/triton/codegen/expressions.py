@@ -68,6 +68,18 @@ class ExpressionWriter:
         """Start the body of another loop; ``masked``: its tiles may reach beyond the folded axis."""
         self.inside, self.inner, self.masked = [], {}, masked
 
+    def count_skipped(self) -> str:
+        """How many folded indices lie in tiles that this program instance skips, of its split; empty where it skips
+        none. The first of splits that share what is visited counts all."""
+        size, split = "positions" if self.spec.listed else "folded_size", self.spec.split
+        visited = "tl.maximum(tl.minimum({1} * FOLDED, " + size + ") - {0} * FOLDED, 0)"
+        if self.spec.bounds:
+            return f"{visited.format('begin', 'end') if split else size} - {visited.format('first', 'last')}"
+        if not (self.spec.few_rows or self.spec.listed) or (self.spec.listed and not self.spec.listing.logical):
+            return ""
+        skipped = f"{size} - {visited.format('first', '(first + visited)')}"
+        return f"tl.where(part == 0, {skipped}, 0)" if split else skipped
+
     def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         """Bind ``text`` to a name, once per key; before the loop unless ``folded``. Returns the name."""
         found = self.outer.get(key) or self.inner.get(key)

@@ -26,6 +26,7 @@ from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import choose_leaves, keep_reductions
+from ...common.unseen import add_unlisted
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
@@ -183,9 +184,10 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] 
     if page_gradients.find_gradients(fold):
         paged = _prepare_pages(fold, leaves, sizes)
         return None if paged is None else paged(leaves)
-    lists = functools.cache(functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
+    given = _find_domain(fold, leaves)
+    lists = functools.cache(functools.partial(_read_domain, fold, given, sizes))
     found = _prepare(fold, leaves, sizes, lists)
-    return None if found is None else found[0].run(found[1], lists)
+    return None if found is None else found[0].run(found[1], lists, given)
 
 
 def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
@@ -247,16 +249,17 @@ class ListedFold:
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = _find_domain(self.fold, leaves)
         read = functools.cache(lambda over: _read_domain(self.fold, given, self.sizes, over))
-        return self.run(_find_leaves(self.fold, self.local, leaves, self.sizes), read)
+        return self.run(_find_leaves(self.fold, self.local, leaves, self.sizes), read, given)
 
-    def run(self, leaves: Sequence[Any], lists: Callable[[str], Lists]) -> list[Tensor]:
-        """The same of the leaves that kernels read, on the lists of each direction (``"cols"``, ``"rows"``)."""
+    def run(self, leaves: Sequence[Any], lists: Callable[[str], Lists], given: Sequence[Tensor]) -> list[Tensor]:
+        """The same of the leaves that kernels read, on the lists of each direction (``"cols"``, ``"rows"``), which are
+        those of the domain's tensors ``given``."""
         found = [values for _, values in split(self.local.fold, self.ready(leaves, lists))]
         results: list[Tensor] = []
         for r, parts in zip(self.fold.reductions, self.local.parts, strict=True):
             mine = [found[k] for k in parts]
             results += mine[0] if len(mine) == 1 else [_count_entries(mine[0][0], mine[1][0], r, self.sizes)]
-        return results
+        return add_unlisted(self.fold, results, given, self.sizes)
 
     def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again; None where it cannot."""

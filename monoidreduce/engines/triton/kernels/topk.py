@@ -114,7 +114,7 @@ _kernels = Kernels("The best of a matrix's rows: strips by their maxima, and the
 def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     """A list as users get it: best first, and no place where there was nothing."""
     merged = kind_of(r).merge(r.attrs[2], [values.unsqueeze(0), places.unsqueeze(0)])
-    values, places = (t.squeeze(0) for t in merged)
+    values, places = (t.squeeze(0) for t in kind_of(r).close(r.attrs[2], merged))
     return [values, places.masked_fill(values == worst(values.dtype, r.attrs[2][1]), -1)]
 
 
