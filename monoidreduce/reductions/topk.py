@@ -117,7 +117,9 @@ def _add_unseen(
     """The k best of some pairs as those of the whole axis, whose other pairs are infinities without a place: where the
     smallest are sought, these stand before NaN. ``count``: of the pairs, and of the axis."""
     k, largest = params
-    if largest or not value.is_floating_point() or (_has_numbers(value) and not bool(value.isnan().any())):
+    if largest or not value.is_floating_point() or value.device.type != "cpu":  # a device is not waited for
+        return value, place
+    if _has_numbers(value) and not bool(value.isnan().any()):
         return value, place
     seen, length = count() if callable(count) else count
     k = min(k, length)
