@@ -62,6 +62,11 @@ class Trial:
 class Poison(TorchDispatchMode):
     """Fills memory allocated inside the block with NaN, absurd integers or True."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; torch's guard against it would import Dynamo."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY and result.numel():

@@ -377,15 +377,18 @@ def probe(monoid: Any) -> None:
     """Raise MonoidLawError for a monoid that plainly breaks a law; nothing the second time."""
     if _MARK in monoid.__dict__ or torch.compiler.is_compiling() or _watched():
         return
-    error = None
     try:
         with torch.device("cpu"), torch.no_grad():
             error = _first_broken(monoid)
     except Exception:  # combine does not take these numbers: the fold itself will say what is wrong
-        pass
-    if error is not None:
+        error = None
+    if error is None:
+        setattr(monoid, _MARK, True)
+        return
+    try:
         raise error
-    setattr(monoid, _MARK, True)
+    finally:
+        del error  # this frame is on its traceback: a cycle that would hold the call's tensors
 
 
 def _watched() -> bool:

@@ -19,6 +19,11 @@ from ..plan.budget import format_ceil
 class _Watched(TorchDispatchMode):
     """Changes nothing. Under a dispatch mode no call is a cached plan: ops are called by the long way, and listed."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; torch's guard against it would import Dynamo."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

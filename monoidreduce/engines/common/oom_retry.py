@@ -61,9 +61,12 @@ def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) ->
 
 def find_reason(error: Exception) -> str:
     """What an error says of memory that ran out; raises any other error again."""
-    if not is_out_of_memory(error):
+    try:
+        if is_out_of_memory(error):
+            return str(error)
         raise error
-    return str(error)
+    finally:
+        del error  # this frame is on its traceback: a cycle that would hold the call's tensors
 
 
 def raise_typed(reason: str, sizes: Sizes) -> NoReturn:
