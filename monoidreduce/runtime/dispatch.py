@@ -80,10 +80,15 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callabl
             packed = not compiled and find_same_sequence(fold) is not None
             found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
             return run(fold, leaves, sizes) if found is None else found
-        found = triton.run_listed(fold, leaves, sizes) if compiled else None
-        if found is None and compiled:
+        if not compiled:
+            return listed.run(fold, leaves, sizes, inner)
+        try:
+            return triton.run_listed(fold, leaves, sizes)
+        except triton.Unsupported as reason:
+            if all((sizes.rows, sizes.cols, *sizes.batch)):
+                triton.warn_fallback(fold, reason, "gathered pieces of lists run")
             found = _gather_tables(fold, leaves, sizes, inner)
-        return listed.run(fold, leaves, sizes, inner) if found is None else found
+            return listed.run(fold, leaves, sizes, inner) if found is None else found
 
     return run_engine
 
@@ -96,8 +101,9 @@ def _gather_tables(fold: Fold, leaves: list[Any], sizes: Sizes, inner: Callable)
     if not tables or not others:
         return None
     rest, own = keep_reductions(fold, others), keep_reductions(fold, tables)
-    by_kernels = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
-    if by_kernels is None:
+    try:
+        by_kernels = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
+    except triton.Unsupported:
         return None
     gathered = listed.run(own, choose_leaves(fold, leaves, own), sizes, inner)
     found = dict(zip((*rest.outputs, *own.outputs), (*by_kernels, *gathered), strict=True))

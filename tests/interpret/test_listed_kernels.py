@@ -313,12 +313,15 @@ def test_only_gradients_of_tables_are_gathered(monkeypatch, heads):
         lambda fold, *given: kinds.append({r.attrs[0] for r in fold.reductions}) or gather(fold, *given),
     )
     found = []
-    for engine in ("eager", "triton"):
+    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
+    said = pytest.warns(mr.FallbackWarning, match="gathered pieces of lists run what has no kernel: a table's gradient")
+    for engine, warned in (("eager", contextlib.nullcontext()), ("triton", said)):
         kinds.clear()
         given = [t.detach().requires_grad_() for t in args]
         with mr.use(engine=engine):
             y = near_bias(*given, cols=domain)
-            found.append([y, *listed_cases.gradients([y], given)])
+            with warned:
+                found.append([y, *listed_cases.gradients([y], given)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert kinds[-1] == {"histogram"}
@@ -361,12 +364,17 @@ def test_lists_without_entries_and_empty_axes(run):
         assert attention(torch.ones(0, 16), torch.ones(3, 16), torch.ones(3, 8), cols=none).shape == (0, 8)
 
 
-def test_what_has_no_kernel(run):
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_has_no_kernel(monkeypatch, strict):
+    """It is said, like any fold that another engine runs, and refused with ``strict``."""
+    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
+
     @mr.op
     def many_best(x: Row["f"], y: Col["f"]):
         return mr.topk(x @ y, 65)
 
-    with run(), pytest.raises(AssertionError, match="no kernel over lists"), torch.no_grad():
+    refused = pytest.raises(mr.EngineError, match="the 65 best, more than 64")
+    with mr.use(engine="triton", strict=strict), refused if strict else pytest.warns(mr.FallbackWarning, match="65"):
         many_best(torch.ones(6, 16), torch.ones(80, 16), cols=edges(6, 80, 8))
 
 

@@ -16,6 +16,7 @@ KINDS = ("edges", "blocks", "jagged", "pages")
 SEVERAL_PASSES = [("jensen_shannon", "jagged"), ("normalized_mlp", "jagged"), ("normalized_mlp", "blocks")]
 
 
+@pytest.mark.filterwarnings("ignore:gathered pieces.* gradient of a column:monoidreduce.errors.FallbackWarning")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, kind", [*itertools.product(LAYERS, KINDS), *SEVERAL_PASSES])
 def test_zoo(name, kind, seed):

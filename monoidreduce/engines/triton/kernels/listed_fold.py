@@ -2,11 +2,12 @@
 
 :func:`run_listed` is what the engine of lists asks before it gathers anything. In the kernels (``codegen/listed.py``) a
 block of a list is read where it lies, through descriptors where it is whole, and the loop over a list is split where
-groups are few or unequal. A fold that has no such kernel is answered with None.
+groups are few or unequal. A fold that has no such kernel is answered with Unsupported, which says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
-from .lists import FIRST, ListForm, Lists, LocalFold, localize, make_lists
+from .lists import FIRST, PAIRS, ListForm, Lists, LocalFold, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import ExtraLaunch, StepLaunches, list_kernels, merge_batches
@@ -173,29 +174,34 @@ def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(own, steps, strict=True))
 
 
-_PREPARED: BoundedCache[tuple, PreparedListedFold | None] = BoundedCache(1024)
-_MISSING: Any = object()
+_PREPARED: BoundedCache[tuple, PreparedListedFold | str] = BoundedCache(1024)  # or why there is none
 
 
-def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
-    """Run a fold over the pairs that its domain lists in kernels that walk the lists; None where it has none.
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold over the pairs that its domain lists in kernels that walk the lists; raises Unsupported where it has
+    none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
     if page_gradients.find_gradients(fold):
-        paged = _prepare_pages(fold, leaves, sizes)
-        return None if paged is None else paged(leaves)
+        return _prepare_pages(fold, leaves, sizes)(leaves)
     given = _find_domain(fold, leaves)
     lists = functools.cache(functools.partial(_read_domain, fold, given, sizes))
-    found = _prepare(fold, leaves, sizes, lists)
-    return None if found is None else found[0].run(found[1], lists, given)
+    ready, mine = _prepare(fold, leaves, sizes, lists)
+    return ready.run(mine, lists, given)
 
 
 def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
     """A fold over lists prepared for leaves like these; None where it has no kernel."""
+    with contextlib.suppress(Unsupported):
+        return _prepare_listed(fold, leaves, sizes)
+    return None
+
+
+def _prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold:
     if page_gradients.find_gradients(fold):
         return _prepare_pages(fold, leaves, sizes)
-    found = _prepare(fold, leaves, sizes, functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes))
-    return None if found is None else found[0]
+    lists = functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes)
+    return _prepare(fold, leaves, sizes, lists)[0]
 
 
 def _domain_places(fold: Fold) -> tuple[int, ...]:
@@ -354,66 +360,66 @@ class PagedFold(ListedFold):
         return found
 
 
-def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold | None:
-    """A fold over pages some of whose reductions go over rows; None where it has no kernel."""
+def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold:
+    """A fold over pages some of whose reductions go over rows; raises Unsupported where it has no kernel."""
+    _check_launches(sizes.device)
     places = page_gradients.find_gradients(fold)
     others = tuple(k for k in range(len(fold.reductions)) if k not in places)
     part = keep_reductions(fold, places)
     own = choose_leaves(fold, leaves, part)
-    gradients = page_gradients.prepare(part, own, sizes) if _launches_on(sizes.device) else None
-    if gradients is None:
-        return None
+    gradients = page_gradients.prepare(part, own, sizes)
     by_row: ListedFold | None = None
     if others:
         rest = keep_reductions(fold, others)
-        by_row = prepare_listed(rest, choose_leaves(fold, leaves, rest), sizes)
-        if by_row is None:
-            return None
+        by_row = _prepare_listed(rest, choose_leaves(fold, leaves, rest), sizes)
     read = {"rows": gradients.lists(own)}
     ready = _prepare_launches(gradients.fold, gradients.leaves(own), gradients.sizes, read, 0)
-    return None if ready is None else PagedFold(fold, sizes, by_row, gradients, ready)
+    return PagedFold(fold, sizes, by_row, gradients, ready)
 
 
-def _launches_on(device: torch.device) -> bool:
-    return settings.has_triton() and (device.type != "cpu" or settings.interprets_kernels())
+def _check_launches(device: torch.device) -> None:
+    if not (settings.has_triton() and (device.type != "cpu" or settings.interprets_kernels())):
+        raise Unsupported("no kernels run on this device")
 
 
 def _prepare(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
-) -> tuple[ListedFold, list[Any]] | None:
-    """The fold as kernels run it, and the leaves that they read; None where it has none."""
+) -> tuple[ListedFold, list[Any]]:
+    """The fold as kernels run it, and the leaves that they read; raises Unsupported where it has none."""
+    _check_launches(sizes.device)
     local = localize(fold)
-    if local is None or not _launches_on(sizes.device):
-        return None
     own = local.fold
     ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
-    if not ways.keys() <= {"cols", "rows"}:
-        return None
     read = {over: lists(over) for over in ways}
     if any(local.logical > one.logical for one in read.values()):
-        return None
+        raise Unsupported("positions in a sequence are read along its rows")
     mine = _find_leaves(fold, local, leaves, sizes)
     if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, mine, strict=True)):
-        return None  # a number per pair of the whole axes, not per edge
+        raise Unsupported(PAIRS)  # a number per pair of the whole axes, not per edge
     numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
     entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
     ready = _prepare_launches(own, mine, sizes, read, entries)
-    return None if ready is None else (ListedFold(fold, sizes, local, ready), mine)
+    return ListedFold(fold, sizes, local, ready), mine
 
 
 def _prepare_launches(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Mapping[str, Lists], entries: int
-) -> PreparedListedFold | None:
-    """The launches of a fold on leaves like these, along the lists of each direction; None where it has no kernel."""
+) -> PreparedListedFold:
+    """The launches of a fold on leaves like these, along the lists of each direction; raises Unsupported where it has
+    no kernel."""
     key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
     key += (overriding_plans(), entries, *(one.form for one in lists.values()))
     key += tuple([describe_tensor(v) if isinstance(v, Tensor) else (type(v), *describe_numbers([v])) for v in leaves])
-    if (found := _PREPARED.find(key, _MISSING)) is not _MISSING:
-        return found
-    try:
-        return _PREPARED.keep(key, PreparedListedFold(fold, leaves, sizes, lists.__getitem__, entries))
-    except Unsupported:
-        return _PREPARED.keep(key, None)
+    found = _PREPARED.find(key)
+    if found is None:
+        try:
+            found = PreparedListedFold(fold, leaves, sizes, lists.__getitem__, entries)
+        except Unsupported as reason:
+            found = str(reason)
+        _PREPARED.keep(key, found)
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
 
 
 def _count_entries(number: Tensor, at: Tensor, r: Expr, sizes: Sizes) -> Tensor:

@@ -24,8 +24,10 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
+from ..codegen.kernel_spec import Unsupported
 from ..codegen.listed import ONCE
 
+PAIRS = "numbers per pair that are not of edges"
 FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")  # which of equal entries it is
 
 
@@ -128,15 +130,15 @@ class LocalFold(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def localize(fold: Fold) -> LocalFold | None:
+def localize(fold: Fold) -> LocalFold:
     """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. None where numbers of pairs are not numbers of entries, or where equal entries of a list have
-    numbers of their own and are told apart, which is an error if there are any."""
+    as they are listed. Raises Unsupported where numbers of pairs are not numbers of entries, or where equal entries of
+    a list have numbers of their own and are told apart, which is an error if there are any."""
     nodes = topological([*fold.reductions, *fold.scales])
     once = [e for e in nodes if e.op == "listed_once"]
     edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
     if any(e.is_pair for e in fold.leaves) and (once or not edges):
-        return None
+        raise Unsupported("the pairs that are best, of pairs with numbers of their own" if edges else PAIRS)
     positions = {e: index("col") for e in nodes if e.op == "listed_position"}
     changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: FIRST for e in once}}
     scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)
@@ -145,8 +147,10 @@ def localize(fold: Fold) -> LocalFold | None:
     for r, (_, scale) in scaled:
         per_entry = [reduce_node("pair", "cols", (), (a,)) for a in r.args[:2]]
         own = per_entry if r.attrs[0] == "histogram" else [_as_kernels_fold(r)]
-        if (len(own) == 1 and own[0] in found) or (len(own) == 2 and not edges):
-            return None
+        if len(own) == 2 and not edges:
+            raise Unsupported("a table's gradient over blocks or pages")
+        if len(own) == 1 and own[0] in found:
+            raise Unsupported("a reduction that is also a part of a table's gradient")
         parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))
         found |= dict.fromkeys(own, constructors.substitute((scale,), changed)[0])
     reductions, scales = tuple(found), tuple(found.values()) if fold.scales else ()

@@ -45,7 +45,7 @@ def find_gradients(fold: Fold) -> tuple[int, ...]:
 
 class PageGradients:
     """Sums over rows for columns in pages, on leaves like the given ones: ``fold`` is run on ``sizes`` along
-    :meth:`lists`, with the leaves that :meth:`leaves` makes. None of :func:`prepare` where it has no such form."""
+    :meth:`lists`, with the leaves that :meth:`leaves` makes."""
 
     def __init__(self, whole: Fold, sizes: Sizes, removed: tuple[int, ...], varying: tuple[Expr, ...]):
         self.whole, self.given, self.removed, self.varying = whole, sizes, removed, varying
@@ -205,24 +205,24 @@ def _copy_rows(e: Expr, moved: Tensor, sizes: Sizes) -> Recipe | None:
     return one.recipe()
 
 
-def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients | None:
-    """The form of a fold of which all reductions are gradients of columns that all sequences share; None where one is
-    not, or where a leaf cannot be given per row."""
+def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients:
+    """The form of a fold of which all reductions are gradients of columns that all sequences share; raises
+    Unsupported where one is not, or where a leaf cannot be given per row."""
     if not all((sizes.rows, sizes.cols, *sizes.batch)) or any(r not in fold.gradient_of for r in fold.reductions):
-        return None
+        raise Unsupported("a reduction over rows that is no gradient of a column")
     if any(r.attrs[0] != "sum" for r in fold.reductions):
-        return None
+        raise Unsupported("gradients of a table or of numbers per pair, over pages")
     if any(e.op == "batch_index" for e in topological([*fold.reductions, *fold.scales])):
-        return None
+        raise Unsupported("indices of the batch in a gradient of pages")
     assert fold.domain is not None
     table = fold.domain.args[0]
     held = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor) and e is not table]
     if any(e.is_pair or v.dim() < len(sizes.batch) for e, v in held):
-        return None
+        raise Unsupported("numbers per pair, over pages")
     fixed = [v for e, v in held if e.cols or e in fold.tables]  # what must not vary along a folded dimension
     removed = tuple(d for d in range(len(sizes.batch)) if all(v.shape[d] == 1 for v in fixed))
     if 0 not in removed:
-        return None
+        raise Unsupported("columns or tables of each sequence, over pages")
     numbers = [(e, v) for e, v in held if not (e.rows or e.cols)]
     varying = tuple(e for e, v in numbers if any(v.shape[d] != 1 for d in removed))
     return PageGradients(fold, sizes, removed, varying)
