@@ -1,6 +1,6 @@
 """What a call leaves behind: nothing that only Python's cycle collector would release.
 
-Gradients that wait in a cycle take a model's memory until the collector happens to run, which counts objects, not bytes.
+Gradients that wait in a cycle take memory until the collector happens to run, which counts objects, not bytes.
 """
 
 import contextlib
@@ -109,4 +109,3 @@ def test_nor_does_a_call_that_is_refused():
 
     for run in (refused, over_budget, wrong_shape):
         assert live_after(run, attention) == [0, 0, 0]
-
