@@ -41,6 +41,7 @@ class IntegerBounds:
     def __init__(self, spec: Spec):
         self.spec = spec
         self.known: dict[Expr, int] = {}
+        self.wide: set[Expr] = set()  # what was written so far and has 64 bits
 
     def arguments(self, e: Expr, args: list[str]) -> list[str]:
         """The texts of an operation's arguments, in 64 bits where its result, or a constant, needs them."""
@@ -48,7 +49,10 @@ class IntegerBounds:
             widens = e.dtype == "int" and (e.op in ("mul", "square") or self.most(e) >= 2**31)
         else:
             widens = e.op in _MEETS and any(map(_is_beyond_int32, e.args))
-        if not widens:
+        beside = any(self.spec.type_of.get(a) == "int64" or a in self.wide for a in e.args)
+        if e.op in _GROWS and e.dtype == "int" and (widens or beside):
+            self.wide.add(e)
+        if not widens or beside:  # Triton widens what stands beside 64 bits
             return args
         whole = [a.op != "const" and a.dtype != "float" and (e.op != "where" or k > 0) for k, a in enumerate(e.args)]
         return [f"{text}.to(tl.int64)" if w else text for text, w in zip(args, whole, strict=True)]
