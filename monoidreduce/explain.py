@@ -5,6 +5,7 @@ Nothing is executed unless ``measure=True`` is given.
 
 from __future__ import annotations
 
+import gc
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -323,6 +324,7 @@ def _measure_peak(step: Callable[[], None], given: Sequence[Tensor], device: tor
         with LiveMemory(given) as alive:
             step()
         return alive.peak
+    gc.collect()  # what waits for the collector would end while the step runs
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     step()

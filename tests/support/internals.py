@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from monoidreduce.engines.common.bounded_cache import BoundedCache
+from monoidreduce.engines.triton.launch import jit_module
 
 Patch = pytest.MonkeyPatch
 Around = Callable[..., Any]
@@ -206,8 +207,16 @@ def replace_launch(patch: Patch, around: Around) -> None:
 
 
 def watch_launches(patch: Patch, of: Callable[[Any], Any] = lambda call: call) -> list:
-    """What ``of`` makes of each first launch of a kernel, as a list that grows."""
-    return _collect(patch, "monoidreduce.engines.triton.kernels.fold_kernel.execute", of)
+    """What ``of`` makes of each first launch of a kernel, as a list that grows; not of those collected to compile."""
+    found: list = []
+
+    def around(launch: Callable, call: Any) -> Any:
+        if not jit_module.is_collecting():
+            found.append(of(call))
+        return launch(call)
+
+    replace_launch(patch, around)
+    return found
 
 
 def collect_launches(patch: Patch) -> list:
