@@ -355,10 +355,11 @@ class FastForm(enum.Flag):
     EDGES = enum.auto()  # a number an edge, on a CPU (``engines/listed/edge_numbers.py``); else gathered pieces
     FEW_ROWS = enum.auto()  # a kernel for few rows of many columns (``engines/triton/codegen/few_rows.py``)
     LISTS = enum.auto()  # kernels that read lists (``engines/triton/kernels/listed_fold.py``); else gathered pieces
+    CUT_LISTS = enum.auto()  # of these: lists whose tiles are cut, so that some of a tile's pairs do not exist
     SHARED_TILES = enum.auto()  # of these: rows with lists of their own share a program instance
     SPLIT_LISTS = enum.auto()  # of these: lists are split, and combined from results alone, whatever a split's length
     LONG_LISTS = enum.auto()  # of these: long lists are split, and combined by a fold of the same kind
-    ALL_LISTS = LISTS | SHARED_TILES | SPLIT_LISTS | LONG_LISTS
+    ALL_LISTS = LISTS | CUT_LISTS | SHARED_TILES | SPLIT_LISTS | LONG_LISTS
 
 
 class Reduction:

@@ -53,7 +53,7 @@ class Pair(Reduction):
     """Every pair is in one part: it is written there, and never merged."""
 
     name = "pair"
-    fast_forms = FastForm.EDGES | FastForm.LISTS | FastForm.SHARED_TILES | FastForm.LONG_LISTS
+    fast_forms = FastForm.EDGES | FastForm.ALL_LISTS & ~FastForm.SPLIT_LISTS
     per_pair = True
     accumulator, lines = PairAccumulator, PairLines
     plain_ops, combine_ops = 1, 0

@@ -377,7 +377,7 @@ class TopK(Reduction):
     """Its state is its results, with empty slots marked."""
 
     name = "topk"
-    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.LISTS | FastForm.SHARED_TILES | FastForm.LONG_LISTS
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.ALL_LISTS & ~FastForm.SPLIT_LISTS
     place = 1
     accumulator, lines = TopKAccumulator, TopKLines
     unsorted = True

@@ -133,7 +133,7 @@ def check_gradient(monoid: type) -> None:
 
 class User(Reduction):
     name = "user"
-    fast_forms = FastForm.LISTS | FastForm.LONG_LISTS
+    fast_forms = FastForm.LISTS | FastForm.CUT_LISTS | FastForm.LONG_LISTS
     vector_lines = VectorLines
     folds_trees = True
     merges_one = True  # x ⊙ identity: the form that every other fold has (0 for no weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....plan import settings
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
-from ....reductions import FastForm, all_have, kind_of
+from ....reductions import FastForm, kind_of
 from ....reductions.histogram import add_at
 from ...common import bounded_cache, matmul
 from ...common.bounded_cache import BoundedCache
@@ -159,9 +159,8 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
     for r in fold.reductions:
         name, over, _ = r.attrs
         own, folded = lists(over), sizes.cols if over == "cols" else sizes.rows
-        if not all_have(FastForm.LISTS, [r]) or (
-            name == "moments" and (own.ends is not None or folded % own.folded_block)
-        ):
+        cut = own.ends is not None or folded % own.folded_block
+        if (FastForm.LISTS | FastForm.CUT_LISTS if cut else FastForm.LISTS) not in kind_of(r).fast_forms:
             raise Unsupported(f"{name} has no kernel over these lists")
         if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
             raise Unsupported("a vector does not vary along the folded axis")
