@@ -114,7 +114,7 @@ class Program:
 
 @functools.cache
 def _vector_like(dtype: torch.dtype | None) -> Tensor:
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
