@@ -126,7 +126,7 @@ class Rows:
         found = dict(self.memory)
         for n, a in self.files.items():
             one = len(a.shape) == 1
-            found[n] = a.read(0, len(a)) if one else torch.zeros((), dtype=a.dtype).expand(a.shape)
+            found[n] = a.read(0, len(a)) if one else torch.zeros((), dtype=a.dtype, device="cpu").expand(a.shape)
         return found
 
     @property

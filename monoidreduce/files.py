@@ -257,7 +257,7 @@ class ParquetColumn(_File):
     def __getitem__(self, which: slice) -> Any:
         start, stop, _ = which.indices(self.shape[0])
         if start >= stop:
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
         self.check_unchanged()
         try:
             with report_read_errors(self.filename):
@@ -363,7 +363,7 @@ class Parts:
             for p, at in zip(self.parts, self.starts, strict=False)
             if at < stop and at + p.shape[0] > start
         ]
-        return torch.cat(cut) if cut else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return torch.cat(cut) if cut else torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,7 +26,7 @@ from .domains import nested
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, distributed_fold, dtensors
 from .engines.stream import ChunkedProgram
-from .errors import ArgumentError, MonoidReduceError, ShardError, StreamError, TableError, shown
+from .errors import ArgumentError, EngineError, MonoidReduceError, ShardError, StreamError, TableError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
@@ -133,6 +133,11 @@ class Op(dynamo.Compiled, Generic[Result]):
             return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
             return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+        if torch.jit.is_tracing():
+            raise EngineError(
+                detail=f"{self.function.__name__} is called under torch.jit.trace, which runs no op",
+                fix="Use torch.compile, or torch.export for a graph to keep",
+            )
         if explained_calls.get() is not None:
             return self._list_call(args, kwargs)
         form = None if key is None else self._plans.form(len(args), kwargs)

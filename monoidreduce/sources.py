@@ -259,7 +259,7 @@ def _copy_to_pinned(a: Any, buffers: dict[int, Tensor], k: int) -> Tensor:
     if t.is_pinned():
         return t
     if k not in buffers or buffers[k].dtype != t.dtype or buffers[k].numel() < t.numel():
-        buffers[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
+        buffers[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True, device="cpu")
     return buffers[k][: t.numel()].view(t.shape).copy_(t)
 
 

@@ -259,9 +259,10 @@ def _arity(monoid: Any) -> int:
 
 def reachable(x: Any, batch: int) -> Tensor:
     """Which of a batch of elements (``batch`` leading axes) can be reached, as far as the class says."""
-    first = next((v for v in x.asdict().values() if isinstance(v, Tensor)), torch.zeros(()))  # or all are functions
+    made = (v for v in x.asdict().values() if isinstance(v, Tensor))
+    first = next(made, torch.zeros((), device="cpu"))  # or all are functions
     shape = first.shape[:batch]
-    found = torch.ones(shape, dtype=torch.bool)
+    found = torch.ones(shape, dtype=torch.bool, device="cpu")
     for piece in domain_pieces(x):
         says = predicate(type(piece))
         if says is not None:

@@ -269,7 +269,12 @@ def check(monoid: Any, *, seed: int = 0, cases: int = 200, fields: Mapping[str, 
       local_gradient         not tried (it brings neither pullback nor remove)
       partition_gradient     not tried (it brings neither pullback nor remove)
     """
-    given = _checked_fields(monoid, fields or {})
+    with torch.device("cpu"):
+        return _check(monoid, seed, cases, fields or {})
+
+
+def _check(monoid: Any, seed: int, cases: int, fields: Mapping[str, Any]) -> Report:
+    given = _checked_fields(monoid, fields)
     gen = torch.Generator().manual_seed(seed)
     counts: dict[str, int] = {}
     hopeless: set[str] = set()  # kinds of numbers of which the domain accepted none
@@ -418,7 +423,7 @@ def _first_broken(monoid: Any) -> MonoidLawError | None:
 
 def _where_defined(case: Case) -> Case | None:
     """The cases whose elements combine with each other without a NaN: others lie outside what combine is meant for."""
-    legal = torch.ones(_CASES, dtype=torch.bool)
+    legal = torch.ones(_CASES, dtype=torch.bool, device="cpu")
     for a in case.elements:
         for b in case.elements:
             for v in combined(a, b).asdict().values():

@@ -299,7 +299,7 @@ def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
     That is where autograd itself gives NaN, and where many monoids have a kink: where all elements have the identity's
     value in some field, or two have the same infinity.
     """
-    kink = torch.tensor(False)
+    kink = torch.tensor(False, device="cpu")
     for name, field in type(left).fields().items():
         values = torch.stack([getattr(x, name) for x in case.elements])
         if values.is_floating_point() and field.marker is not List:
@@ -319,7 +319,11 @@ def _possible_kinks(case: Case) -> int:
     """How many numbers of the elements are 0 or occur twice: where a derivative may well not exist."""
     total = 0
     for name, field in type(case.elements[0]).fields().items():
-        values = torch.stack([getattr(x, name) for x in case.elements]) if field.marker is not List else torch.zeros(0)
+        values = (
+            torch.stack([getattr(x, name) for x in case.elements])
+            if field.marker is not List
+            else torch.zeros(0, device="cpu")
+        )
         if values.is_floating_point():
             total += int((values == 0).sum()) + sum(int((values == v).sum()) - v.numel() for v in values)
     return total

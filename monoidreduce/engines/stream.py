@@ -86,7 +86,8 @@ def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
     for name, value in rows.items():
         if isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
             number = value.item() if hasattr(value, "item") else value
-            value = torch.tensor(float(number), dtype=torch.float64)  # 1, 1.0 and a tensor of it are the same argument
+            # 1, 1.0 and a tensor of it are the same argument
+            value = torch.tensor(float(number), dtype=torch.float64, device="cpu")
         if isinstance(value, Tensor):
             found[name] = int(checksum(value))
     return found

@@ -285,8 +285,8 @@ class _PageTable:
                 owned += range(self.count, self.count + more)
                 self.count += max(more, 0)
             most = max(map(len, self.owned), default=0)
-            table = torch.tensor([o + [0] * (most - len(o)) for o in self.owned], dtype=torch.int32)
-            lengths_of = torch.tensor(lengths, dtype=torch.int32)
+            table = torch.tensor([o + [0] * (most - len(o)) for o in self.owned], dtype=torch.int32, device="cpu")
+            lengths_of = torch.tensor(lengths, dtype=torch.int32, device="cpu")
             found = Pages(table.view(-1, most).to(device), lengths_of.to(device), self.page)
             self.known = {n: pages for n, pages in [*self.known.items()][-1:]} | {tokens: found}
         return found

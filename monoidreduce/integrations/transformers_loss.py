@@ -370,7 +370,7 @@ def _trial_source(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
         return {"input_ids": tokens}
     encoder: Any = model.get_encoder()
     generator = torch.Generator().manual_seed(1)
-    states: Any = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator)
+    states: Any = torch.randn(*tokens.shape, encoder.config.hidden_size, generator=generator, device="cpu")
     states = states.to(tokens.device, model.dtype)
     return {"encoder_outputs": BaseModelOutput(states)}
 
@@ -387,6 +387,6 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
         named = {k: v for k, v in config.to_dict().items() if k.endswith(("token_id", "token_index", "token_ids"))}
         for value in named.values():
             special.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    plain = torch.tensor([i for i in range(min(classes, 4096)) if i not in special] or [0])
-    chosen = torch.randint(len(plain), (2, 8), generator=torch.Generator().manual_seed(0))
+    plain = torch.tensor([i for i in range(min(classes, 4096)) if i not in special] or [0], device="cpu")
+    chosen = torch.randint(len(plain), (2, 8), generator=torch.Generator().manual_seed(0), device="cpu")
     return plain[chosen].to(weight.device)

@@ -465,7 +465,8 @@ def nystroem(matrix: Callable[..., Any], like: Array, *, rank: int, ridge: float
     product = matrices.as_product(matrix, 0.0, column)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        probes = torch.linalg.qr(torch.randn(len(like), rank, generator=draw, dtype=torch.float64).to(column)).Q
+        drawn = torch.randn(len(like), rank, generator=draw, dtype=torch.float64, device="cpu")
+        probes = torch.linalg.qr(drawn.to(column)).Q
         images = product(probes)
         shift = torch.finfo(column.dtype).eps * images.norm()
         images = images + shift * probes
@@ -483,7 +484,9 @@ def _factor(inner: Tensor) -> Tensor:
     scale = inner.diagonal().abs().max()
     for power in range(4):
         more = 0.0 if not power else float(scale) * torch.finfo(inner.dtype).eps * 10.0 ** (power + 1)
-        found: Any = torch.linalg.cholesky_ex(inner + more * torch.eye(len(inner), dtype=inner.dtype).to(inner.device))
+        found: Any = torch.linalg.cholesky_ex(
+            inner + more * torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+        )
         if int(found.info) == 0:
             return found.L
     raise matrices.not_positive(float(torch.linalg.eigvalsh(inner)[0] / scale.clamp(min=1e-300)))

@@ -90,7 +90,7 @@ def logdet(
     if check:
         matrices.check_symmetric(product, column)
     draw = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (len(like), probes), generator=draw).to(column) * 2 - 1
+    signs = torch.randint(0, 2, (len(like), probes), generator=draw, device="cpu").to(column) * 2 - 1
     with torch.no_grad():
         steps = conjugate_gradients.Steps([], [])
         conjugate_gradients.solve(product, signs, options, steps=steps)

@@ -136,7 +136,7 @@ def operator(op: Callable[..., Any], x: Array, *args: Any, ridge: float = 0.0, *
     points = kernel.x
 
     def multiply(v: Any) -> Any:
-        given = torch.as_tensor(v, dtype=points.dtype).to(points.device)
+        given = torch.as_tensor(v, dtype=points.dtype, device=points.device)
         with torch.no_grad():
             found = kernel(given.contiguous()) + ridge * given
         return found.cpu().numpy()
@@ -144,7 +144,7 @@ def operator(op: Callable[..., Any], x: Array, *args: Any, ridge: float = 0.0, *
     def multiply_vector(v: Any) -> Any:
         return multiply(v.reshape(-1))
 
-    dtype = torch.empty(0, dtype=points.dtype).numpy().dtype
+    dtype = torch.empty(0, dtype=points.dtype, device="cpu").numpy().dtype
     return LinearOperator(
         kernel.shape,
         matvec=multiply_vector,
@@ -231,7 +231,7 @@ def _is_product(got: Any, v: Tensor) -> bool:
 def check_symmetric(product: Product, b: Tensor) -> None:
     """Raise unless ⟨u, K v⟩ = ⟨v, K u⟩ for two random vectors, and both have ⟨v, K v⟩ > 0: one product of two."""
     draw = torch.Generator().manual_seed(0)
-    pair = torch.randn(len(b), 2, generator=draw, dtype=torch.float64).to(b)
+    pair = torch.randn(len(b), 2, generator=draw, dtype=torch.float64, device="cpu").to(b)
     with torch.no_grad():
         images = product(pair)
     forms = (pair.mT @ images).double()

@@ -188,8 +188,9 @@ class PagedCache(nn.Module):
         """The pages of these sequences, as ``cols=`` of an op takes them."""
         owned = [self._owned.get(s, []) for s in sequences]
         most = max(map(len, owned), default=0)
-        table = torch.tensor([o + [0] * (most - len(o)) for o in owned], dtype=torch.int32).view(len(owned), most)
-        lengths = torch.tensor([self.lengths.get(s, 0) for s in sequences], dtype=torch.int32)
+        table = torch.tensor([o + [0] * (most - len(o)) for o in owned], dtype=torch.int32, device="cpu")
+        table = table.view(len(owned), most)
+        lengths = torch.tensor([self.lengths.get(s, 0) for s in sequences], dtype=torch.int32, device="cpu")
         return Pages(table.to(self.keys.device), lengths.to(self.keys.device), self.page)
 
     @torch.no_grad()
@@ -212,7 +213,7 @@ class PagedCache(nn.Module):
         before = {s: list(owned) for s, owned in self._owned.items()}, list(self._left)
         for s, n in wanted.items():
             self._owned.setdefault(s, []).extend(self._left.pop() for _ in range(n))
-        ragged = None if counts is None else torch.tensor(each, dtype=torch.int32).to(self.keys.device)
+        ragged = None if counts is None else torch.tensor(each, dtype=torch.int32, device="cpu").to(self.keys.device)
         try:
             self.pages(sequences).append((self.keys, self.values), (k, v), ragged)
         except Exception:

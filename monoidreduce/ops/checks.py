@@ -630,6 +630,6 @@ def draw_seed() -> int | Tensor:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
     streamed = agreement.streamed_call()
     if streamed is not None and streamed.memo is not None:
-        return streamed.memo.setdefault("seed", int(torch.randint(2**63 - 1, ())))
-    seed = torch.randint(2**63 - 1, ())
+        return streamed.memo.setdefault("seed", int(torch.randint(2**63 - 1, (), device="cpu")))
+    seed = torch.randint(2**63 - 1, (), device="cpu")
     return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run

@@ -344,7 +344,7 @@ def _stream_sinkhorn(
         kind = torch.float64 if AlongAxis(open_arrays(x)[0], 0).dtype is torch.float64 else torch.float32
         masses = []
         for mass, count, name in zip(given, lengths, "ab", strict=True):
-            mass = torch.full((count,), 1 / max(count, 1), dtype=kind) if mass is None else mass
+            mass = torch.full((count,), 1 / max(count, 1), dtype=kind, device="cpu") if mass is None else mass
             checks.tensor(name, mass, "[points]", 1, 1)
             if len(mass) != count:
                 raise ShapeError(detail=f"{name} has {len(mass)} masses for {count} points", fix="Give one each")

@@ -110,7 +110,7 @@ def mlp(
     options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed), **checks.listed(cols)}
     rows = checks.flatten_rows(x, p, q) if cols is None else x
     y = checks.unflatten_rows(_mlp(rows, p, q, _function(activation), **options), x, rows)
-    return y if out_bias is None else y + out_bias
+    return y if out_bias is None else y + out_bias.to(y.dtype)  # autocast casts what an op is given
 
 
 @mr.op
@@ -175,7 +175,7 @@ def gated_mlp(
     options = {**biases, **_dropout(dropout_p, seed), **checks.listed(cols)}
     rows = checks.flatten_rows(x, gate, up, down) if cols is None else x
     y = checks.unflatten_rows(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
-    return y if out_bias is None else y + out_bias
+    return y if out_bias is None else y + out_bias.to(y.dtype)  # autocast casts what an op is given
 
 
 def _hidden(name: str, bias: Any) -> Any:

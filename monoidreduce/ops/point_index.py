@@ -198,7 +198,7 @@ class PreparedPoints:
                 return Searched(None, None)
             return Searched(*(t.view(*batch, rows, k) for t in found))
         queries = queries.expand(*batch, *x.shape[-2:])
-        own = torch.arange(len(self._trees)).view(self.points.shape[:-2]).expand(batch)
+        own = torch.arange(len(self._trees), device="cpu").view(self.points.shape[:-2]).expand(batch)
         parts = []
         for at in itertools.product(*map(range, batch)):
             tree = self._trees[int(own[at])]

@@ -175,11 +175,11 @@ def measure_cpu(threads: int) -> DeviceRates:
     """
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         side, long = 384, 2**18
-        a, b, c = (torch.ones(side, side) for _ in range(3))
-        x, y = torch.full((long,), 0.5), torch.empty(long)
-        far = torch.ones(2**21)
+        a, b, c = (torch.ones(side, side, device="cpu") for _ in range(3))
+        x, y = torch.full((long,), 0.5, device="cpu"), torch.empty(long, device="cpu")
+        far = torch.ones(2**21, device="cpu")
         into = torch.empty_like(far)
-        tiny = torch.ones(8)
+        tiny = torch.ones(8, device="cpu")
         single = 2 * side**3 / _time_best(lambda: torch.mm(a, b, out=c), 2)
         double = [t.double() for t in (a[:192, :192], b[:192, :192], c[:192, :192])]
         wide = 2 * 192**3 / _time_best(lambda: torch.mm(double[0], double[1], out=double[2]))

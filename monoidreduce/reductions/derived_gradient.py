@@ -65,7 +65,9 @@ def is_idempotent(monoid: Any) -> bool:
 
 def _folds_twice_alike(monoid: Any) -> bool:
     make = torch.Generator().manual_seed(0)
-    draw = lambda field: torch.rand(*(8, _SIZE)[: 1 + bool(field.marker.axes)], generator=make, dtype=torch.float64)
+    draw = lambda field: torch.rand(
+        *(8, _SIZE)[: 1 + bool(field.marker.axes)], generator=make, dtype=torch.float64, device="cpu"
+    )
     state = {name: 0.1 + draw(field) for name, field in monoid.fields().items()}
     try:
         twice = monoid.combine(monoid(**state), monoid(**state))
@@ -332,8 +334,8 @@ def _evaluate(e: Expr | None, sides: Mapping[str, Tensor], like: Tensor) -> Tens
 
 
 _FEATURES: Mapping[str, Callable[..., Any]] = {
-    "const": lambda n, like: torch.tensor(n.attrs[0], dtype=like.dtype if n.dtype == "float" else None),
-    "size": lambda n, like: torch.tensor(_SIZE),
+    "const": lambda n, like: torch.tensor(n.attrs[0], dtype=like.dtype if n.dtype == "float" else None, device="cpu"),
+    "size": lambda n, like: torch.tensor(_SIZE, device="cpu"),
     "fsum": lambda n, like, x: x.expand(*x.shape[:-1], _SIZE).sum(-1, keepdim=True),
     "spread": lambda n, like, x: x.expand(*x.shape[:-1], _SIZE),
     "component": lambda n, like, x: x[..., n.attrs[0] : n.attrs[0] + 1],

@@ -57,7 +57,7 @@ def find_best(
     length = x.shape[-1]
     k = min(k, length)
     if not x.is_meta and (x.device.type != "cpu" or not _has_numbers(x)):
-        places = places((torch.arange(len(x)),)) if callable(places) else places
+        places = places((torch.arange(len(x), device="cpu"),)) if callable(places) else places
         at = None if places is None else places.argsort(dim=-1)
         value, order = (x if at is None else x.gather(-1, at)).sort(dim=-1, descending=largest, stable=True)
         return value[..., :k], (order if at is None else at.gather(-1, order))[..., :k]

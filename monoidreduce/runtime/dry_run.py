@@ -208,7 +208,7 @@ class Scale:
     def constant_tensor(self, t: Tensor, backward: bool) -> Tensor:
         """A small tensor of one number, which every index and logarithm accepts: 0.5, or 0 for integers."""
         shape = [self.down(n) for n in t.shape]
-        made = torch.full(shape, 0.5 if t.is_floating_point() else 0, dtype=t.dtype)
+        made = torch.full(shape, 0.5 if t.is_floating_point() else 0, dtype=t.dtype, device="cpu")
         return made.requires_grad_(backward and t.requires_grad)
 
     def varied_leaf(self, v: Any) -> Any:
@@ -331,7 +331,7 @@ def dry_run(
             if backward and values:
                 counter.backward = True
                 wanted = [t for t in tensors if t.requires_grad]
-                ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in values]
+                ones = [torch.ones((), dtype=v.dtype, device="cpu").expand(v.shape) for v in values]
                 gradients = _run_backward(values, wanted, ones)
                 del ones
             counter.found.results = counter.total
@@ -355,7 +355,9 @@ class _CallCounter(ScaledMemory):
             given = tuple(map(self.scale.real_leaf, leaves))
         self.found.folds.append(FoldCall(fold, given, self.sizes, self.backward, self.total))
         made = result_forms(fold, leaves, sizes, self.sizes.device)
-        return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
+        return [
+            torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype, device="cpu") for shape, dtype in made
+        ]
 
     def count_block_gradients(
         self,

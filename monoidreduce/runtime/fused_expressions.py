@@ -20,7 +20,7 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     on_gpu = x.is_cuda or dry_run_sizes.get() is not None
     plain = type(x) is Tensor and type(y) is Tensor and on_gpu and x.dtype in SIXTEEN and compute is torch.float32
     if plain and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
-        found = triton.row_kernels.compute_row_dots(x, y) if x.is_cuda else torch.zeros(x.shape[:-1])
+        found = triton.row_kernels.compute_row_dots(x, y) if x.is_cuda else torch.zeros(x.shape[:-1], device="cpu")
         if found is not None:
             return found
     x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))

@@ -298,7 +298,7 @@ class Sums:
     engine: str
     frame: Frame
 
-    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any] | None) -> list[Any]:
         """The inputs in their order."""
         return join_values(tensors, numbers, [k for k, n in enumerate(self.names) if n in self.numbers])
 
@@ -341,7 +341,7 @@ def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, 
     return found
 
 
-def _run(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+def _run(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     sums, device = _find_sums(name), tensors[0].device
     values, engine = sums.join_values(tensors, numbers), sums.engine
     inputs = dict(zip(sums.names, values, strict=True))
@@ -382,7 +382,7 @@ def _run_stepwise(
     return [*(t.detach() for t in totals), *found]
 
 
-def _fake(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+def _fake(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     sums = _find_sums(name)
     sizes = sums.frame.read_lengths(lengths, tensors[0].device)
     forms = _forms(sums, sums.join_values(tensors, numbers), sizes)

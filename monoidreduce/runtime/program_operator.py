@@ -113,7 +113,7 @@ class Program:
 
 @functools.cache
 def _vector_like(dtype: torch.dtype | None) -> Tensor:
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Call:
     def steps(self) -> ProgramSteps:
         return make_steps(self.engine, self.program.lowered, self.program.numbers)
 
-    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+    def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any] | None) -> list[Any]:
         """The program's inputs in their order."""
         return join_values(tensors, numbers, self.program.number_places) if numbers else list(tensors)
 
@@ -204,11 +204,11 @@ _replays: BoundedCache[tuple, tuple[Any, Sequence[int], Callable[..., tuple] | N
 _backwards: BoundedCache[tuple, tuple[Sizes, GradientRunner, list]] = BoundedCache(_MOST)
 
 
-def _forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+def _forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     call = _find_call(name)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
-    asked = (dispatch.launch_key(), *map(repr, numbers), *key)
+    asked = (dispatch.launch_key(), *map(repr, numbers or ()), *key)
     found = _replay(asked, values)
     if found is not None:
         return found
@@ -258,7 +258,7 @@ def _keep_replay(
         _replays.keep(asked, (triton.prepared_folds(), tuple(sources), launches))
 
 
-def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list[int]) -> list[Tensor]:
+def _fake_forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     call = _find_call(name)
     sizes = call.frame.read_lengths(lengths, tensors[0].device)
     forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
@@ -266,14 +266,19 @@ def _fake_forward(name: str, tensors: list[Tensor], numbers: list, lengths: list
 
 
 def _backward(
-    name: str, tensors: list[Tensor], numbers: list, lengths: list[int], results: list[Tensor], cotangents: list[Tensor]
+    name: str,
+    tensors: list[Tensor],
+    numbers: list | None,
+    lengths: list[int],
+    results: list[Tensor],
+    cotangents: list[Tensor],
 ) -> list[Tensor]:
     call, there = _find_call(name), iter(cotangents)
     values = call.join_values(tensors, numbers)
     key = (name, *triton.describe_leaves(values), *lengths, tensors[0].device)
     pool = [*values, *results, *(next(there) if one else None for one in call.given)]
     launch = dispatch.launch_key() if skip_small_tiles.requested() is None else None
-    asked = (launch, *map(repr, numbers), *key, *triton.describe_leaves(pool[len(values) :]))
+    asked = (launch, *map(repr, numbers or ()), *key, *triton.describe_leaves(pool[len(values) :]))
     found = _replay(asked, pool)
     if found is not None:
         return found
@@ -294,7 +299,7 @@ def _backward(
         return owned
 
 
-def _fake_backward(name: str, tensors: list[Tensor], numbers: list, *rest: Any) -> list[Tensor]:
+def _fake_backward(name: str, tensors: list[Tensor], numbers: list | None, *rest: Any) -> list[Tensor]:
     call = _find_call(name)
     leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]

@@ -36,8 +36,8 @@ from .dispatch import FOLDERS
 # The sizes of a call as an operator's arguments
 SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"
 # The values of a call whose other properties have a name (:class:`Frame`), and its lengths
-VALUES = "Tensor[] tensors, Scalar[] numbers, SymInt[] lengths"
-_SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, {SIZES}) -> Tensor[]"
+VALUES = "Tensor[] tensors, Scalar[]? numbers, SymInt[] lengths"
+_SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[]? numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
 # before torch 2.8 or so, with strides of the same order.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
@@ -62,10 +62,11 @@ def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[T
     return torch.ops.monoidreduce.fold(name(fold), engine, *split_values(leaves), *write_sizes(sizes))
 
 
-def split_values(values: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[int]]:
-    """Values as an operator's arguments: the tensors, the numbers and the places of these."""
+def split_values(values: Sequence[Any]) -> tuple[list[Tensor], list[Any] | None, list[int]]:
+    """Values as an operator's arguments: the tensors, the numbers (None, not an empty list, which ``torch.export.save``
+    does not write) and the places of these."""
     numbers = {k: v for k, v in enumerate(values) if not isinstance(v, Tensor)}
-    return [v for v in values if isinstance(v, Tensor)], list(numbers.values()), list(numbers)
+    return [v for v in values if isinstance(v, Tensor)], list(numbers.values()) or None, list(numbers)
 
 
 def write_sizes(sizes: Sizes) -> tuple:
@@ -141,15 +142,17 @@ def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[For
     return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
 
-def _open_arguments(fold: str, leaves: list[Tensor], numbers: list[Any], places: list[int], *sizes: Any) -> tuple:
+def _open_arguments(
+    fold: str, leaves: list[Tensor], numbers: list[Any] | None, places: list[int], *sizes: Any
+) -> tuple:
     """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
     return _find_fold(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
 
 
-def join_values(tensors: Sequence[Any], numbers: Sequence[Any], places: Sequence[int]) -> list[Any]:
+def join_values(tensors: Sequence[Any], numbers: Sequence[Any] | None, places: Sequence[int]) -> list[Any]:
     """The inverse of :func:`split_values`."""
     given: list[Any] = list(tensors)
-    for place, number in zip(places, numbers, strict=True):
+    for place, number in zip(places, numbers or (), strict=True):
         given.insert(place, number)
     return given
 

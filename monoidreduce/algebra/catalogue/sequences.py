@@ -89,5 +89,5 @@ class Compose(Monoid):
 
     def approx(a: Compose, b: Compose, *, scale: Mapping[str, Any] | None = None) -> bool:
         """Functions are compared where it can be done: on a few numbers."""
-        probes = torch.tensor([-2.5, -1.0, 0.0, 0.5, 3.0], dtype=torch.float64)
+        probes = torch.tensor([-2.5, -1.0, 0.0, 0.5, 3.0], dtype=torch.float64, device="cpu")
         return all_close(a.f(probes), b.f(probes))

@@ -122,7 +122,10 @@ def reduce_listed(
     copies = []
     for f, vector, nothing in zip(whole[:-1], vectors, absent, strict=True):
         seen = [(times > k).unsqueeze(-1) if vector else times > k for k in range(most)]
-        parts = [f if nothing is None else torch.where(one, f, torch.full((), nothing, dtype=f.dtype)) for one in seen]
+        parts = [
+            f if nothing is None else torch.where(one, f, torch.full((), nothing, dtype=f.dtype, device="cpu"))
+            for one in seen
+        ]
         axis = f.dim() + folded_dim(over, vector)
         copies.append(torch.stack(torch.broadcast_tensors(*parts), axis + 1).flatten(axis, axis + 1))
     found = dense(copies, size * most)

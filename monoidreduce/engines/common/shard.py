@@ -92,7 +92,7 @@ def abort_group(group: Group) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):
             group.abort()
         return
-    moment, nothing = datetime.timedelta(milliseconds=1), torch.empty(1)
+    moment, nothing = datetime.timedelta(milliseconds=1), torch.empty(1, device="cpu")
     for peer in range(group.size()):  # a receive that times out closes all of a gloo group's connections
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):

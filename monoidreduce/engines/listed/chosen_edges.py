@@ -88,7 +88,7 @@ def _run_element(fold: Fold, given: dict[Expr, Any], sizes: Sizes, keys: Tensor,
     for r in fold.reductions:
         target, value, vector = r.args
         place, weight = evaluate_flat(target).reshape(sizes.rows, -1).long(), evaluate_flat(_assume_listed(value))
-        wanted = torch.arange(sizes.rows).unsqueeze(1) * max(sizes.cols, 1) + place
+        wanted = torch.arange(sizes.rows, device="cpu").unsqueeze(1) * max(sizes.cols, 1) + place
         hit = (place >= 0) & (place < (sizes.cols if len(keys) else 0))
         if len(keys):
             hit &= keys[torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)] == wanted

@@ -126,7 +126,7 @@ class _Element:
         self.pairs: dict[Expr, Tensor] = {}
         self.dots: dict[Expr, Tensor] = {}
         named: dict[str, Any] = {
-            "_row_index": torch.arange(sizes.rows), "_col_index": torch.arange(sizes.cols),
+            "_row_index": torch.arange(sizes.rows, device="cpu"), "_col_index": torch.arange(sizes.cols, device="cpu"),
             "_num_rows": sizes.of("rows"), "_num_cols": sizes.of("cols"),
         }  # fmt: skip
         for e in local.leaves:
@@ -210,7 +210,7 @@ class _Element:
     def _iterate_stretches(self) -> list[_Stretch]:
         """Neighbouring lists with about ``_STRETCH`` edges in all."""
         last, total = len(self.ends) - 1, int(self.ends[-1])
-        wanted = torch.tensor(range(_STRETCH, total, _STRETCH), dtype=torch.int64)
+        wanted = torch.tensor(range(_STRETCH, total, _STRETCH), dtype=torch.int64, device="cpu")
         marks = torch.searchsorted(self.ends, wanted).tolist()
         bounds = sorted({0, *marks, last})
         pairs = itertools.pairwise(bounds) if last else [(0, 0)]
@@ -256,7 +256,9 @@ class _Stretch:
         if kind_of(r).per_pair:
             return [self.number(r.args[0])]
         if r.attrs[0] == "histogram":
-            total = torch.zeros(1, self.element.sizes.of(str(r.args[2].feature)), dtype=self.element.sizes.compute)
+            total = torch.zeros(
+                1, self.element.sizes.of(str(r.args[2].feature)), dtype=self.element.sizes.compute, device="cpu"
+            )
             add_at(total, self.number(r.args[0]).unsqueeze(0), self.number(r.args[1]).unsqueeze(0))
             return [total[0]]
         if r.attrs[0] == "sum":
@@ -287,12 +289,12 @@ class _Stretch:
             raise Tied  # NaN beats all, also where the least is sought; behind it are only slots that nothing fills
         lowest = worst(number.dtype, largest)
         table = number.new_full((lists, max(longest, k)), lowest)
-        at = torch.arange(len(number)) - self.ends[:-1].index_select(0, self.kept - self.first)
+        at = torch.arange(len(number), device="cpu") - self.ends[:-1].index_select(0, self.kept - self.first)
         at += (self.kept - self.first) * table.shape[1]
         table.view(-1)[at] = number
 
         def columns(chosen: tuple[Tensor, ...]) -> Tensor:
-            edge = self.ends[chosen].unsqueeze(-1) + torch.arange(table.shape[1])
+            edge = self.ends[chosen].unsqueeze(-1) + torch.arange(table.shape[1], device="cpu")
             there = edge < self.ends[1:][chosen].unsqueeze(-1)
             return torch.where(there, self.folded[edge.clamp_(max=len(number) - 1)].long(), NOWHERE)
 
@@ -323,7 +325,7 @@ class _Stretch:
         found = self.evaluate.to_compute(self.evaluate(e), e)
         if not isinstance(found, Tensor):
             kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, self.element.sizes.compute)
-            return torch.full((count,), found, dtype=kind)
+            return torch.full((count,), found, dtype=kind, device="cpu")
         return found.reshape(-1).expand(count)
 
     def _places(self, e: Expr) -> Tensor:
@@ -340,6 +342,7 @@ class _Stretch:
             x.new_zeros(len(self.folded)),
             (self.last - self.first, len(y)),
             check_invariants=False,
+            device="cpu",
         )
         return torch.sparse.sampled_addmm(pattern, x[self.first : self.last], y.T, beta=0.0).values()
 
@@ -361,7 +364,7 @@ class _Stretch:
         """The sum of numbers of every list."""
         if number.is_floating_point():
             return torch.segment_reduce(number.contiguous(), "sum", offsets=self.ends, initial=0.0)
-        total = torch.zeros(self.last - self.first, dtype=torch.int64)
+        total = torch.zeros(self.last - self.first, dtype=torch.int64, device="cpu")
         return total.index_add_(0, self.kept - self.first, number.long())
 
 
@@ -379,9 +382,8 @@ def _has_sampled_products() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            pattern = torch.sparse_csr_tensor(
-                torch.tensor([0, 1]).int(), torch.tensor([0]).int(), torch.ones(1), (1, 1)
-            )
-            return bool(torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0).values() == 2)
+            start, two = torch.arange(2, device="cpu").int(), torch.ones(1, 2, device="cpu")
+            pattern = torch.sparse_csr_tensor(start, start[:1], two[0, :1], (1, 1), device="cpu")
+            return bool(torch.sparse.sampled_addmm(pattern, two, two.mT, beta=0.0).values() == 2)
         except RuntimeError:
             return False

@@ -56,7 +56,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     for r, k in fold.outputs:
         if kind_of(r).per_pair:
             shape, dtype = pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
-            outputs.append(torch.zeros(shape, dtype=dtype))
+            outputs.append(torch.zeros(shape, dtype=dtype, device="cpu"))
         else:
             outputs.append(allocate_result(fold, r, k, leaves, sizes))
     _fill_unpaired(fold, outputs, stretches, sizes)

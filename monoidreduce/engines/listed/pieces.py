@@ -90,7 +90,7 @@ def _fill_up(units: Tensor, spare: int) -> Tensor:
         if not ceilings or filled > spare:
             top, filled = n, 0
         ceilings.append(top)
-    return torch.tensor(ceilings[::-1])[torch.searchsorted(lengths, units)]
+    return torch.tensor(ceilings[::-1], device="cpu")[torch.searchsorted(lengths, units)]
 
 
 def _cut_lengths(start: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -127,7 +127,7 @@ class Column:
 
     def empty(self, count: int) -> Tensor:
         """So many rows without memory: every one is the same zero."""
-        return torch.zeros((), dtype=self.dtype).expand(count, *self.parts[0].tail)
+        return torch.zeros((), dtype=self.dtype, device="cpu").expand(count, *self.parts[0].tail)
 
 
 Table = dict[str, Column]  # the arguments of one side, by name

@@ -1,5 +1,7 @@
 """Ops under torch's compilers and tracers: one graph, right values and gradients, few compilations."""
 
+import io
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -238,6 +240,16 @@ def test_export(strict):
         x = torch.randn(length, 3)
         torch.testing.assert_close(program.module()(x), net(x))
     assert any(n.target is torch.ops.monoidreduce.fold.default for n in program.graph.nodes)
+    kept = io.BytesIO()
+    torch.export.save(program, kept)
+    kept.seek(0)
+    torch.testing.assert_close(torch.export.load(kept).module()(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_refused():
+    with pytest.raises(mr.EngineError, match=r"attention is called under torch.jit.trace.*torch.export"):
+        torch.jit.trace(lambda x: attention(x, x, x, 0.3), torch.randn(5, 3))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -243,6 +243,13 @@ def test_autocast_and_the_loss():
     assert torch.equal(loss, outside) and torch.equal(x.grad, y.grad.float())
 
 
+def test_autocast_casts_the_bias_behind_a_perceptron_too():
+    x = torch.randn(5, 4, requires_grad=True)
+    layers = [mr.nn.MLP(4, 8), mr.nn.GatedMLP(4, 8, bias=True)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [m(x).dtype for m in layers] == [torch.nn.Linear(4, 4)(x).dtype] * 2
+
+
 def test_autocast_leaves_float64_alone():
     q, k, v = make(*SHAPES)
     with torch.autocast("cpu", dtype=torch.bfloat16):

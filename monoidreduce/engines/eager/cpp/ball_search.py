@@ -39,8 +39,8 @@ def search(
         return None
     library = _load(points.shape[1], points.dtype)
     assert library is not None  # the search of the sample was compiled
-    values, places = queries.new_empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64)
-    reach, paid = reach.contiguous(), torch.zeros((), dtype=torch.int64)
+    values, places = queries.new_empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64, device="cpu")
+    reach, paid = reach.contiguous(), torch.zeros((), dtype=torch.int64, device="cpu")
     own = -(2**62) if excluded is None else excluded
     sizes = [len(points), len(queries), k, own, torch.get_num_threads(), most_pairs]
     point_search.call(library, [points.contiguous(), queries.contiguous(), reach, values, places, paid, *sizes])
@@ -53,7 +53,9 @@ def _search_sample(sample: Tensor, queries: Tensor, k: int, by_tree: bool) -> Te
     if by_tree:
         tree = point_search.build(sample)
     else:  # a tree whose boxes hold nothing: every point is looked at
-        tree = PointTree(sample.mT.contiguous(), torch.arange(len(sample)), sample.new_zeros(2, 2 * sample.shape[1]), 0)
+        tree = PointTree(
+            sample.mT.contiguous(), torch.arange(len(sample), device="cpu"), sample.new_zeros(2, 2 * sample.shape[1]), 0
+        )
     found = None if tree is None else point_search.search(tree, queries, k)
     return None if found is None else found[0][:, -1]
 

@@ -123,7 +123,7 @@ class CompiledFold:
             if kind_of(r).both_axes:  # a part for each set of rows that a thread may have
                 parts_form = (*sizes.batch, sets, sizes.of(str(r.args[2].feature))), torch.float64
                 self.rooms[at] = r, Allocator(parts_form, sizes.device), 0.0
-                rooms[at] = torch.empty(parts_form[0], dtype=parts_form[1])
+                rooms[at] = torch.empty(parts_form[0], dtype=parts_form[1], device="cpu")
         self.room, self.copied = threads * kernel.room, min(step, shape[-1]) * padded * kernel.packed
         self.kernel, self.counts = kernel, tables.counts
         self.tables = tables.tables  # arguments hold their addresses
@@ -233,7 +233,8 @@ class CompiledFold:
         for _, allocate, begin in self.rooms:
             t = next(totals) if allocate is None else allocate()
             rooms.append(t if begin is None else t.fill_(begin))
-        memory, copies = torch.empty(self.room, dtype=self.compute), torch.empty(self.copied, dtype=self.compute)
+        memory = torch.empty(self.room, dtype=self.compute, device="cpu")
+        copies = torch.empty(self.copied, dtype=self.compute, device="cpu")
         held = self.pack(*[kind(given[at]) if at >= 0 else n for at, kind, n in self.values])
         numbers = ctypes.create_string_buffer(held, max(1, len(held)))
         base = [memory.data_ptr(), ctypes.addressof(numbers), copies.data_ptr()]

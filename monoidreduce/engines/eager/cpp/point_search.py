@@ -44,7 +44,7 @@ def search(tree: PointTree, queries: Tensor, k: int, excluded: int | None = None
     if library is None:
         return None
     values = queries.new_empty(len(queries), k)
-    places = torch.empty(len(queries), k, dtype=torch.int64)
+    places = torch.empty(len(queries), k, dtype=torch.int64, device="cpu")
     own = -(2**62) if excluded is None else excluded
     sizes = [tree.count, tree.finite, tree.depth, len(queries), k, own, torch.get_num_threads()]
     call(
@@ -60,7 +60,8 @@ def measure_share(tree: PointTree, queries: Tensor, k: int) -> float | None:
     if library is None or not len(queries) or not tree.count:
         return None
     values = queries.new_empty(len(queries), k)
-    places, visited = torch.empty(len(queries), k, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    places = torch.empty(len(queries), k, dtype=torch.int64, device="cpu")
+    visited = torch.zeros((), dtype=torch.int64, device="cpu")
     sizes = [tree.count, tree.finite, tree.depth, len(queries), k, -(2**62), 1]
     call(
         library,

@@ -25,7 +25,7 @@ from .primitive_text import Unsupported
 
 _CACHED_TILES = 4096  # of a table that is kept
 _MOST = 16  # variants of one fold
-_ANY_PAIR = torch.empty(0)  # in the place of a number per pair, which no table reads
+_ANY_PAIR = torch.empty(0, device="cpu")  # in the place of a number per pair, which no table reads
 
 Counts = collections.Counter[tuple[bool, int, int, int]]  # tiles, by whether they are computed, batch, rows and columns
 
@@ -121,5 +121,5 @@ def _make_table(
             counts[tile is not None, many, height, steps[1]] += stop - start - ends
             counts[tile is not None, many, height, last] += ends
         table.append(line)
-    layer = torch.tensor(table, dtype=torch.int8)
+    layer = torch.tensor(table, dtype=torch.int8, device="cpu")
     return layer.mT.contiguous() if swapped else layer

@@ -62,13 +62,13 @@ def find_alike_tiles(rows: Tensor, cols: Tensor, block: int, sharing: int) -> Al
     low, high = ([t.view(-1, block) for t in (rows, cols)] for _ in range(2))
     (r_low, c_low), (r_high, c_high) = ([t.amin(1) for t in low], [t.amax(1) for t in high])
     if period:
-        band = torch.arange((m + n - 1) * period)
+        band = torch.arange((m + n - 1) * period, device="cpu")
         shift, turn = band // period - (m - 1), band % period
         begin = (-shift).clamp(min=0)
         begin = begin + (turn - begin % period) % period
     else:
-        begin = torch.arange(m * n) // n
-        shift = torch.arange(m * n) % n - begin
+        begin = torch.arange(m * n, device="cpu") // n
+        shift = torch.arange(m * n, device="cpu") % n - begin
     empty = (begin >= m) | (begin + shift >= n)
     kept, folded = begin.clamp(max=m - 1), (begin + shift).clamp(0, n - 1)
     first = r_low[kept] + c_low[folded]
@@ -199,7 +199,7 @@ class HistogramLaunch(FoldLaunch):
         """The entries of the table from those of every class of tiles, summed over batch elements that share it."""
         sums = parts.view(parts.shape[0], -1, self.splits, alike.width).sum(2)
         if self.entries_read is None:  # copied to the device once
-            self.entries_read = (alike.first.view(1, -1, 1) + torch.arange(alike.width)).to(sums.device)
+            self.entries_read = (alike.first.view(1, -1, 1) + torch.arange(alike.width, device="cpu")).to(sums.device)
         total = sums.new_zeros(parts.shape[0], self.table_size)
         add_at(total, sums, self.entries_read)
         layout = self.layouts.get((self.fold.reductions[0], 0))

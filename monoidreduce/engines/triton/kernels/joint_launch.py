@@ -176,9 +176,9 @@ class JointLaunch(FoldLaunch):
         edges, _, flip = self._edges([])
         ends = edges[0].cpu()
         ends = ends.flip(0) if flip else ends
-        at = torch.arange(self.blocks_of_rows)
+        at = torch.arange(self.blocks_of_rows, device="cpu")
         visits = (ends[:, :1] <= at) & (at < ends[:, -1:])
-        tile = torch.arange(len(ends))[:, None].expand_as(visits)
+        tile = torch.arange(len(ends), device="cpu")[:, None].expand_as(visits)
         first = torch.where(visits, tile, _NOBODY).amin(0)
         last = torch.where(visits, tile, -1).amax(0)
         if not visits.any(1).all() or ((last - first + 1 != visits.sum(0)) & visits.any(0)).any():

@@ -51,7 +51,7 @@ class DiagonalIndex:
         found: slice | Tensor = at.to(self.sizes.device)
         if key is not None:
             first = int(at[0, 0])
-            ordered = torch.equal(at[0], torch.arange(first, first + at.shape[1]))
+            ordered = torch.equal(at[0], torch.arange(first, first + at.shape[1], device="cpu"))
             if ordered and first >= 0 and first + at.shape[1] <= self.entries:
                 found = slice(first, first + at.shape[1])
             self.known = {**(self.known if len(self.known) < _MOST_PLACES else {}), key: found}
@@ -211,7 +211,7 @@ def find_places(one: _Sum, values: Mapping[Expr, Any], sizes: Sizes) -> tuple[Te
 
 def evaluate_places(e: Expr, axis: str, length: int, leaves: Mapping[str, Any], sizes: Sizes) -> Tensor:
     """A number of the row, or of the column, for indices from 0 up to ``length``; on a CPU."""
-    at = torch.arange(length).view(*(1,) * (len(sizes.batch) + 1), -1)
+    at = torch.arange(length, device="cpu").view(*(1,) * (len(sizes.batch) + 1), -1)
     found = Evaluator(replace(sizes, device=_CPU), dict(leaves), {index(axis): at})(e)
     return torch.as_tensor(found).expand(at.shape).reshape(-1)
 

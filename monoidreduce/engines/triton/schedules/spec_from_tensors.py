@@ -64,7 +64,7 @@ def describe_fold(
     rewritten = split_fold(fold, values, sizes, every)
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
-    values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
+    values = {**values, **{e: torch.empty(0, device="cpu") for e in fold.leaves if e not in values}}
     used = [e for e in fold.leaves if e.feature is not None and e in _find_used_leaves(fold) and e not in fold.tables]
     vectors = {e: values[e] for e in used}
     narrow = narrow_type(vectors, sizes)
