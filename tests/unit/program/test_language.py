@@ -1282,3 +1282,12 @@ def test_seed_is_not_pythons_random():
     before = torch.get_rng_state(), random.getstate()
     numbers(torch.zeros(2), torch.zeros(7), 3)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_parameters_by_position_alone():
+    @mr.op
+    def total(x: Row["d"], y: Col["d"], /, scale: float = 2.0):
+        return mr.sum(x @ y * scale)
+
+    x, y = torch.ones(2, 3), torch.ones(4, 3)
+    assert total(x, y).tolist() == [24.0, 24.0] and total(x, y, scale=1.0).tolist() == [12.0, 12.0]
