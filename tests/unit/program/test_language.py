@@ -1291,3 +1291,15 @@ def test_parameters_by_position_alone():
 
     x, y = torch.ones(2, 3), torch.ones(4, 3)
     assert total(x, y).tolist() == [24.0, 24.0] and total(x, y, scale=1.0).tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize("f", [torch.relu, F.relu6])
+def test_rectified_integers_stay_integers(f):
+    @mr.op
+    def most(x: Row, y: Col):
+        return mr.max(f(x - y)), mr.min(f(y - x))
+
+    x, y = torch.tensor([2**53 + 1, 3]), torch.tensor([0, -5])
+    pairs = x.unsqueeze(1) - y
+    for got, right in zip(most(x, y), (f(pairs).amax(1), f(-pairs).amin(1)), strict=True):
+        assert got.dtype == torch.int64 and torch.equal(got, right)
