@@ -15,7 +15,7 @@ from monoidreduce.algebra.fields import Function, List, Scalar, combined, descri
 from monoidreduce.algebra.laws import probe
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.arrays import Border, is_array
-from monoidreduce.errors import ArgumentError, DeviceError, ShapeError
+from monoidreduce.errors import ArgumentError, DeviceError, ShapeError, shown
 
 # From a user's tensors to the inner convention and back.
 #
@@ -90,6 +90,8 @@ def lower(x: Monoid, given: Mapping[str, Any]) -> Monoid:
 
 def normal_dim(dim: int, rank: int) -> int:
     """``dim`` counted from the front; ShapeError if there is no such axis."""
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise ArgumentError(detail=f"dim was given {shown(dim)}", fix="Give the number of one axis, such as -1")
     if not -rank <= dim < rank:
         raise ShapeError(
             detail=f"there is no axis {dim} to fold among {rank} axes",

@@ -496,6 +496,7 @@ def _truths_as(name: str) -> Any:
 
 
 _RULES = {
+    "relu": lambda args, attrs: apply("maximum", args[0], 0) if args[0].dtype == "int" else None,
     "minimum": _truths_as("logical_and"),
     "maximum": _truths_as("logical_or"),
     "sign": lambda args, attrs: args[0] if _all_bool(args) else None,

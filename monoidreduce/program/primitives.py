@@ -608,7 +608,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda x, min: bounds.clamp(x, min, None),
     "clamp_max": lambda x, max: bounds.clamp(x, None, max),
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: bounds.inside(x, min_val, max_val),
-    "relu6": lambda x, inplace=False: bounds.inside(x, 0.0, 6.0),
+    "relu6": lambda x, inplace=False: bounds.inside(x, 0, 6),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
     "mish": lambda x, inplace=False: x * x.primitive("mish_gate"),
     "softsign": lambda x: x / (1 + torch.abs(x)),

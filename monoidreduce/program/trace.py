@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import linecache
 import os
 import sys
@@ -97,7 +98,7 @@ def _trace_once(
             else:
                 arguments[name] = Symbol(p.expr(dtypes[name]))
         leaves: list[Symbol] = []
-        returned = function(**arguments)
+        returned = _run(function, arguments)
         try:
             pack = _unpack(returned, leaves)
             outputs = tuple(expr_of(leaf) for leaf in leaves)
@@ -110,6 +111,13 @@ def _trace_once(
         raise error.at(find_place(function, error.__traceback__)) from None
     finally:
         current_trace.reset(token)
+
+
+def _run(function: Any, arguments: Mapping[str, Any]) -> Any:
+    """A body's result; what it takes by position alone is given so."""
+    kinds = inspect.signature(function).parameters
+    first = [n for n in arguments if kinds[n].kind is inspect.Parameter.POSITIONAL_ONLY]
+    return function(*(arguments[n] for n in first), **{n: v for n, v in arguments.items() if n not in first})
 
 
 def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
@@ -163,7 +171,7 @@ def _return_place(function: Any, arguments: dict[str, Any]) -> str:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        function(**arguments)
+        _run(function, arguments)
     finally:
         sys.setprofile(before)
     return _describe_place(function, code.co_filename, lines[-1])

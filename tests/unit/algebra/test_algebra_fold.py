@@ -59,6 +59,12 @@ def test_dim_counts_the_axes_of_a_number(dim):
     assert torch.allclose(tree.v, want, atol=1e-6) and torch.allclose(tree.z, torch.logsumexp(z, dim), atol=1e-6)
 
 
+@pytest.mark.parametrize("dim", [(0, 1), "a", 1.0, True])
+def test_what_is_no_axis_is_refused(dim):
+    with pytest.raises(errors.ArgumentError, match="dim was given"):
+        fold(monoids.Sum, torch.ones(2, 3), dim=dim)
+
+
 def test_the_last_axis_is_folded_by_default():
     z, v = torch.randn(6, 7), torch.randn(7, 3)
     got = fold(monoids.LogWSum, {"z": z, "v": v})  # v broadcasts over the six rows

@@ -1282,3 +1282,24 @@ def test_seed_is_not_pythons_random():
     before = torch.get_rng_state(), random.getstate()
     numbers(torch.zeros(2), torch.zeros(7), 3)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_parameters_by_position_alone():
+    @mr.op
+    def total(x: Row["d"], y: Col["d"], /, scale: float = 2.0):
+        return mr.sum(x @ y * scale)
+
+    x, y = torch.ones(2, 3), torch.ones(4, 3)
+    assert total(x, y).tolist() == [24.0, 24.0] and total(x, y, scale=1.0).tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize("f", [torch.relu, F.relu6])
+def test_rectified_integers_stay_integers(f):
+    @mr.op
+    def most(x: Row, y: Col):
+        return mr.max(f(x - y)), mr.min(f(y - x))
+
+    x, y = torch.tensor([2**53 + 1, 3]), torch.tensor([0, -5])
+    pairs = x.unsqueeze(1) - y
+    for got, right in zip(most(x, y), (f(pairs).amax(1), f(-pairs).amin(1)), strict=True):
+        assert got.dtype == torch.int64 and torch.equal(got, right)
