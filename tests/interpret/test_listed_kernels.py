@@ -281,6 +281,20 @@ def test_gradients_of_pages(run, by_address, name):
     assert not wanted[len(y) + 1][unread].any() and not own[0][len(y) + 1][unread].any()
 
 
+@mr.op
+def best_of(q: Row["f"], k: Col["f"], v: Col["d"]):
+    s = q @ k
+    return mr.max(s), mr.topk_mean(s, v, 2), mr.sum(torch.where(mr.col_index == mr.argmin(s), s, 0.0))
+
+
+def test_gradients_of_the_best_in_pages(run):
+    """What they add to a column asks nothing of it but its position."""
+    domain, k, v = paged(16, 3, torch.tensor([20, 0, 33]))
+    args = torch.randn(3, 2, 1, 16, generator=torch.Generator().manual_seed(1)), k, v
+    for one, other in by_engine(run, best_of, args, domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_pages_copy_no_pages(run):
     """Sixteen sequences share all pages: nothing that is allocated is larger than the pages are."""
     domain = mr.pages(torch.arange(8).expand(16, 8).contiguous(), torch.full((16,), 120), page=16)

@@ -252,7 +252,8 @@ def _rewrite(fold: Fold, varying: tuple[Expr, ...]) -> Fold:
     used = {*topological([*reductions, *scales])}
     leaves = [changed.get(e, e) for e in fold.leaves]
     leaves = [e for e in [*leaves, _FIRST, _ROW, _ROWS] if e in used]
-    gradients = tuple((n, fold.gradient_of[r]) for r, n in zip(fold.reductions, reductions, strict=True))
+    pairs = ((n, fold.gradient_of[r]) for r, n in zip(fold.reductions, reductions, strict=True))
+    gradients = tuple((n, e) for n, e in pairs if e in used)
     return Fold(
         tuple(leaves), tuple(reductions), tuple(scales) if fold.scales else (), fold.raised, fold.exact, gradients
     )
