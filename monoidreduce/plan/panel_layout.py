@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from . import budget
+
 NARROW = 256  # features: up to here pairs are cheaper to compute again than to keep
 MULTIPLE = 128  # rows of a panel are a multiple of this where there are more
 # A 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight.
@@ -105,6 +107,19 @@ class PanelLayout:
     def is_worthwhile(self, rows: int) -> bool:
         """True when panels of whole rows are high enough that keeping pairs beats computing them again."""
         return self.rows >= min(MIN_ROWS_FLOAT32 if self.float32_totals else MIN_ROWS, rows)
+
+
+def choose_in_budget(
+    choose: Callable[[int], PanelLayout | None], free: Callable[[], int], least: int
+) -> tuple[int, PanelLayout | None]:
+    """Bytes that panels may take, and their layout in them. Without a budget they are :data:`budget.PANELS` at most,
+    and ``least`` where that is more and panels of whole rows need it."""
+    free = functools.cache(free)
+    usual, wider = (budget.allowed_bytes(free, n, budget.PANELS) for n in (0, least))
+    found = choose(usual)
+    if usual == wider or (found is not None and found.in_place is None and not found.blocks):
+        return usual, found
+    return wider, choose(wider)
 
 
 # Whole rows, and both axes --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..plan import budget, cost, tiles
-from ..plan.panel_layout import PanelLayout
+from ..plan.panel_layout import PanelLayout, choose_in_budget
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
@@ -166,13 +166,15 @@ def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[Pan
     for loop in split_into_loops(as_program(call.fold)):
         for each in (loop, *loop.split_directions()):
             step = panel.TorchStep(each, sizes, dtypes)
-            found = step.choose_layout(_panel_bytes(step, limit))
+            found = _choose_layout(step, limit)
             if found is not None:
                 yield found, step.cut_tiles(found), step.pitch(found)
 
 
-def _panel_bytes(step: panel.TorchStep, asked: int) -> int:
-    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least_bytes(), budget.PANELS)
+def _choose_layout(step: panel.TorchStep, asked: int) -> PanelLayout | None:
+    if asked:
+        return step.choose_layout(asked)
+    return choose_in_budget(step.choose_layout, lambda: matmul.free_memory(_CPU), step.least_bytes())[1]
 
 
 class _SmallStep(panel.TorchStep):
@@ -187,7 +189,7 @@ class _SmallStep(panel.TorchStep):
         self.real = panel.TorchStep(loop, self.real_sizes, dtypes)
 
     def choose_layout(self, limit: int) -> PanelLayout | None:
-        found = self.real.choose_layout(_panel_bytes(self.real, self.asked))
+        found = _choose_layout(self.real, self.asked)
         if found is None:
             return None
         self.found = found

@@ -195,9 +195,12 @@ class _LoopRun:
         self.layout: panel_layout.PanelLayout | None = panel_layout.PanelLayout(1, 1)
         self.limit = limit
         if self.sizes.rows and self.sizes.cols:
-            free = functools.partial(matmul.free_memory, self.sizes.device)
-            self.limit = limit or budget.allowed_bytes(free, self.step.least_bytes(), budget.PANELS)
-            self.layout = self.step.choose_layout(self.limit)
+            if limit:
+                self.layout = self.step.choose_layout(limit)
+            else:
+                free = functools.partial(matmul.free_memory, self.sizes.device)
+                found = panel_layout.choose_in_budget(self.step.choose_layout, free, self.step.least_bytes())
+                self.limit, self.layout = found
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
 

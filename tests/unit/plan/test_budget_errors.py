@@ -1,5 +1,7 @@
 """Budgets that are too small: the error names what was given, and an amount that suffices for the whole call."""
 
+import functools
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from monoidreduce.engines import panel
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
 from monoidreduce.engines.triton.panel.arena import MemoryPlan
-from monoidreduce.plan import budget
+from monoidreduce.plan import budget, panel_layout
+from monoidreduce.plan.panel_layout import InPlaceLayout, PanelLayout
 from monoidreduce.program.compile import compile_program
 from monoidreduce.program.gradient import FoldGradient
 
@@ -98,3 +101,20 @@ def test_panels_take_no_more_than_they_gain_by_however_much_is_free():
     assert budget.allowed_bytes(free, 2 * gib, budget.PANELS) == 2 * gib  # the least that serves
     with mr.budget("3GB"):  # what was asked for is given
         assert budget.allowed_bytes(free, 0, budget.PANELS) == 3_000_000_000
+
+
+def test_the_least_of_other_layouts_is_not_taken_where_whole_rows_fit_in_less():
+    free, asked = lambda: 140 * 2**30, []
+
+    def choose(limit, most=10**9, in_place=None):
+        asked.append(limit)
+        return PanelLayout(128, 4096, in_place=in_place) if limit >= most else None
+
+    assert panel_layout.choose_in_budget(choose, free, 2 * 2**30)[0] == budget.PANELS
+    assert asked == [budget.PANELS]
+    whole = functools.partial(choose, most=2**31)
+    assert panel_layout.choose_in_budget(whole, free, 2**31) == (2**31, PanelLayout(128, 4096))
+    stored = InPlaceLayout((), 0, 0, 0)
+    assert panel_layout.choose_in_budget(functools.partial(choose, in_place=stored), free, 2**31)[0] == 2**31
+    with mr.budget("1GB"):
+        assert panel_layout.choose_in_budget(whole, free, 2**31) == (10**9, None)

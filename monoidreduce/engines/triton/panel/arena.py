@@ -381,9 +381,8 @@ class MemoryPlan:
         """The layout that would be chosen now, without an explicit budget."""
         if self._small_layout is not None and budget.requested() is None and budget.shrink_factor() == 1:
             return self._small_layout
-        return self.choose_layout(
-            budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least_bytes(), budget.PANELS)
-        )
+        free = functools.partial(matmul.free_memory, self.sizes.device)
+        return panel_layout.choose_in_budget(self.choose_layout, free, self.least_bytes())[1]
 
     @functools.cached_property
     def _small_layout(self) -> PanelLayout | None:
