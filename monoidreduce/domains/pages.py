@@ -192,6 +192,11 @@ class Pages(base.Domain):
         sequences = len(self.lengths)
         for held, fresh in zip(stores, news, strict=True):
             self._check_store("store", held)
+            if held.is_leaf and held.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    detail=f"the store {shown(held)} requires gradients, and is written in place",
+                    fix="Write under torch.no_grad(), or append to store.clone()",
+                )
             if not isinstance(fresh, Tensor) or fresh.dim() != 4:
                 raise ShapeError(detail=f"new was given {shown(fresh)}", fix="[S, heads, T, features] was expected")
             wanted = (sequences, held.shape[2], news[0].shape[2], held.shape[3])

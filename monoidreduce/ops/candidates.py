@@ -148,7 +148,7 @@ def _check_samples(x: Tensor, target: Tensor, samples: Any) -> None:
     if samples.dim() > 1 and samples.shape[:-1] != x.shape[:-1]:
         raise ShapeError(
             detail=f"samples has shape {tuple(samples.shape)} beside x {tuple(x.shape)}",
-            fix=f"Give [K], for all rows, or {[*x.shape[:-1], 'K']}, for each",
+            fix=f"Give [K], for all rows, or [{', '.join(map(str, x.shape[:-1]))}, K], for each",
         )
 
 
@@ -192,6 +192,13 @@ def rerank(x: Tensor, y: Tensor, candidates: Tensor | Edges, k: int, *, metric: 
         checks.tensor("candidates", candidates, "[..., M, K]", 2)
         if k > candidates.shape[-1]:
             raise TopKError(k=k, size=candidates.shape[-1], axis="candidates")
+        if x.dim() > 1 and candidates.shape[-2] != x.shape[-2]:
+            raise ShapeError(
+                detail=f"candidates has shape {tuple(candidates.shape)} beside x {tuple(x.shape)}",
+                fix=f"Give [{x.shape[-2]}, K], a list for each row",
+            )
+        if y.dim() > 1 and can_inspect(candidates):
+            check_range("candidates", candidates, y.shape[-2] - 1, "columns")
         candidates = Edges.from_neighbours(candidates.long())
     checks.domain("candidates", candidates, "edges", "blocks")
     return _rerank(x, y, int(k), metric, cols=candidates)

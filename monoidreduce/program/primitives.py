@@ -313,7 +313,7 @@ _ROWS = [
         torch.xlogy,
         d.xlogy_derivative,
         iv.anything,
-        triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
+        triton="tl.where({0} == 0.0, tl.where({1} == {1}, 0.0, {1}), {0} * log({1}))",
         cost=1.0,
         fast=2.0,
     ),

@@ -37,7 +37,7 @@ def restore_domain(form: tuple, tensors: Sequence[Tensor]) -> Domain:
     """The domain of these tensors, whose leading dimensions are batch dimensions of the call."""
     if form[0] == "pages":  # sequences are the only batch dimension that a table has
         table, lengths = tensors
-        tensors = table.reshape(-1, table.shape[-1]), lengths.reshape(-1)
+        tensors = table.reshape(lengths.numel(), table.shape[-1]), lengths.reshape(-1)
     return restore(form, tuple(tensors))
 
 
@@ -54,7 +54,7 @@ def evaluate_node(e: Expr, tensors: Sequence[Tensor], rows: int, cols: int) -> T
     if e.op != "listed_position":
         return count_pairs(e, tensors, rows, cols) > 0
     table, lengths = tensors
-    page, flat = e.attrs[0][1], table.reshape(-1, table.shape[-1]).long()
+    page, flat = e.attrs[0][1], table.reshape(lengths.numel(), table.shape[-1]).long()
     place = torch.arange(flat.shape[1] * page, device=flat.device)
     at = flat[:, place // page] * page + place % page
     inside = place < lengths.reshape(-1, 1)
@@ -137,7 +137,10 @@ def reduce_listed(
 
 def _to_position(place: Tensor, position: Tensor) -> Tensor:
     """Columns of all pages as positions in the sequence; ``position``: ``[*batch, 1, cols]``."""
-    rows = place.reshape(*place.shape[: position.dim() - 1], -1)
+    if not position.shape[-1]:
+        return place
+    behind = position.dim() - 1
+    rows = place.reshape(*place.shape[:behind], math.prod(place.shape[behind:]))
     position = position.expand(*rows.shape[:-1], position.shape[-1])
     return torch.where(rows < 0, rows, position.gather(-1, rows.clamp(min=0))).view_as(place)
 

@@ -29,7 +29,7 @@ _CHUNK = 2**20  # numbers of products at a time
 def can_run(fold: Fold, sizes: Sizes, tensors: Sequence[Tensor]) -> bool:
     """True for sums over columns that rows name, of numbers of rows, where equal entries of a list count once."""
     shared = all(n == 1 for n in tensors[0].shape[:-1])
-    return sizes.device.type == "cpu" and shared and _is_chosen(fold)
+    return sizes.device.type == "cpu" and shared and 0 not in sizes.batch and _is_chosen(fold)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -161,7 +161,7 @@ def check_numbers(lists: Lists) -> None:
 
 def _list_pages(domain: Pages, batch: tuple[int, ...], rows: int) -> Lists:
     """A list of all columns of each sequence, in the order of their positions."""
-    length = domain.lengths.long()
+    length = domain.lengths.long() * min(rows, 1)
     start = length.cumsum(0) - length
     owner = torch.repeat_interleave(length)
     place = torch.arange(len(owner), device=owner.device) - start[owner]

@@ -9,6 +9,13 @@ import monoidreduce as mr
 from monoidreduce.domains import base
 
 I = lambda *numbers, dtype=torch.int64: torch.tensor(numbers, dtype=dtype)
+
+
+def trained_store():
+    """A learned prefix in pages, which autograd reads."""
+    return mr.pages(I([0]), I(1)).append(torch.zeros(1, 64, 1, 2, requires_grad=True), torch.zeros(1, 1, 1, 2))
+
+
 BAD_TENSORS = [
     (lambda: mr.blocks([[0]]), mr.ArgumentError, "Give a tensor of integers"),
     (lambda: mr.blocks(torch.zeros(2, 2)), mr.DTypeError, "index is float32[2, 2]. Give int32 or int64"),
@@ -23,6 +30,7 @@ BAD_TENSORS = [
     (lambda: mr.pages(I([0], [1]), I(1)), mr.ShapeError, "table has 2 sequences and lengths 1"),
     (lambda: mr.pages(I([0]), I(1).to(torch.int16)), mr.DTypeError, "lengths is int16[1]"),
     (lambda: mr.pages(I([0]), I(1), page=True), mr.ArgumentError, "page was given True"),
+    (lambda: trained_store(), mr.ArgumentError, "is written in place. Write under torch.no_grad()"),
     (lambda: mr.jagged(I(0, 2), I(0, 1, 2)), mr.ShapeError, "row_offsets has 2 numbers and col_offsets 3"),
     (lambda: mr.jagged(I()), mr.ShapeError, "row_offsets has 0 numbers"),
     (lambda: mr.jagged(I(0, 2).bool()), mr.DTypeError, "row_offsets is bool[2]"),

@@ -547,6 +547,32 @@ def test_no_rows_or_columns(rows, cols):
         assert all(g.abs().sum() == 0 for g in listed_cases.gradients(found, args))
 
 
+@pytest.mark.parametrize("engine", ["reference", "eager"])
+def test_no_sequences_pages_or_batch(engine):
+    """Forward and gradients of what has a size of 0 somewhere: a table of no pages, rows of none, no batch element."""
+    pages = lambda *shape: mr.pages(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0]).int(), page=2)
+    cases = [
+        (pages(2, 0), (2, 2, 3), (0, 2, 2)),  # no pages at all
+        (pages(2, 0), (2, 0, 3), (3, 2, 0)),  # no heads
+        (mr.pages(torch.tensor([[1]]), torch.tensor([2]), page=2), (1, 2, 0), (3, 2, 2)),  # no rows
+        (pages(0, 1), (0, 2, 3), (3, 2, 2)),
+        (mr.edges.from_neighbours(torch.zeros(3, 2, dtype=torch.int64)), (0, 3), (0, 4)),
+    ]
+    for domain, rows, cols in cases:
+        x, y = torch.randn(*rows, 3, requires_grad=True), torch.randn(*cols, 3, requires_grad=True)
+        with mr.use(engine=engine):
+            found = extremes_of_all(x, y, cols=domain)
+            assert all(t.shape == rows for t in found)
+            grads = listed_cases.gradients([torch.where(t.isfinite(), t, 0.0) for t in found[:2]], [x, y])
+        assert [g.shape for g in grads] == [x.shape, y.shape]
+
+
+@mr.op
+def extremes_of_all(x: Row["f"], y: Col["f"]):
+    s = x @ y
+    return mr.max(s), mr.logsumexp(s), mr.argmin(s)
+
+
 def test_memory_is_that_of_the_lists():
     """Nothing has the size of rows × columns, which would be 1.6 GB, forward or backward."""
     count, degree = 20_000, 4

@@ -301,6 +301,19 @@ def test_mistakes(call, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "candidates,error,words",
+    [
+        ([[0, 1]], mr.ShapeError, "candidates has shape (1, 2) beside x (3, 4). Give [3, K]"),
+        ([[0, 1], [2, 3], [0, -1]], mr.ColumnListError, "candidates[2, 1] is -1, but columns are numbered"),
+    ],
+)
+def test_candidates_that_do_not_fit(candidates, error, words):
+    with pytest.raises(error) as caught:
+        ops.rerank(torch.zeros(3, 4), torch.zeros(4, 4), torch.tensor(candidates), 1)
+    assert words in str(caught.value)
+
+
 def blocks_outside(q, cols):
     return ops.attention(q, q, q, causal=True, cols=cols)
 
