@@ -541,8 +541,8 @@ def uniform(seed: Any) -> torch.Tensor:
 
 
 def _seed_key(seed: Any) -> Expr:
-    key = expr_of(seed)
-    if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
+    key = const(0.0) if isinstance(seed, int) and not -(2**63) <= seed < 2**63 else expr_of(seed)
+    if key.dtype != "int" or key.rows or key.cols:
         raise ArgumentError(detail=f"a seed was given as {shown(seed)}", fix="Give one whole number of 64 bits")
     return key
 

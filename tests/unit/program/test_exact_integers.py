@@ -91,14 +91,21 @@ def test_pairs_of_other_documents_are_not_computed():
     assert seen.pairs_computed == 8 * 512**2
 
 
-@pytest.mark.parametrize("engine", ["reference", "eager"])
-def test_a_divisor_of_zero_is_torchs_error(engine):
-    @mr.op
-    def quotient(x: Row, y: Col):
-        return mr.max(x // y)
+@pytest.mark.parametrize(("engine", "way"), [("reference", "never"), ("eager", "never"), ("eager", "always")])
+def test_a_divisor_of_zero_is_torchs_error(engine, way, monkeypatch):
+    """In generated C++ too, where processors trap; as they do at the quotient that 64 bits do not hold."""
+    monkeypatch.setenv("MONOIDREDUCE_CPP", way)
 
-    with mr.use(engine=engine), pytest.raises(RuntimeError, match="ZeroDivision"):
-        quotient(torch.tensor([1, 2]), torch.tensor([1, 0]))
+    @mr.op
+    def quotients(x: Row, y: Col):
+        return mr.max(x // y), mr.sum(x % y), mr.min(torch.div(x, y, rounding_mode="trunc"))
+
+    x = torch.tensor([-(2**63), 7])
+    with mr.use(engine=engine):
+        with pytest.raises(RuntimeError, match="ZeroDivision"):
+            quotients(x, torch.tensor([1, 0]))
+        got = [v.tolist() for v in quotients(x, torch.tensor([-1, 3]))]
+        assert got == [[-(2**63) // 3, 2], [1, 1], [-(2**63), -7]]
 
 
 def test_numbers_given_at_the_call_are_raised_as_in_python():

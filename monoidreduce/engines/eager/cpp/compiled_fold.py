@@ -243,7 +243,8 @@ class CompiledFold:
             arguments = type(head).from_buffer_copy(head)
             for at, source, offset in places:
                 arguments[at] = base[source] + offset
-            self.kernel.call(arguments)
+            if self.kernel.call(arguments):
+                raise RuntimeError("ZeroDivisionError")  # of whole numbers, as torch says it
         if skip_small_tiles.counters.get():
             for (computed, many, rows, cols), tiles in self.counts.items():
                 skip_small_tiles.count_tile(computed, many, rows, cols, tiles)

@@ -289,6 +289,7 @@ _RUN_KEPT = (
     + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
+  const int before = zero_divisors;
   const I rows = (a[1] + ROWS - 1) / ROWS, cols = (a[2] + COLS - 1) / COLS;
   if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * COLS); });
   run_tasks((int)a[3], a[0] * rows, (Limit)a[9], [&](I k, int own) {
@@ -300,7 +301,7 @@ extern "C" int run_fold(const I* a) {
     for (I col = 0; col < cols; col++) tile(a, b, row, col, w);
     finish_rows(a, b, i0, m);
   });
-  return 0;
+  return zero_divisors != before;
 }
 """
 )
@@ -317,6 +318,7 @@ _RUN_MIXED = (
     + """
 extern "C" int run_fold(const I* a) {
   gemm_ = (Gemm)a[8];
+  const int before = zero_divisors;
   const I rows = (a[1] + ROWS - 1) / ROWS, cols = (a[2] + COLS - 1) / COLS;
   if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * COLS); });
   const int sets = (int)SETS;
@@ -336,7 +338,7 @@ extern "C" int run_fold(const I* a) {
         if (round == sets - 1) finish_rows(a, b, i0, m);
       }
     });
-  return 0;
+  return zero_divisors != before;
 }
 """
 )

@@ -298,7 +298,6 @@ INLINE float pow_(float a, float b) {
   const float w = (a < 0) & (whole != b) & (size != (double)__builtin_inf()) ? (float)NaN : (float)z;
   return (a == 1.0f) | (b == 0.0f) | ((size == 1.0) & ((b == (float)INF) | (b == -(float)INF))) ? 1.0f : w;
 }
-INLINE I fmod_(I a, I b) { return a % b; }
 INLINE I shift_left_(I x, I count) { return (count < 0) | (count > 63) ? 0 : (I)((uint64_t)x << (count & 63)); }
 INLINE I shift_right_(I x, I count) { return x >> ((count < 0) | (count > 63) ? 63 : count); }
 INLINE I popcount_(I x, int width) { return __builtin_popcountll((uint64_t)x << (64 - width)); }

@@ -287,8 +287,16 @@ INLINE double trunc_(double x) { return __builtin_trunc(x); }
 INLINE I trunc_(I x) { return x; }
 INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
 INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
-INLINE I floor_divide_(I a, I b) { const I q = a / b; return q - (a % b != 0 && ((a < 0) != (b < 0))); }
-INLINE I remainder_(I a, I b) { const I r = a % b; return r + (r != 0 && ((r < 0) != (b < 0)) ? b : 0); }
+// Whole numbers divided by 0 are counted, which is an error once a fold is done; processors trap, at -2^63 / -1 too.
+static int zero_divisors;
+INLINE I by_zero() { __atomic_fetch_add(&zero_divisors, 1, __ATOMIC_RELAXED); return 0; }
+INLINE I fmod_(I a, I b) { return b == 0 ? by_zero() : b == -1 ? 0 : a % b; }
+INLINE I floor_divide_(I a, I b) {
+  if (b == 0) return by_zero();
+  const I q = b == -1 ? (I)(0 - (uint64_t)a) : a / b;
+  return q - (fmod_(a, b) != 0 && ((a < 0) != (b < 0)));
+}
+INLINE I remainder_(I a, I b) { const I r = fmod_(a, b); return r + (r != 0 && ((r < 0) != (b < 0)) ? b : 0); }
 template <class T> INLINE T nan_to_num_(T x, T nan, T most, T least) {
   return x != x ? nan : x == (T)INF ? most : x == -(T)INF ? least : x;
 }
