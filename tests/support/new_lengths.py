@@ -24,7 +24,7 @@ BOUNDARIES = (1023, 1024, 1025, 1032, 1040, 1056, 1088, 1089, 130)
 # What runs once for a program, and what runs once for a class of lengths
 PROGRAM = ("program/trace:trace", "program/compile:run_passes", "program/normal_form", "program/reverse_mode")
 PROGRAM += ("program/loss_and_gradient", "program/gradient")
-PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/accumulators", "runtime/dry_run")
+PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/reductions", "runtime/dry_run")
 CLASS = ("plan/cost", "plan/candidates")
 # and what runs once for lengths whose strides are aligned alike
 ALIGNED = ("engines/triton/schedules/spec_from_tensors:describe_fold", "engines/triton/launch/descriptors:find_copied")

@@ -20,7 +20,6 @@ from ....program.expression import Expr, are_several, letters, topological
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLines
 from . import few_rows, k_loop, kernel_text, listed, tile_ranges
-from .accumulators import is_stored
 from .expressions import ExpressionWriter
 from .kernel_spec import LoopBodies, Spec, pad_width
 from .kernel_text import (
@@ -34,7 +33,7 @@ from .kernel_text import (
     write_tile_body,
     write_tile_range,
 )
-from .reductions import make_lines, substitute_truths
+from .reductions import is_stored, make_lines, substitute_truths
 
 # Numbers of a pair, beside sums of vectors, with which no registers are left for what a sine and a cosine share. H200,
 # the logsumexp of cos(softsign(x · y + b)) with gradients: 1.52 ms, 1.95 where it is shared (468 bytes spilled)
@@ -252,7 +251,7 @@ _NO_WHOLE_TILES = {  # lines that leave every tile to the second loop, by whethe
 
 
 def _finish_delayed(reductions: list[Lines]) -> list[str]:
-    """The products that the last whole tile left to the next (``accumulators.py``)."""
+    """The products that the last whole tile left to the next (``reductions.py``)."""
     delayed = [total for r in reductions for total in r.totals if total.delayed_vector is not None]
     return [line for total in delayed for line in total.add_delayed_product()]
 

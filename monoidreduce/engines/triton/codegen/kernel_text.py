@@ -277,7 +277,7 @@ def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
         for texts, feature in r.finish():
             out = f"out{at}"
             at += 1
-            if not texts:  # it is there (``accumulators.py``)
+            if not texts:  # it is there (``reductions.py``)
                 continue
             if feature is None:
                 lines.append(f"tl.store({out} + out_at + kept_lane, {texts[0]}, mask=kept_in)")

@@ -27,10 +27,10 @@ from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
-from ..codegen.accumulators import is_stored
 from ..codegen.integer_widths import SMALL
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
+from ..codegen.reductions import is_stored
 from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors, vector_conversions

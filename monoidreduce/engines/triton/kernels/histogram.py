@@ -24,9 +24,9 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
-from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import Unsupported, pad_width
+from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import hardware
 from ..launch.jit_module import Kernels
 from ..schedules.gluon_parts import GROUP_ROWS

@@ -23,8 +23,8 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
 from ..codegen import kernel_text
-from ..codegen.accumulators import find_plain_sum, list_factors
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
+from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe

@@ -18,9 +18,9 @@ from ....program.philox import DRAWS
 from ....reductions import FastForm, all_have, kind_of
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
-from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
+from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe

@@ -19,8 +19,8 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
-from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, pad_width, pair_vector_leaves, specialize
+from ..codegen.reductions import move_factors_to_weight
 from ..launch import hardware
 from .vector_conversions import (
     MANY_FLOAT32,

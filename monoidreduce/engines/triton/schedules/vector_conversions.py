@@ -42,8 +42,8 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, pad_width, pair_vector_leaves
+from ..codegen.reductions import move_factors_to_weight
 from ..launch import hardware
 from ..launch.jit_module import Kernels
 

@@ -24,13 +24,12 @@ from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
 from ...codegen import compiler, kernel_text, listed, tile_ranges
-from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import make_lines, substitute_truths
+from ...codegen.reductions import make_lines, move_factors_to_weight, substitute_truths
 from ...launch import hardware
 from .. import gluon_parts as gluon
 from .. import spec_from_tensors

@@ -24,8 +24,8 @@ from .....program.constructors import ONE, ZERO, apply, contractions, substitute
 from .....program.expression import Expr, node, topological
 from .....program.primitives import PRIMITIVES
 from .....program.several import OF_VECTORS
-from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
+from ...codegen.reductions import move_factors_to_weight
 from ..gluon_parts import GROUP_ROWS
 from ..spec_from_tensors import walks_are_short
 
