@@ -217,3 +217,20 @@ def test_explain_says_where_a_gradient_comes_from():
         said = own.product_sum.explain(x.requires_grad_(), y, v)
         assert "ProductSum by combine with all other pairs" in said and "a pullback(c, a, g) of its own" in said
         assert "Attention's pullback is derived from the trace" in own.attention.explain(x, y, v)
+
+
+def test_what_has_no_gradient_is_folded_beside_what_has_one():
+    """By the planner's choice too, which looks at the backward before anybody asks for it."""
+
+    @mr.op
+    def both(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.reduce(own.Steps, v=x @ y).v, mr.logsumexp(x @ y)
+
+    x, y = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3)
+    with mr.use(engine="auto"):
+        steps, total = both(x, y)
+        (grad,) = torch.autograd.grad(total.sum(), x, retain_graph=True)
+        with pytest.raises(mr.NoGradientError, match="Steps"):
+            steps.sum().backward()
+    torch.testing.assert_close(steps, (x @ y.T).floor().sum(1))
+    torch.testing.assert_close(grad, (x @ y.T).softmax(1) @ y)
