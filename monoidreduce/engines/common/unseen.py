@@ -46,5 +46,5 @@ def _count_listed(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, 
     count = lists.offsets.diff().long() * lists.col_block
     if cut := -folded % lists.col_block:  # the last block is shorter
         last = torch.where(lists.items == folded // lists.col_block, cut, 0)
-        count -= torch.zeros(lists.groups + 1).to(count).index_add_(0, lists.owners().long(), last.to(count.dtype))[:-1]
+        count -= count.new_zeros(lists.groups + 1).index_add_(0, lists.owners().long(), last.to(count.dtype))[:-1]
     return count.view(*lists.batch, -1).repeat_interleave(lists.row_block, -1)[..., :kept]
