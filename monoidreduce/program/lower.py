@@ -384,7 +384,8 @@ def _attribute_text(value: Any) -> str:
 
 def conditions(fold: Fold) -> tuple[Expr, ...]:
     """The conditions worth deciding per tile: those of ``where`` and those that are summed."""
-    fields = [a for r in fold.reductions if not kind_of(r).gathers for a in r.args]
+    deciding = [r for r in fold.reductions if not kind_of(r).gathers and not kind_of(r).writes_all(r.attrs[2])]
+    fields = [a for r in deciding for a in r.args]
     under = topological(fields)
     found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
     number = [c for c in found if c.feature is None and (c.rows or c.cols)]

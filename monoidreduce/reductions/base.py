@@ -396,6 +396,10 @@ class Reduction:
         """True when every pair whose fields lie in these intervals is the identity: its tile need not be computed."""
         return False
 
+    def writes_all(self, params: tuple) -> bool:
+        """True when every pair is computed whatever conditions say: these are not decided for tiles."""
+        return False
+
     def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
         """The fields of a pair that does not exist, so that it is the identity (None: whatever it is)."""
         raise ArgumentError(

@@ -1,7 +1,7 @@
 """``pair``: folds nothing. It writes a number per pair, in the shape of an argument that was given per pair.
 
-Fields: the number, and that argument. Where the argument is broadcast, the numbers are summed over what was. Only
-gradients make this kind; its ``over`` is neither axis.
+Fields: the number, and that argument. Where the argument is broadcast, the numbers are summed over what was. Gradients
+make this kind, and panels that are written in place (``engines/panel/whole_sums.py``); its ``over`` is neither axis.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from ..program import intervals as iv
 from ..program.expression import Expr
 from .base import Accumulator, FastForm, Lines, Offset, Outputs, Reads, Reduction, State
+
+EVERY = "every"  # the parameter of a result that begins with anything: zeros are written too
 
 
 class PairAccumulator(Accumulator):
@@ -53,7 +55,7 @@ class Pair(Reduction):
     """Every pair is in one part: it is written there, and never merged."""
 
     name = "pair"
-    fast_forms = FastForm.EDGES | FastForm.ALL_LISTS & ~FastForm.SPLIT_LISTS
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.ALL_LISTS & ~FastForm.SPLIT_LISTS
     per_pair = True
     accumulator, lines = PairAccumulator, PairLines
     plain_ops, combine_ops = 1, 0
@@ -65,7 +67,10 @@ class Pair(Reduction):
         return [g[0], None]
 
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
-        return fields[0] == iv.FALSE
+        return fields[0] == iv.FALSE and not self.writes_all(params)
+
+    def writes_all(self, params: tuple) -> bool:
+        return EVERY in params
 
     def identity(self, params: tuple) -> tuple[float, ...]:
         return (0.0,)

@@ -8,10 +8,12 @@ not be imported before its interpreter is asked for (``tests/interpret/conftest.
 one's own arguments.
 """
 
+import math
 import pkgutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -122,6 +124,17 @@ def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
 def pretend_free_memory(patch: Patch, size: float) -> None:
     """Every device has so many free bytes."""
     patch.setattr("monoidreduce.engines.common.matmul.free_memory", lambda device: size)
+
+
+def pretend_host(patch: Patch, root: Path) -> None:
+    """What the system says of memory stands in files under ``root``: meminfo, cgroup and groups/."""
+    from monoidreduce.plan import host_memory
+
+    patch.setattr(host_memory, "_MEMINFO", root / "meminfo")
+    patch.setattr(host_memory, "_OWN_GROUPS", root / "cgroup")
+    patch.setattr(host_memory, "_GROUPS", root / "groups")
+    patch.setattr(host_memory, "_answer", (-math.inf, 0))
+    host_memory._find_groups.cache_clear()
 
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:

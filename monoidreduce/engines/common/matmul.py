@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import settings
+from ...plan import host_memory, settings
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 
@@ -266,10 +265,7 @@ def free_memory(device: torch.device) -> int:
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         return max(0, _query_available(device) - _query_allocated(device))
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not available on this system
-        return 0
+    return host_memory.available_bytes()
 
 
 def _multiply_integers(x: Tensor, y: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from .panel_program import (
     split_into_loops,
     split_softmax_means,
 )
+from .whole_sums import find_whole_sums
 
 ALIGN = 64  # elements: the row pitch of a panel is a multiple
 
@@ -388,7 +389,7 @@ class TorchStep:
         for leaf, f in stage.products:
             given[leaf] = self._compute_product(f, panel)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
-        if self._run_cpp(at, panel, given):
+        if self._run_cpp(at, panel, given) or self._run_whole_sums(at, panel, given):
             return
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = self.code(stage.fold, frozenset(numbers))
@@ -416,6 +417,33 @@ class TorchStep:
             values = [next(results)[0] for _ in outputs_of(r)]
             if place not in own:
                 panel.keep_results(at, place, values)
+        return True
+
+    def _run_whole_sums(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
+        """Do a stage as whole products (``whole_sums.py``); False if tiles of torch calls should."""
+        stage, last = self.loop.stages[at], self.loop.list_last_uses(at)
+        free = tuple(leaf for leaf, f in stage.products if f in last)
+        whole = find_whole_sums(stage.fold, free) if type(self).code is TorchStep.code else None
+        if whole is None or panel.cols != slice(0, self.sizes.cols):
+            return False
+        vectors = [given[v] for terms in whole.terms for _, v in terms]
+        if {self.pair_dtype, *(v.dtype for v in vectors)} != {self.sizes.compute}:
+            return False
+        homes = [given[e] for e in whole.homes]
+        places = dict(zip(whole.weights.reductions, homes, strict=True))
+        leaves = [given[e] for e in whole.weights.leaves]
+        if cpp.run(whole.weights, leaves, replace(self.sizes, batch=(1,)), panel.rows, places) is None:
+            return False
+        self.filled = (panel.rows, self.filled[1].difference(last))
+        for place, (r, terms) in enumerate(zip(stage.fold.reductions, whole.terms, strict=True)):
+            own, length = self.accumulators[at].get(place), panel.rows.stop - panel.rows.start
+            accumulator = own or make_accumulator(r, 1, length, self.sizes)
+            assert isinstance(accumulator, SumAccumulator)
+            for k, v in terms:
+                weights = homes[k] if r.attrs[1] == "cols" else homes[k].mT
+                matmul.accumulate(accumulator.total, weights, given[v])
+            if own is None:
+                panel.keep_results(at, place, _take_first(accumulator))
         return True
 
     def _tile_buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:

@@ -253,6 +253,24 @@ def test_layouts_batches_and_broadcast_inputs():
     check(mr.ops.attention, q, k, v)
 
 
+@mr.op
+@no_type_check
+def masked(x: Row["d"], y: Col["d"], v: Col["e"], bias: Pair):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, x @ y + bias, -torch.inf), v)
+
+
+@pytest.mark.parametrize(
+    "batch, own, runs",
+    [((2, 3), (2, 3), True), ((), (), True), ((2, 3), (1, 3), False), ((2,), (), False)],
+    ids=["own", "no batch", "broadcast", "shared"],
+)
+def test_gradients_of_numbers_per_pair(batch, own, runs, ran):
+    """Written where each belongs, and 0 in tiles that are left out; summed over the batch by torch's tiles."""
+    bias = R(*own, 300, 290).mT
+    check(masked, R(*batch, 290, 20), R(*batch, 300, 20), R(*batch, 300, 5), bias)
+    assert ran[-1] is runs
+
+
 @pytest.mark.parametrize("features, values", [(0, 3), (3, 0), (0, 0)])
 def test_vectors_without_features_run_in_torch(features, values, ran):
     @mr.op

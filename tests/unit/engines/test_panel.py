@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines import panel
+from monoidreduce.engines.eager.cpp import compiler
 from monoidreduce.engines.panel import panel_program
 from monoidreduce.plan import budget, panel_layout, settings, tiles
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
@@ -20,6 +21,10 @@ from tests.support import internals
 from tests.support.allocations import usage
 from tests.support.comparison import Result, assert_equal, assert_error_rule, cast, is_float, named, run
 from tests.support.layers import BY_NAME, ZOO
+
+needs_compiler = pytest.mark.skipif(
+    compiler.current_compiler() is None or compiler.gemm_addresses() is None, reason="no C++ compiler, or no BLAS"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -266,3 +271,92 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     thread.start()
     thread.join()
     assert x.grad is not None and seen and set(seen) == {(2_000_000, "tf32")}
+
+
+# Whole products on a CPU ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Whether each stage of a panel ran as whole products."""
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    found, run = [], panel.TorchStep._run_whole_sums
+
+    def watched(*given):
+        found.append(run(*given))
+        return found[-1]
+
+    monkeypatch.setattr(panel.TorchStep, "_run_whole_sums", watched)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_a_head_are_whole_products_of_a_panel(dtype, smoothing, whole):
+    x, weight, target = head(70, 300, 411, True, dtype)
+    target[3] = -100
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    plain = lambda x, w: F.cross_entropy(x @ w.T, target, label_smoothing=smoothing)
+    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 16 * 411 * dtype.itemsize):
+        loss = mr.ops.cross_entropy(x, weight, target, label_smoothing=smoothing)
+        ours = torch.autograd.grad(loss, (x, weight))
+    assert whole.count(True) > 3  # panels
+    own = torch.autograd.grad(plain(x, weight), (x, weight))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    truth = torch.autograd.grad(plain(*wide), wide)
+    for a, b, t in zip(ours, own, truth, strict=True):
+        assert (a - t).norm() <= 2 * (b - t).norm() + 1e-15 * t.norm()
+
+
+@needs_compiler
+def test_products_that_are_needed_again_are_not_written_over(whole):
+    """A later stage reads them; or a condition leaves tiles out, which is worth more."""
+
+    @mr.op
+    def length(x: mr.Row["d"], y: mr.Col["d"]):
+        mean = mr.sum(torch.sigmoid(x @ y) * y)
+        return (mean * mean).sum()
+
+    @mr.op
+    def causal(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.sum(torch.where(mr.col_index <= mr.row_index, torch.sigmoid(x @ y), 0.0) * y)
+
+    x, y = torch.randn(50, 300) / 17, torch.randn(61, 300)
+    wide = [t.double().requires_grad_() for t in (x, y)]
+    truth = torch.autograd.grad((torch.sigmoid(wide[0] @ wide[1].T) @ wide[1]).square().sum(), wide)
+    with mr.use(engine="panel"):
+        given = [t.clone().requires_grad_() for t in (x, y)]
+        found = torch.autograd.grad(length.total(*given), given)
+        assert whole == [False, True]
+        for a, b in zip(found, truth, strict=True):
+            assert (a - b).norm() <= 1e-6 * b.norm()
+        whole.clear()
+        found = causal(x, y)
+    assert whole == [False]
+    hidden = torch.arange(61) > torch.arange(50)[:, None]
+    torch.testing.assert_close(found, torch.sigmoid(x @ y.T).masked_fill(hidden, 0.0) @ y)
+
+
+@needs_compiler
+def test_sums_over_rows_alone_are_added_up_over_panels(monkeypatch):
+    """As the gradient of a head's bias, where nothing else is trained: no panel begins them anew."""
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    x, weight, target = head(70, 300, 411, True, torch.float32)
+    bias = torch.zeros(411, requires_grad=True)
+    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 16 * 411 * 4):
+        (found,) = torch.autograd.grad(mr.ops.cross_entropy(x, weight, target, bias=bias), bias)
+    (truth,) = torch.autograd.grad(F.cross_entropy(x.double() @ weight.double().T + bias, target), bias)
+    assert (found - truth).norm() <= 1e-5 * truth.norm()
+
+
+@needs_compiler
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("layer", named(ZOO))
+def test_every_layer_in_panels_of_generated_code(layer, seed, monkeypatch):
+    args = layer.args(19, 37, seed)
+    with mr.use(engine="eager"):
+        truth = run(layer.op, args)
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 3 * 37 * 8 * 2):
+        assert_equal(run(layer.op, args), truth)

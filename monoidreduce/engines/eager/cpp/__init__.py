@@ -55,7 +55,8 @@ def run(
 ) -> list[Tensor] | None:
     """Run a fold as C++; None if tiles of torch calls should.
 
-    With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun."""
+    With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun, and memory
+    in which numbers per pair are written."""
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
     if not _may_run(sizes) or not is_worthwhile(fold, part):
         return None

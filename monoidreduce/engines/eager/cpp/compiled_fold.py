@@ -161,13 +161,25 @@ class CompiledFold:
         rooms: list[Tensor] = []
         self.rooms: list[tuple[Expr, Allocator | None, float | None]] = []
         for r, k in self.fold.outputs:
-            t = totals[r] if r in totals else evaluate.allocate_result(self.fold, r, k, leaves, sizes)
-            begins = (r.attrs[1] == "rows") != self.swapped and r not in totals
+            per_pair = kind_of(r).per_pair
+            if per_pair and r not in totals:
+                t = self._allocate_pairs(leaves[self.fold.leaves.index(r.args[1])], sizes)
+            else:
+                t = totals[r] if r in totals else evaluate.allocate_result(self.fold, r, k, leaves, sizes)
+            begins = (per_pair or (r.attrs[1] == "rows") != self.swapped) and r not in totals
             strides = None if t.is_contiguous() else t.stride()
             allocate = None if r in totals else Allocator((tuple(t.shape), t.dtype), t.device, strides)
             self.rooms.append((r, allocate, _beginning(r, k) if begins else None))
             rooms.append(t)
         return rooms
+
+    @staticmethod
+    def _allocate_pairs(like: Tensor, sizes: Sizes) -> Tensor:
+        """Room for the gradient of an argument per pair."""
+        shape, dtype = evaluate.pair_result_form(like, sizes)
+        if shape != (*sizes.batch, sizes.rows, sizes.cols) or dtype != sizes.compute:
+            raise Unsupported("a gradient that is summed over pairs, or rounded")
+        return torch.empty(shape, dtype=dtype, device=sizes.device)
 
     def _choose_form(self, code: FoldCode, sizes: Sizes, parts: Mapping[Expr, Tensor]) -> Form:
         widest = max([0, *(sizes.of(letter) for letter in code.fold.letters)])
@@ -179,6 +191,7 @@ class CompiledFold:
             tuple(_pair_form(e, v, self.swapped) for e, v in parts.items() if e.is_pair),
             self.swapped,
             tuple(sorted({KINDS[v.dtype] for e, v in parts.items() if _is_vector(e, code.fold)})) or (0,),
+            tuple(r for r in self.totals if not kind_of(r).per_pair),
         )
 
     def _choose_packing(self, tables: Tables, form: Form, kept: int, padded: int) -> Form:
@@ -222,7 +235,7 @@ class CompiledFold:
             head += described
         for o, (source, start) in zip((o[where][own] for o in outputs), origin, strict=True):
             places.append((len(head), source, o.data_ptr() - start))
-            head += [o.data_ptr(), o.stride(0), o.stride(1)]
+            head += [o.data_ptr(), o.stride(0), o.stride(1)]  # of a number per pair, those of a row lie side by side
         return (ctypes.c_int64 * len(head))(*head), places
 
     # A call -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....program.primitives import PRIMITIVES
-from ....reductions import outputs_of
+from ....reductions import kind_of, outputs_of
 from ..tile_code import Reducer
 from . import primitive_text, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
@@ -42,6 +42,7 @@ class Form:
     pairs: tuple[tuple[Expr, str, int], ...]  # leaves per pair: type in C++, stride along the folded axis (2: any)
     swapped: bool
     kinds: tuple[int, ...]  # of numbers in vectors that are leaves
+    begun: tuple[Expr, ...] = ()  # reductions whose results are given and added to
     transposed: bool = False  # folded operands of products are copied with features first, before the walk
 
     def width(self, e: Expr) -> int:
@@ -95,7 +96,8 @@ class KernelText:
 
     @property
     def mixed(self) -> bool:
-        return any(not self.folds(r) for r in self.fold.reductions)
+        """Whether results of both axes are summed: two tasks may then add to one."""
+        return any(not self.folds(r) and not kind_of(r).per_pair for r in self.fold.reductions)
 
     def output(self, r: Expr, k: int, index: str) -> str:
         """The address of the result of batch element ``b`` at an index: of a number, or of a vector."""
@@ -235,7 +237,8 @@ class KernelText:
         for r in self.fold.reductions:
             if not self.folds(r):
                 continue
-            init += _init_lines(self, r)
+            if r not in self.form.begun:
+                init += _init_lines(self, r)
             finish += _finish_lines(self, r)
         cases = "\n".join(
             f"    case {k + 1}: tile_{k}(a, b, i0, m, j0, n, w); break;" for k in range(len(self.variants))

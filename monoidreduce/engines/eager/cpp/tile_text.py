@@ -33,7 +33,7 @@ class TileText:
         groups: dict[str, list[Reducer]] = {n: [] for n in ("pick", "sum", "soft", "moments", "best", "topk")}
         for r in self.reducers:
             kind = self.k.fold.reductions[r.place].attrs[0]
-            groups["sum" if kind == "histogram" else kind].append(r)
+            groups["sum" if kind in ("histogram", "pair") else kind].append(r)
         rest = [g for kind, g in groups.items() if g and kind != "pick"]
         self.shared = len(rest) > 1 or len(groups["soft"]) > 1
         loops = [line for r in groups["pick"] for line in self._pick(r)]  # before anything is overwritten
@@ -67,6 +67,9 @@ class TileText:
             red = self.k.fold.reductions[r.place]
             if red.attrs[0] == "histogram":
                 self._histogram(r, extra, behind)
+            if red.attrs[0] == "pair":  # behind all values: it may lie where a product is read
+                place = f"{self.k.output(red, 0, 'i0 + i')} + j0"
+                extra.append(f"{self.v.once(('written', red), 'F*', place, self.v.row)}[j] = {self.v.get(r.roots[0])};")
             for c in r.values[0] if r.values else ():
                 self._add(red, 0, c, self.v.get(c.weight), before, extra, behind, names, stored)
         return [*before, *self.v.end_loop({"+": names}, extra), *behind]
