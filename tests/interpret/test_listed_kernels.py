@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines import listed
+from monoidreduce.engines import eager, listed
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import listed_fold, long_lists
+from monoidreduce.engines.triton.kernels import listed_fold, listed_histogram, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
@@ -55,7 +55,11 @@ def run(monkeypatch):
     """Calls with ``cols=`` run in kernels that walk the lists, by these plans; nothing is gathered."""
     monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
 
-    def gathers(fold, *given):
+    gather = listed.run
+
+    def gathers(fold, leaves, sizes, inner):
+        if inner is eager.run:  # the check of a table's indices, on a CPU
+            return gather(fold, leaves, sizes, inner)
         raise AssertionError(f"no kernel over lists: {fold.reductions}")
 
     @contextlib.contextmanager
@@ -312,33 +316,61 @@ def near_bias(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
     return mr.softmax_mean(x @ y + mr.lookup(bias, (mr.row_index - mr.col_index).clamp(-9, 9) + 9), v)
 
 
-@pytest.mark.parametrize("heads", [0, 1, 4], ids=["blocks", "pages", "pages, a table for each query head"])
-def test_only_gradients_of_tables_are_gathered(monkeypatch, heads):
-    make = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=make)
-    if heads:
-        domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
-        args = draw(3, 4, 5, 16), *stores, draw(*((4, 19) if heads > 1 else (19,)))
-    else:
-        domain, args = blocks((), 24, 72, (16, 24), 3), (draw(24, 16), draw(72, 16), draw(72, 8), draw(19))
-    gather, kinds = listed.run, []
-    monkeypatch.setattr(
-        "monoidreduce.engines.listed.run",
-        lambda fold, *given: kinds.append({r.attrs[0] for r in fold.reductions}) or gather(fold, *given),
-    )
-    found = []
-    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
-    said = pytest.warns(mr.FallbackWarning, match="gathered pieces of lists run what has no kernel: a table's gradient")
-    for engine, warned in (("eager", contextlib.nullcontext()), ("triton", said)):
-        kinds.clear()
-        given = [t.detach().requires_grad_() for t in args]
-        with mr.use(engine=engine):
-            y = near_bias(*given, cols=domain)
-            with warned:
-                found.append([y, *listed_cases.gradients([y], given)])
-    for one, other in zip(*found, strict=True):
+TABLES = {
+    "blocks": (lambda: blocks((), 24, 72, (16, 24), 3), (), (), 24, 72),
+    "blocks named twice, a table and lists for each head": (
+        lambda: blocks((2,), 40, 80, (32, 32), 4, True),
+        (3, 2),
+        (2,),
+        40,
+        80,
+    ),
+    "lists shared by heads, of one row each": (lambda: blocks((), 7, 40, (1, 16), 2), (2,), (), 7, 40),
+    "narrow blocks, whole rows": (lambda: blocks((), 20, 50, (32, 8), 4), (2,), (2,), 20, 50),
+    "no list has a block": (lambda: mr.blocks.from_mask(torch.zeros(2, 2).bool(), rows=16, cols=16), (), (), 32, 32),
+}
+
+
+@pytest.mark.parametrize("entries, instances", [(1024, 4), (16, 0)], ids=["", "in parts, one instance for all rows"])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_of_tables_over_blocks(run, monkeypatch, name, entries, instances):
+    monkeypatch.setattr(listed_histogram, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(listed_histogram, "_INSTANCES", instances)
+    make, batch, own, rows, cols = TABLES[name]
+    draw = torch.Generator().manual_seed(0)
+    shapes = (*batch, rows, 16), (*batch, cols, 16), (*batch, cols, 8), (*own, 19)
+    args = [torch.randn(*shape, generator=draw) for shape in shapes]
+    for one, other in by_engine(run, near_bias, args, make(), TILES):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert kinds[-1] == {"histogram"}
+
+
+@pytest.mark.parametrize("heads", [1, 4], ids=["", "a table for each query head"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gradients_of_tables_over_pages(run, heads, rows):
+    draw = torch.Generator().manual_seed(0)
+    domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
+    table = torch.randn(*((heads, 19) if heads > 1 else (19,)), generator=draw)
+    args = torch.randn(3, 4, rows, 16, generator=draw), *stores, table
+    for one, other in by_engine(run, near_bias, args, domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@mr.op
+def two_tables(x: Row["f"], y: Col["f"], v: Col["d"], near: mr.Table["n"], far: mr.Table["m"]):
+    back = mr.row_index - mr.col_index
+    seen = (back >= 0) & (back < 12)  # beyond the tables nothing is seen
+    s = x @ y + mr.lookup(near, back // 2) + mr.lookup(far, mr.col_index % 5)
+    return mr.softmax_mean(torch.where(seen, s, -torch.inf), v), mr.logsumexp(torch.where(seen, s, -torch.inf))
+
+
+def test_gradients_of_several_tables_behind_a_condition(run):
+    """The same bits in every run."""
+    domain, draw = blocks((), 48, 48, (16, 16), 3), torch.Generator().manual_seed(0)
+    args = [torch.randn(*s, generator=draw) for s in ((2, 48, 16), (2, 48, 16), (2, 48, 8), (6,), (2, 5))]
+    pairs = by_engine(run, two_tables, args, domain)
+    for (one, other), (again, _) in zip(pairs, by_engine(run, two_tables, args, domain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(one, again)
 
 
 class LargestResult(TorchDispatchMode):

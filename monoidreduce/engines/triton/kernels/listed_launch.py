@@ -20,6 +20,7 @@ from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
+from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
@@ -35,7 +36,7 @@ from ..schedules.kernel_plan import (
 )
 from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
-from .lists import FIRST, ListForm
+from .lists import FIRST, ListForm, direction_of
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
@@ -78,7 +79,7 @@ class ListedLaunch(FoldLaunch):
         self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts, work: ListWork
     ):
         self.work, self.lists, self.steps = work, work.lists, work.steps
-        (over,) = {r.attrs[1] for r in fold.reductions}
+        (over,) = {direction_of(r) for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
     def _describe(self, values: Leaves) -> None:
@@ -132,7 +133,7 @@ class ListedLaunch(FoldLaunch):
         group = (lists.kept_block or self.lengths[0]) * heads  # kept indices that share a list
         listing = self._describe_lists(single=group == 1)
         self.spec = replace(self.spec, listed=listing)
-        plain = compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
+        plain = self._compile_plain()
         asked = plan or (find_overriding_plan(self.over) if role == "lists" else None)
         copied = self._find_copied_vectors(plain, leaves)
         shifts = self._count_pairs() >= spec_from_tensors.MANY and self.few_rows is None
@@ -150,6 +151,9 @@ class ListedLaunch(FoldLaunch):
             if not kept % self.plan.block_kept:
                 tiles = max(lists.kept_block // self.plan.block_kept, 1)
                 self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
+
+    def _compile_plain(self) -> Kernel:
+        return compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
 
     def _describe_lists(self, single: bool) -> Listing:
         """The lists as a kernel that gathers their entries reads them."""
