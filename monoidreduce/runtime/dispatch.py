@@ -25,14 +25,12 @@ from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
-from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
 from ..program.declarations import Parameter
 from ..program.lower import Fold, find_same_sequence
-from ..reductions import kind_of
 
 # The engines
 

@@ -636,14 +636,59 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     assert [call.kernel.hand_scheduled for call in seen] == [True]
 
 
-@pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")
-def test_numbers_per_pair_over_blocks():
-    """They are of the whole axes, which no kernel over lists reads: pieces are gathered."""
+@mr.op
+def masked(q: Row["f"], k: Col["f"], v: Col["d"], e: mr.Pair):
+    s = torch.where(e > 0, q @ k, -torch.inf)
+    return mr.softmax_mean(s, v), mr.max(s), mr.argmax(s), mr.sum(torch.sin(q @ k) * e, over="rows")
+
+
+PAIRS_OVER = {
+    "tiles divide blocks": (lambda: blocks((), 40, 80, (32, 32), 3), (2,), 40, 80),
+    "blocks named twice, lists for each element": (lambda: blocks((2,), 40, 80, (32, 16), 4, True), (2,), 40, 80),
+    "narrow blocks": (lambda: blocks((), 20, 50, (16, 4), 5, True), (2,), 20, 50),
+    "one row each": (lambda: blocks((), 7, 40, (1, 16), 2), (2,), 7, 40),
+    "single pairs": (lambda: blocks((), 9, 12, (1, 1), 5), (), 9, 12),
+}
+PAIR_FORMS = {
+    "of each element": lambda draw, batch, m, n: draw(*batch, m, n),
+    "for all, transposed": lambda draw, batch, m, n: draw(n, m).mT,
+    "one column for all": lambda draw, batch, m, n: draw(*batch, m, 1),
+    "one row for all": lambda draw, batch, m, n: draw(n).expand(m, n),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", PAIR_FORMS)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int32], ids=str)
+@pytest.mark.parametrize("name", PAIRS_OVER)
+def test_numbers_per_pair_over_blocks(run, name, kind, form):
+    """They are of the whole axes; gradients of everything else are kernels too."""
+    make, batch, rows, cols = PAIRS_OVER[name]
+    chance = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=chance)
+    e = (PAIR_FORMS[form](draw, batch, rows, cols) * 2).to(kind)
+    q, k, v = draw(*batch, rows, 16), draw(*batch, cols, 16), draw(*batch, cols, 8)
+    found, domain = [], make()
+    for kernels in (False, True):
+        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        with run(TILES) if kernels else mr.use(engine="reference"):
+            results = masked(*given, e, cols=domain)
+            found.append([*results, *listed_cases.gradients(results, given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*an argument is given per pair")  # of the pieces
+def test_gradients_of_numbers_per_pair_are_gathered(monkeypatch):
+    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
     domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
-    q, k, e = (torch.randn(s, generator=make) for s in ((32, 16), (48, 16), (32, 48)))
-    results = []
-    for engine in ("triton", "reference"):
-        with mr.use(engine=engine), torch.no_grad():
-            results.append(weighted(q, k, e, cols=domain))
-    for one, other in zip(*results, strict=True):
+    found = []
+    said = pytest.warns(mr.FallbackWarning, match="the gradient of numbers per pair over blocks")
+    for engine, warned in (("reference", contextlib.nullcontext()), ("triton", said)):
+        given = [torch.randn(s, generator=make.manual_seed(1)).requires_grad_() for s in ((32, 16), (48, 16), (32, 48))]
+        with mr.use(engine=engine):
+            results = weighted(*given, cols=domain)
+            with warned:
+                found.append([*results, *listed_cases.gradients(results, given)])
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -191,7 +191,7 @@ def compile_listed_histogram(spec: Spec, entries: int) -> Kernel:
 
 
 class _EntriesOfTile:
-    """What a tile adds to the entries ``first_entry`` to ``last_entry``; ``invariant``: lines before the loop over tiles."""
+    """What a tile adds to the entries from ``first_entry`` on; ``invariant``: lines before the loop over tiles."""
 
     def __init__(self, v: ExpressionWriter):
         value, index, table = v.spec.fold.reductions[0].args

@@ -36,7 +36,7 @@ from . import long_lists, page_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_histogram import ListedHistogram
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
-from .lists import FIRST, PAIRS, ListForm, Lists, LocalFold, direction_of, localize, make_lists
+from .lists import FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches
@@ -397,10 +397,9 @@ def _prepare(
     if any(local.logical > one.logical for one in read.values()):
         raise Unsupported("positions in a sequence are read along its rows")
     mine = _find_leaves(fold, local, leaves, sizes)
-    if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, mine, strict=True)):
-        raise Unsupported(PAIRS)  # a number per pair of the whole axes, not per edge
+    edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
     numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
-    entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
+    entries = _find_domain(fold, leaves)[-1].shape[-1] if edges and numbered else 0
     ready = _prepare_launches(own, mine, sizes, read, entries)
     return ListedFold(fold, sizes, local, ready), mine
 

@@ -85,6 +85,8 @@ class ListedLaunch(FoldLaunch):
     def _describe(self, values: Leaves) -> None:
         """The spec: leaves are read as they are, since copies of a whole axis may cost more than the lists' share."""
         given = self.fold, self.over, values, self.batch, self.sizes
+        pairs = [v for e, v in values.items() if e.is_pair and isinstance(v, Tensor)]
+        self.whole_pairs = any(v.dim() == len(self.batch) + 2 for v in pairs)
         with spec_from_tensors.as_for(replace(self.sizes, rows=1, cols=1)):  # float32 vectors are not split
             spec, (splits, casts, *_) = spec_from_tensors.describe_fold(*given)
         if splits or spec.k_loop:
@@ -158,7 +160,7 @@ class ListedLaunch(FoldLaunch):
     def _describe_lists(self, single: bool) -> Listing:
         """The lists as a kernel that gathers their entries reads them."""
         lists, work = self.lists, self.work
-        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair and (e is FIRST or not self.whole_pairs)]
         several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
         return Listing(
             lists.kept_block,
@@ -172,6 +174,7 @@ class ListedLaunch(FoldLaunch):
             window=work.window if single else 0,
             role=work.role,
             numbers=work.numbers,
+            whole_pairs=self.whole_pairs,
         )
 
     def _plan_single_rows(self, plan: KernelPlan, listing: Listing) -> None:
@@ -204,6 +207,8 @@ class ListedLaunch(FoldLaunch):
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists
         if self.fold.tables or self.few_rows is not None or self.lengths[1] % lists.folded_block:
+            return None
+        if any(e.is_pair for e in spec.fold.leaves):
             return None
         if asked is not None and asked.rendering != Rendering.HAND_SCHEDULED:
             return None
@@ -240,7 +245,7 @@ class ListedLaunch(FoldLaunch):
             plan = choose_few_plan(plain, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
         else:
             plan = choose_plan(plain, self.over, item, family, copies, group, None)
-        if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence
+        if any(map(self.spec.is_per_entry, self.spec.fold.leaves)):  # gradients of pages: most have one sequence
             average = 1 << max(self.lists.average - 1, 1).bit_length()
             plan = replace(plan, block_folded=min(plan.block_folded, max(16, average)))
         return replace(plan, block_kept=min(plan.block_kept, most), splits=0)
