@@ -210,6 +210,20 @@ def test_batches_read_no_more_than_the_lists(engine):
         torch.testing.assert_close(*(attention(x, x, x, cols=one) for one in lists))
 
 
+def test_the_reference_engine_reads_lists():
+    """How often a pair is listed is a number that neither a compiler nor a mapped list has."""
+    given, args = problem("edges")
+    x, index = torch.randn(2, 3, 4), torch.zeros(2, 3, 2).long()
+    compiled = torch.compile(lambda *given_args: attention(*given_args, cols=given.domain), backend="aot_eager")
+    mapped = torch.vmap(lambda x, i: attention(x, x, x, cols=mr.edges.from_neighbours(i)))
+    torch._dynamo.reset()
+    with mr.use(engine="reference"):
+        for call, tensors in ((compiled, args), (mapped, (x, index))):
+            with pytest.raises(Exception, match="the reference engine reads how often each pair is listed"):
+                call(*tensors)
+        torch.vmap(lambda x: attention(x, x, x, cols=mr.edges.from_neighbours(index[0])))(x)  # one list for all
+
+
 @mr.op
 def weigh(w: Pair, h: Col["d"]):
     return mr.sum(w * h), mr.logsumexp(w, over="rows")
