@@ -43,7 +43,7 @@ class Histogram(Reduction):
     """Its state is its result."""
 
     name = "histogram"
-    fast_forms = FastForm.CPP | FastForm.EDGES
+    fast_forms = FastForm.CPP | FastForm.EDGES | FastForm.LISTS | FastForm.CUT_LISTS
     both_axes = True
     accumulator = HistogramAccumulator
     plain_ops, combine_ops = 6, 1

@@ -25,14 +25,12 @@ from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
-from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
 from ..program.declarations import Parameter
 from ..program.lower import Fold, find_same_sequence
-from ..reductions import kind_of
 
 # The engines
 
@@ -87,27 +85,9 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callabl
         except triton.Unsupported as reason:
             if all((sizes.rows, sizes.cols, *sizes.batch)):
                 triton.warn_fallback(fold, reason, "gathered pieces of lists run")
-            found = _gather_tables(fold, leaves, sizes, inner)
-            return listed.run(fold, leaves, sizes, inner) if found is None else found
+            return listed.run(fold, leaves, sizes, inner)
 
     return run_engine
-
-
-def _gather_tables(fold: Fold, leaves: list[Any], sizes: Sizes, inner: Callable) -> list[torch.Tensor] | None:
-    """Gradients of tables by gathered pieces, all other reductions by kernels that read the lists; None where there
-    are no others, or they have no kernel."""
-    tables = tuple(k for k, r in enumerate(fold.reductions) if kind_of(r).both_axes)
-    others = tuple(k for k in range(len(fold.reductions)) if k not in tables)
-    if not tables or not others:
-        return None
-    rest, own = keep_reductions(fold, others), keep_reductions(fold, tables)
-    try:
-        by_kernels = triton.run_listed(rest, choose_leaves(fold, leaves, rest), sizes)
-    except triton.Unsupported:
-        return None
-    gathered = listed.run(own, choose_leaves(fold, leaves, own), sizes, inner)
-    found = dict(zip((*rest.outputs, *own.outputs), (*by_kernels, *gathered), strict=True))
-    return [found[o] for o in fold.outputs]
 
 
 def _run_pieces(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:

@@ -198,11 +198,18 @@ class Compiled:
         form = (kind, *(size if isinstance(size, bool) else int(size) for size in sizes))
         tensors = [kwargs.pop(n) for n in sorted(n for n in kwargs if n.startswith(f"_{RESERVED}_"))]
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
-        op, call = self._find_domain_variant(
-            tuple(values), {**kwargs, **chosen, RESERVED: restore(form, tuple(tensors))}
-        )
-        results, packed = op._run_in_graph((), total=total, **call.values)
-        return results if total else call.finish(results), packed
+        own, domain = {**kwargs, **chosen}, restore(form, tuple(tensors))
+        self._fix_widths(values, own)
+
+        def run(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], Any]:
+            op, call = self._find_domain_variant(given, {**named, RESERVED: domain})
+            results, packed = op._run_in_graph((), total=total, **call.values)
+            return results if total else call.finish(results), packed
+
+        try:
+            return run(*open_numbers(tuple(values), own))
+        except TraceError:
+            return run(*fix_numbers(tuple(values), own))
 
     def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Compiled, Any]:
         raise NotImplementedError

@@ -30,6 +30,7 @@ SPILLS |= {"wide cross-entropy, 256 rows": 8}
 SPILLS |= {
     "attention over blocks 128": 416
 }  # as where the end of the columns is ragged: of the first tile, and a retry
+SPILLS |= {"biased attention over blocks 128": 176}  # its column gradients
 WIDE = tuple(f"attention {d}" for d in {*WIDTHS, *STORED_WIDTHS} if d > 128)  # for Hopper alone
 STAGED = {  # whose forward is hand-scheduled
     *(f"{name} {d}" for d in WIDTHS if d > 64 for name in ("attention", "causal attention")),
@@ -64,6 +65,7 @@ QUICK = {
         "own monoid 16, float32",
         "handmade loss 64",
         "stored attention 128, float8_e4m3fn",
+        "biased attention over blocks 128",
     ],
 }
 

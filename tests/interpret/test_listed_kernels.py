@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines import listed
+from monoidreduce.engines import eager, listed
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import listed_fold, long_lists
+from monoidreduce.engines.triton.kernels import listed_fold, listed_histogram, long_lists
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
@@ -55,7 +55,11 @@ def run(monkeypatch):
     """Calls with ``cols=`` run in kernels that walk the lists, by these plans; nothing is gathered."""
     monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
 
-    def gathers(fold, *given):
+    gather = listed.run
+
+    def gathers(fold, leaves, sizes, inner):
+        if inner is eager.run:  # the check of a table's indices, on a CPU
+            return gather(fold, leaves, sizes, inner)
         raise AssertionError(f"no kernel over lists: {fold.reductions}")
 
     @contextlib.contextmanager
@@ -312,33 +316,61 @@ def near_bias(x: Row["f"], y: Col["f"], v: Col["d"], bias: mr.Table["n"]):
     return mr.softmax_mean(x @ y + mr.lookup(bias, (mr.row_index - mr.col_index).clamp(-9, 9) + 9), v)
 
 
-@pytest.mark.parametrize("heads", [0, 1, 4], ids=["blocks", "pages", "pages, a table for each query head"])
-def test_only_gradients_of_tables_are_gathered(monkeypatch, heads):
-    make = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=make)
-    if heads:
-        domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
-        args = draw(3, 4, 5, 16), *stores, draw(*((4, 19) if heads > 1 else (19,)))
-    else:
-        domain, args = blocks((), 24, 72, (16, 24), 3), (draw(24, 16), draw(72, 16), draw(72, 8), draw(19))
-    gather, kinds = listed.run, []
-    monkeypatch.setattr(
-        "monoidreduce.engines.listed.run",
-        lambda fold, *given: kinds.append({r.attrs[0] for r in fold.reductions}) or gather(fold, *given),
-    )
-    found = []
-    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
-    said = pytest.warns(mr.FallbackWarning, match="gathered pieces of lists run what has no kernel: a table's gradient")
-    for engine, warned in (("eager", contextlib.nullcontext()), ("triton", said)):
-        kinds.clear()
-        given = [t.detach().requires_grad_() for t in args]
-        with mr.use(engine=engine):
-            y = near_bias(*given, cols=domain)
-            with warned:
-                found.append([y, *listed_cases.gradients([y], given)])
-    for one, other in zip(*found, strict=True):
+TABLES = {
+    "blocks": (lambda: blocks((), 24, 72, (16, 24), 3), (), (), 24, 72),
+    "blocks named twice, a table and lists for each head": (
+        lambda: blocks((2,), 40, 80, (32, 32), 4, True),
+        (3, 2),
+        (2,),
+        40,
+        80,
+    ),
+    "lists shared by heads, of one row each": (lambda: blocks((), 7, 40, (1, 16), 2), (2,), (), 7, 40),
+    "narrow blocks, whole rows": (lambda: blocks((), 20, 50, (32, 8), 4), (2,), (2,), 20, 50),
+    "no list has a block": (lambda: mr.blocks.from_mask(torch.zeros(2, 2).bool(), rows=16, cols=16), (), (), 32, 32),
+}
+
+
+@pytest.mark.parametrize("entries, instances", [(1024, 4), (16, 0)], ids=["", "in parts, one instance for all rows"])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_of_tables_over_blocks(run, monkeypatch, name, entries, instances):
+    monkeypatch.setattr(listed_histogram, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(listed_histogram, "_INSTANCES", instances)
+    make, batch, own, rows, cols = TABLES[name]
+    draw = torch.Generator().manual_seed(0)
+    shapes = (*batch, rows, 16), (*batch, cols, 16), (*batch, cols, 8), (*own, 19)
+    args = [torch.randn(*shape, generator=draw) for shape in shapes]
+    for one, other in by_engine(run, near_bias, args, make(), TILES):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert kinds[-1] == {"histogram"}
+
+
+@pytest.mark.parametrize("heads", [1, 4], ids=["", "a table for each query head"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gradients_of_tables_over_pages(run, heads, rows):
+    draw = torch.Generator().manual_seed(0)
+    domain, *stores = paged(16, 4, torch.tensor([20, 64, 33]))
+    table = torch.randn(*((heads, 19) if heads > 1 else (19,)), generator=draw)
+    args = torch.randn(3, 4, rows, 16, generator=draw), *stores, table
+    for one, other in by_engine(run, near_bias, args, domain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@mr.op
+def two_tables(x: Row["f"], y: Col["f"], v: Col["d"], near: mr.Table["n"], far: mr.Table["m"]):
+    back = mr.row_index - mr.col_index
+    seen = (back >= 0) & (back < 12)  # beyond the tables nothing is seen
+    s = x @ y + mr.lookup(near, back // 2) + mr.lookup(far, mr.col_index % 5)
+    return mr.softmax_mean(torch.where(seen, s, -torch.inf), v), mr.logsumexp(torch.where(seen, s, -torch.inf))
+
+
+def test_gradients_of_several_tables_behind_a_condition(run):
+    """The same bits in every run."""
+    domain, draw = blocks((), 48, 48, (16, 16), 3), torch.Generator().manual_seed(0)
+    args = [torch.randn(*s, generator=draw) for s in ((2, 48, 16), (2, 48, 16), (2, 48, 8), (6,), (2, 5))]
+    pairs = by_engine(run, two_tables, args, domain)
+    for (one, other), (again, _) in zip(pairs, by_engine(run, two_tables, args, domain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(one, again)
 
 
 class LargestResult(TorchDispatchMode):
@@ -604,14 +636,59 @@ def test_warp_specialised_pages(run, monkeypatch, op, page):
     assert [call.kernel.hand_scheduled for call in seen] == [True]
 
 
-@pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")
-def test_numbers_per_pair_over_blocks():
-    """They are of the whole axes, which no kernel over lists reads: pieces are gathered."""
+@mr.op
+def masked(q: Row["f"], k: Col["f"], v: Col["d"], e: mr.Pair):
+    s = torch.where(e > 0, q @ k, -torch.inf)
+    return mr.softmax_mean(s, v), mr.max(s), mr.argmax(s), mr.sum(torch.sin(q @ k) * e, over="rows")
+
+
+PAIRS_OVER = {
+    "tiles divide blocks": (lambda: blocks((), 40, 80, (32, 32), 3), (2,), 40, 80),
+    "blocks named twice, lists for each element": (lambda: blocks((2,), 40, 80, (32, 16), 4, True), (2,), 40, 80),
+    "narrow blocks": (lambda: blocks((), 20, 50, (16, 4), 5, True), (2,), 20, 50),
+    "one row each": (lambda: blocks((), 7, 40, (1, 16), 2), (2,), 7, 40),
+    "single pairs": (lambda: blocks((), 9, 12, (1, 1), 5), (), 9, 12),
+}
+PAIR_FORMS = {
+    "of each element": lambda draw, batch, m, n: draw(*batch, m, n),
+    "for all, transposed": lambda draw, batch, m, n: draw(n, m).mT,
+    "one column for all": lambda draw, batch, m, n: draw(*batch, m, 1),
+    "one row for all": lambda draw, batch, m, n: draw(n).expand(m, n),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", PAIR_FORMS)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int32], ids=str)
+@pytest.mark.parametrize("name", PAIRS_OVER)
+def test_numbers_per_pair_over_blocks(run, name, kind, form):
+    """They are of the whole axes; gradients of everything else are kernels too."""
+    make, batch, rows, cols = PAIRS_OVER[name]
+    chance = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=chance)
+    e = (PAIR_FORMS[form](draw, batch, rows, cols) * 2).to(kind)
+    q, k, v = draw(*batch, rows, 16), draw(*batch, cols, 16), draw(*batch, cols, 8)
+    found, domain = [], make()
+    for kernels in (False, True):
+        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        with run(TILES) if kernels else mr.use(engine="reference"):
+            results = masked(*given, e, cols=domain)
+            found.append([*results, *listed_cases.gradients(results, given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*an argument is given per pair")  # of the pieces
+def test_gradients_of_numbers_per_pair_are_gathered(monkeypatch):
+    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
     domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
-    q, k, e = (torch.randn(s, generator=make) for s in ((32, 16), (48, 16), (32, 48)))
-    results = []
-    for engine in ("triton", "reference"):
-        with mr.use(engine=engine), torch.no_grad():
-            results.append(weighted(q, k, e, cols=domain))
-    for one, other in zip(*results, strict=True):
+    found = []
+    said = pytest.warns(mr.FallbackWarning, match="the gradient of numbers per pair over blocks")
+    for engine, warned in (("reference", contextlib.nullcontext()), ("triton", said)):
+        given = [torch.randn(s, generator=make.manual_seed(1)).requires_grad_() for s in ((32, 16), (48, 16), (32, 48))]
+        with mr.use(engine=engine):
+            results = weighted(*given, cols=domain)
+            with warned:
+                found.append([*results, *listed_cases.gradients(results, given)])
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -37,7 +37,7 @@ def test_single_precision_and_other_shapes(rows, cols):
 
 
 def test_a_table_that_several_instances_divide(monkeypatch):
-    monkeypatch.setattr(histogram, "_MOST_ENTRIES", 16)
+    monkeypatch.setattr(histogram, "MOST_ENTRIES", 16)
     case = next(c for c in tables.CASES if c.name == "swin")
     args = case.problem(21, 30, (2,), 20)
     with mr.use(engine="triton"), use_plan({"cols": PLAN, "rows": PLAN}):

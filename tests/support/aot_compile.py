@@ -74,6 +74,12 @@ def block_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
 
 
 @mr.op
+def near_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Table["n"]):
+    back = (mr.row_index - mr.col_index).clamp(-64, 64)
+    return mr.softmax_mean(q @ k * 0.125 + mr.lookup(bias, back + 64), v)
+
+
+@mr.op
 def sloped_attention(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
     return mr.softmax_mean(q @ k * 0.125 - slope * (mr.row_index - mr.col_index).abs(), v)
 
@@ -342,6 +348,21 @@ CASES = [
             f"gradients of pages 128, {rows} rows",
             lambda *qkv: attention(*qkv, cols=_PAGES),
             functools.partial(_paged, rows=rows),
+            lean=False,
+        )
+        for rows in (1, 64)
+    ),
+    Case(
+        "biased attention over blocks 128",
+        lambda *args: near_attention(*args, cols=_blocks(128)),
+        lambda t: (*_qkv(128, 4)(t), torch.zeros(4, 129)),
+        lean=False,
+    ),
+    *(
+        Case(
+            f"biased attention over pages 128, {rows} rows",
+            lambda *args: near_attention(*args, cols=_PAGES),
+            lambda t, rows=rows: (*_paged(t, rows), torch.zeros(32, 129)),
             lean=False,
         )
         for rows in (1, 64)

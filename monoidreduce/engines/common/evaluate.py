@@ -42,7 +42,13 @@ def restore_domain(form: tuple, tensors: Sequence[Tensor]) -> Domain:
 
 
 def count_pairs(e: Expr, tensors: Sequence[Tensor], rows: int, cols: int) -> Tensor:
-    """How often each pair is listed: ``[*batch, rows, cols]``."""
+    """How often each pair is listed: ``[*batch, rows, cols]``. Raises EngineError where numbers cannot be read."""
+    if any(type(t) is not Tensor or torch._C._functorch.is_batchedtensor(t) for t in tensors):
+        raise EngineError(
+            detail="the reference engine reads how often each pair is listed, which is not known while torch.compile "
+            "traces a call or torch.vmap maps its lists",
+            fix='Use mr.use(engine="eager")',
+        )
     found = restore_domain(e.attrs[0], tensors).mask(rows, cols)
     if e.attrs[0][0] == "pages":
         found = found.reshape(*tensors[1].shape, rows, cols)

@@ -106,6 +106,40 @@ def test_compiled_pages():
     assert 0 < max(held) <= args[1].numel()
 
 
+@mr.op
+def cooled(x: Row["f"], y: Col["f"], v: Col["d"], heat: float):
+    return mr.softmax_mean(x @ y / heat, v)
+
+
+@mr.op
+def capped(x: Row["f"], y: Col["f"], v: Col["d"], heat: float):
+    return mr.softmax_mean(torch.tanh(x @ y) if heat > 1 else x @ y, v)  # asks for the number's value
+
+
+@pytest.mark.parametrize("kind", [*DOMAINS, "pages"])
+@pytest.mark.parametrize("op", [cooled, capped])
+def test_compiled_with_numbers_that_are_left_open(kind, op):
+    """Layers make numbers of widths (1/√f), and users give others in each call."""
+    if kind == "pages":
+        args, table, lengths = pages()
+        domain = mr.pages(table, lengths, page=2)
+    else:
+        given, args = problem(kind)
+        domain = given.domain
+
+    def call(x, y, v, heat):
+        return op(x, y, v, x.shape[-1] ** 0.5 * heat, cols=domain)
+
+    torch._dynamo.reset()
+    found = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for heat in (0.3, 0.7, 1.9):
+        one, other = found(*args, heat), call(*args, heat)
+        torch.testing.assert_close(one, other)
+        pairs = (torch.autograd.grad(y.square().sum(), args) for y in (one, other))
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_transformed_pages():
     args, *lists = pages()
     call = lambda *given: attention(*given, cols=mr.pages(*lists, page=2))
@@ -174,6 +208,20 @@ def test_batches_read_no_more_than_the_lists(engine):
     lists = [mr.edges(torch.arange(4), i) for i in (index, torch.cat([index, index]))]
     with mr.use(engine=engine):
         torch.testing.assert_close(*(attention(x, x, x, cols=one) for one in lists))
+
+
+def test_the_reference_engine_reads_lists():
+    """How often a pair is listed is a number that neither a compiler nor a mapped list has."""
+    given, args = problem("edges")
+    x, index = torch.randn(2, 3, 4), torch.zeros(2, 3, 2).long()
+    compiled = torch.compile(lambda *given_args: attention(*given_args, cols=given.domain), backend="aot_eager")
+    mapped = torch.vmap(lambda x, i: attention(x, x, x, cols=mr.edges.from_neighbours(i)))
+    torch._dynamo.reset()
+    with mr.use(engine="reference"):
+        for call, tensors in ((compiled, args), (mapped, (x, index))):
+            with pytest.raises(Exception, match="the reference engine reads how often each pair is listed"):
+                call(*tensors)
+        torch.vmap(lambda x: attention(x, x, x, cols=mr.edges.from_neighbours(index[0])))(x)  # one list for all
 
 
 @mr.op

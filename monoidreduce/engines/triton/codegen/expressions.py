@@ -202,7 +202,7 @@ class ExpressionWriter:
         name, base = str(e.attrs[0]), self.base(e)
         if e.is_pair:
             kept, folded = self.pair_strides(e)
-            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
+            text = f"{base} + tl.cast({self.spec.kept_start}, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
             group = self.spec.folded_batch_dim

@@ -7,7 +7,8 @@ column, tiles that read the same entries at the same places are added as they ar
 share the table and, where the index repeats itself along diagonals (places of a picture), those a period apart. At the
 end the instance visits the entries between the least and the greatest of its tiles. For any other index a program
 instance owns kept indices, as in other kernels, and some entries of the table; of each tile it visits the entries
-between the least and the greatest that occur, and computes nothing where none does.
+between the least and the greatest that occur, and computes nothing where none does. Over lists (``cols=``) it is the
+same: an instance owns every so many-th tile of kept indices, and walks their lists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 
 from ....program.constructors import is_constant
 from ....program.expression import Expr
-from . import compiler
+from . import compiler, listed
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec
 from .kernel_text import Kernel, write_prologue
@@ -156,35 +157,78 @@ def _find_condition(value: Expr) -> Expr | None:
 
 def _walk_rows(v: ExpressionWriter, entries: int) -> list[str]:
     """``out0`` is ``[batch, kept tiles, entries of the table]``; instances of a tile divide the entries."""
-    value, index, table = v.spec.fold.reductions[0].args
-    count = f"{table.attrs[0]}_n"
     fixed = [line for line in write_prologue(v.spec) if not line.startswith(("tile =", "batch ="))]
-    v.loop(True)
-    at = v.full(index)
-    before, known = len(v.before), [*v.inside]
-    number = v.full(value)
-    invariant, rest = v.before[:before], [*v.before[before:], *v.inside[len(known) :]]
+    tile = _EntriesOfTile(v)
     return [
         "tile = tl.program_id(0) % tiles",
-        f"shares = tl.cdiv({count}, {entries})",
-        f"first = tl.program_id(0) // tiles % shares * {entries}",
-        "batch = tl.program_id(0) // tiles // shares",
+        *_choose_entries(v, entries),
         *fixed,
-        *invariant,
-        f"last_entry = tl.minimum(first + {entries}, {count})",
-        f"entry = first + tl.arange(0, {entries})",
-        f"total = tl.zeros([{entries}], {v.float})",
+        *tile.invariant,
         "for t in range(0, tl.cdiv(folded_size, FOLDED)):",
         "    start = t * FOLDED",
-        *(f"    {line}" for line in (*_TILE, *known)),
-        f"    inside = kept_in[:, None] & folded_in[None, :] & ({at} >= first) & ({at} < last_entry)",
-        f"    place = tl.where(inside, {at}, -1).to(tl.int32)",
-        "    last = tl.max(place)",
-        "    if last >= 0:",
-        *(f"        {line}" for line in rest),
-        f"        for one in range(tl.min(tl.where(inside, place, {count})), last + 1):",
-        f"            own = tl.sum(tl.sum(tl.where(place == one, {number}, 0), 1), 0)",
-        "            total += tl.where(entry == one, own, 0)",
-        f"out = out0 + (tl.cast(batch, tl.int64) * tiles + tile) * {count}",
+        *(f"    {line}" for line in (*_TILE, *tile.lines)),
+        *_store_entries(v, entries, "tile"),
+    ]
+
+
+def compile_listed_histogram(spec: Spec, entries: int) -> Kernel:
+    """The same over lists. ``out0`` is ``[batch, parts, entries of the table]``: a part has every so many-th tile of
+    kept indices, from its own number on; the kernel is given ``parts`` as the number of tiles."""
+    v, size = listed.ListedWriter(spec), spec.listing.kept_block
+    prologue = [line for line in write_prologue(spec) if not line.startswith(("tile =", "batch ="))]
+    kept, tile_range = listed.write_kept(spec), listed.write_tile_range(v)
+    tile, count = _EntriesOfTile(v), f"groups * (({size} + KEPT - 1) // KEPT)" if size else "tl.cdiv(kept_size, KEPT)"
+    once = [*tile.invariant, *tile_range, *listed.join_loop(spec, tile.lines)]
+    body = [
+        "part = tl.program_id(0) % tiles",
+        *_choose_entries(v, entries),
+        *prologue[: len(prologue) - len(kept)],
+        f"for tile in range(part, {count}, tiles):",
+        *(f"    {line}" for line in (*kept, *once)),
+        *_store_entries(v, entries, "part"),
+    ]
+    return compiler.describe_kernel(v, compiler.write_function(spec, body), {}, False)
+
+
+class _EntriesOfTile:
+    """What a tile adds to the entries from ``first_entry`` on; ``invariant``: lines before the loop over tiles."""
+
+    def __init__(self, v: ExpressionWriter):
+        value, index, table = v.spec.fold.reductions[0].args
+        v.loop(True)
+        at = v.full(index)
+        before, known = len(v.before), [*v.inside]
+        number = v.full(value)
+        self.invariant, rest = v.before[:before], [*v.before[before:], *v.inside[len(known) :]]
+        self.lines = [
+            *known,
+            f"inside = kept_in[:, None] & folded_in[None, :] & ({at} >= first_entry) & ({at} < last_entry)",
+            f"place = tl.where(inside, {at}, -1).to(tl.int32)",
+            "last = tl.max(place)",
+            "if last >= 0:",
+            *(f"    {line}" for line in rest),
+            f"    for one in range(tl.min(tl.where(inside, place, {table.attrs[0]}_n)), last + 1):",
+            f"        this = tl.sum(tl.sum(tl.where(place == one, {number}, 0), 1), 0)",
+            "        total += tl.where(entry == one, this, 0)",
+        ]
+
+
+def _choose_entries(v: ExpressionWriter, entries: int) -> list[str]:
+    """The batch element of a program instance, and which entries of the table it sums up."""
+    count = f"{v.spec.fold.reductions[0].args[2].attrs[0]}_n"
+    return [
+        f"shares = tl.cdiv({count}, {entries})",
+        f"first_entry = tl.program_id(0) // tiles % shares * {entries}",
+        "batch = tl.program_id(0) // tiles // shares",
+        f"last_entry = tl.minimum(first_entry + {entries}, {count})",
+        f"entry = first_entry + tl.arange(0, {entries})",
+        f"total = tl.zeros([{entries}], {v.float})",
+    ]
+
+
+def _store_entries(v: ExpressionWriter, entries: int, part: str) -> list[str]:
+    count = f"{v.spec.fold.reductions[0].args[2].attrs[0]}_n"
+    return [
+        f"out = out0 + (tl.cast(batch, tl.int64) * tiles + {part}) * {count}",
         f"tl.store(out + entry, total, mask=entry < {count})",
     ]

@@ -26,6 +26,9 @@ class Unsupported(Exception):
     """This fold has no kernel here; the reason is the message."""
 
 
+ONCE = "listed_once"  # the leaf that says which entries are the first of equal ones in their list
+
+
 @dataclass(frozen=True)
 class Listing:
     """How a kernel walks lists of blocks of the folded axis (``codegen/listed.py``): part of its text."""
@@ -43,6 +46,7 @@ class Listing:
     window: int = 0  # lists of more entries than two windows are folded window by window; 0: none is
     role: str = "lists"  # "windows": a program instance folds a window; "combine": it combines those of one list
     numbers: int = 1  # that a window has to combine: of a top-k, its k best
+    whole_pairs: bool = False  # numbers per pair are of the whole axes, not of the entries of lists
 
     @property
     def tensors(self) -> int:
@@ -106,6 +110,10 @@ class Spec:
     # More results (hand-scheduled kernels)
     diagonals: Expr | None = None  # a number per pair whose sums along diagonals the kernel leaves, tile by tile
     joint: Joint | None = None  # a sum over the kept axis too
+
+    def is_per_entry(self, e: Expr) -> bool:
+        """True for a leaf that has a number for each entry of lists."""
+        return e.is_pair and self.listed is not None and (not self.listed.whole_pairs or e.attrs[0] == ONCE)
 
     @property
     def listing(self) -> Listing:

@@ -130,7 +130,7 @@ def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str]
         names.append(f"{x}_ptr")
         names += [f"{x}_b{k}" for k in range(spec.rank)]
         names += [f"{x}_g"] if spec.grouped and spec.keeps(e) else []
-        pair = e.is_pair and spec.listed is None
+        pair = e.is_pair and not spec.is_per_entry(e)
         names += [f"{x}_r", f"{x}_c"] if pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
         if e in spec.fold.tables:

@@ -18,9 +18,8 @@ import re
 from ....program.expression import Expr
 from . import few_rows
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, LoopBodies, Spec
+from .kernel_spec import ONCE, TINY, LoopBodies, Spec
 
-ONCE = "listed_once"  # the leaf that says which entries are the first of equal ones in their list
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
@@ -312,10 +311,15 @@ class ListedWriter(ExpressionWriter):
         return f"({at} - folded_at[None, :]).to(tl.float32)"
 
     def pointer(self, e: Expr) -> str:
-        return self.base(e) if self.listed.gathered and self.spec.folds(e) else super().pointer(e)
+        if not self.listed.gathered or not self.spec.folds(e):
+            return super().pointer(e)
+        if not e.is_pair:
+            return self.base(e)
+        start = f"{self.base(e)} + tl.cast({self.spec.kept_start}, tl.int64) * {self.pair_strides(e)[0]}"
+        return self.bind((e, "at"), start, False, f"{e.attrs[0]}_at")
 
     def _leaf(self, e: Expr) -> str:
-        if not e.is_pair or self.spec.is_number(e):
+        if not self.spec.is_per_entry(e) or self.spec.is_number(e):
             return self._in_lists(e, super()._leaf(e))
         entry, stride = self.entry(of_all=e.attrs[0] == ONCE), self.stride(e, "s")
         text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")

@@ -25,7 +25,7 @@ from ....program.lower import Fold
 from ....reductions.histogram import add_at
 from ...common.evaluate import Allocator, Sizes
 from ..codegen.histogram import compile_histogram
-from ..codegen.kernel_spec import Unsupported, pad_width
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width
 from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import hardware
 from ..launch.jit_module import Kernels
@@ -35,7 +35,7 @@ from ..schedules.resident.diagonal_sums import SUMS
 from .fold_kernel import FoldLaunch, Layouts, Leaves, Merged, Then
 from .table_lookups import DiagonalIndex, add_diagonals, evaluate_places
 
-_MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
+MOST_ENTRIES = 1024  # that a program instance holds in registers, where it does not walk along diagonals
 _LEAST_WIDTH = 8  # up to which they are visited in every tile: a map of blocks took 4.6 ms, by tiles alike 6.2 (H200)
 _MOST_WIDTH = 1024  # entries between the least and the greatest of tiles that are alike, all of which are visited
 _LONGEST = 16  # tiles, after which an index may repeat itself along a diagonal
@@ -82,6 +82,17 @@ def _repeats(rows: Tensor, cols: Tensor, step: int) -> bool:
     return len(more) == 2 and all((t == t[0]).all() for t in more) and bool(more[0][0] + more[1][0] == 0)
 
 
+def default_plan(spec: Spec, asked: KernelPlan | None) -> KernelPlan:
+    """The plan of a kernel that sums up entries of a table; ``asked``: what the user asks for, if anything."""
+    if asked is not None:
+        return replace(asked, splits=0, rendering=Rendering.LOADS)
+    if spec.narrow is None:
+        return KernelPlan(32, 32, 4, 1) if spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
+    # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of that
+    # and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
+    return KernelPlan(64, 64, 8, 2)
+
+
 class HistogramLaunch(FoldLaunch):
     """The kernel of one histogram on tensors of given types, shapes, strides and alignment."""
 
@@ -90,7 +101,7 @@ class HistogramLaunch(FoldLaunch):
     def __init__(self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts):
         _, self.index, self.table = fold.reductions[0].args
         self.table_size = sizes.of(str(self.table.feature))
-        self.entries = 0 if is_along_diagonals(self.index) else min(_MOST_ENTRIES, pad_width(self.table_size))
+        self.entries = 0 if is_along_diagonals(self.index) else min(MOST_ENTRIES, pad_width(self.table_size))
         self.places = DiagonalIndex(self.index, fold.leaves, sizes, self.table_size)
         self.read = [e for e in topological([self.index]) if e.op == "leaf"]
         self.numbers = self._numbers([values[e] for e in fold.leaves], fold)
@@ -107,7 +118,7 @@ class HistogramLaunch(FoldLaunch):
 
     def _choose_batch_and_plan(self, leaves: Leaves, plan: KernelPlan | None) -> None:
         self.spec = replace(self.spec, bounds=False, guess=False, precomputed_shifts=False)
-        self.plan = plan or self._default_plan()
+        self.plan = plan or default_plan(self.spec, find_overriding_plan(self.over))
         if not self.entries or split_index(self.index) is not None:  # such tiles are square
             block = min(self.blocks)
             self.plan = replace(self.plan, block_kept=block, block_folded=block)
@@ -150,16 +161,6 @@ class HistogramLaunch(FoldLaunch):
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         return outputs
-
-    def _default_plan(self) -> KernelPlan:
-        asked = find_overriding_plan(self.over)
-        if asked is not None:
-            return replace(asked, splits=0, rendering=Rendering.LOADS)
-        if self.spec.narrow is None:
-            return KernelPlan(32, 32, 4, 1) if self.spec.compute == "float64" else KernelPlan(64, 64, 4, 1)
-        # four operands are loaded anew for every tile, and fill an instance's shared memory: eight warps hide more of
-        # that and spill nothing, where four spill at 128 features; 128 × 128 spills too (compiled, not measured)
-        return KernelPlan(64, 64, 8, 2)
 
     def _write_kernel(self, leaves: Leaves) -> None:
         alike = self.alike and (self.alike.period, self.alike.width)

@@ -34,11 +34,12 @@ from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import long_lists, page_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
+from .listed_histogram import ListedHistogram
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
-from .lists import FIRST, PAIRS, ListForm, Lists, LocalFold, localize, make_lists
+from .lists import FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import ExtraLaunch, StepLaunches, list_kernels, merge_batches
+from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches
 
 
 class PreparedListedFold:
@@ -52,7 +53,8 @@ class PreparedListedFold:
         _check(fold, lists, sizes)
         self.launches: list[ListedLaunch] = []
         self.long: list[LongLists | None] = []  # what folds the long lists of each
-        for over, part in list_kernels(fold, sizes)[1]:
+        tables = [("cols", one) for one in list_histograms(fold)]
+        for over, part in [*list_kernels(fold, sizes)[1], *tables]:
             own = lists(over)
             shape = _strides(own.batch, sizes.batch)
             values, batch, layouts, (steps,) = merge_batches(fold, leaves, sizes, (shape,))
@@ -61,7 +63,8 @@ class PreparedListedFold:
             values = {e: values[e] for e in small.leaves}
             window = _choose_window(small, own.form, sizes)
             work = ListWork(own.form, steps, entries, window)
-            one = ListedLaunch(small, values, batch, sizes, {} if window else layouts, work)
+            make = ListedHistogram if (over, part) in tables else ListedLaunch
+            one = make(small, values, batch, sizes, {} if window else layouts, work)
             self.launches.append(one)
             is_split = one.spec.listing.window
             self.long.append(_split_long_lists(one, values, batch, sizes, own) if is_split else None)
@@ -157,12 +160,13 @@ def _split_long_lists(
 def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
     """Raise Unsupported for what kernels over lists cannot fold."""
     for r in fold.reductions:
-        name, over, _ = r.attrs
+        name, over = r.attrs[0], direction_of(r)
         own, folded = lists(over), sizes.cols if over == "cols" else sizes.rows
         cut = own.ends is not None or folded % own.folded_block
         if (FastForm.LISTS | FastForm.CUT_LISTS if cut else FastForm.LISTS) not in kind_of(r).fast_forms:
             raise Unsupported(f"{name} has no kernel over these lists")
-        if any(a.feature is not None and not (a.cols if over == "cols" else a.rows) for a in r.args):
+        vectors = [a for a in r.args if a.feature is not None and a not in fold.tables]
+        if any(not (a.cols if over == "cols" else a.rows) for a in vectors):
             raise Unsupported("a vector does not vary along the folded axis")
 
 
@@ -388,15 +392,14 @@ def _prepare(
     _check_launches(sizes.device)
     local = localize(fold)
     own = local.fold
-    ways = dict.fromkeys(r.attrs[1] for r in own.reductions)
+    ways = dict.fromkeys(map(direction_of, own.reductions))
     read = {over: lists(over) for over in ways}
     if any(local.logical > one.logical for one in read.values()):
         raise Unsupported("positions in a sequence are read along its rows")
     mine = _find_leaves(fold, local, leaves, sizes)
-    if any(e.is_pair and v.dim() > len(sizes.batch) + 1 for e, v in zip(own.leaves, mine, strict=True)):
-        raise Unsupported(PAIRS)  # a number per pair of the whole axes, not per edge
+    edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
     numbered = any(e.is_pair and e is not FIRST for e in own.leaves) or any(kind_of(r).per_pair for r in own.reductions)
-    entries = _find_domain(fold, leaves)[-1].shape[-1] if numbered else 0
+    entries = _find_domain(fold, leaves)[-1].shape[-1] if edges and numbered else 0
     ready = _prepare_launches(own, mine, sizes, read, entries)
     return ListedFold(fold, sizes, local, ready), mine
 

@@ -20,6 +20,7 @@ from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
+from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
@@ -35,7 +36,7 @@ from ..schedules.kernel_plan import (
 )
 from ..schedules.vector_conversions import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
-from .lists import FIRST, ListForm
+from .lists import FIRST, ListForm, direction_of
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
 _LEAST_TILE = 64  # folded indices of a tile that lies in one block; narrower blocks share a tile
@@ -78,12 +79,14 @@ class ListedLaunch(FoldLaunch):
         self, fold: Fold, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts, work: ListWork
     ):
         self.work, self.lists, self.steps = work, work.lists, work.steps
-        (over,) = {r.attrs[1] for r in fold.reductions}
+        (over,) = {direction_of(r) for r in fold.reductions}
         super().__init__(fold, over, values, batch, sizes, layouts)
 
     def _describe(self, values: Leaves) -> None:
         """The spec: leaves are read as they are, since copies of a whole axis may cost more than the lists' share."""
         given = self.fold, self.over, values, self.batch, self.sizes
+        pairs = [v for e, v in values.items() if e.is_pair and isinstance(v, Tensor)]
+        self.whole_pairs = any(v.dim() == len(self.batch) + 2 for v in pairs)
         with spec_from_tensors.as_for(replace(self.sizes, rows=1, cols=1)):  # float32 vectors are not split
             spec, (splits, casts, *_) = spec_from_tensors.describe_fold(*given)
         if splits or spec.k_loop:
@@ -132,7 +135,7 @@ class ListedLaunch(FoldLaunch):
         group = (lists.kept_block or self.lengths[0]) * heads  # kept indices that share a list
         listing = self._describe_lists(single=group == 1)
         self.spec = replace(self.spec, listed=listing)
-        plain = compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
+        plain = self._compile_plain()
         asked = plan or (find_overriding_plan(self.over) if role == "lists" else None)
         copied = self._find_copied_vectors(plain, leaves)
         shifts = self._count_pairs() >= spec_from_tensors.MANY and self.few_rows is None
@@ -151,10 +154,13 @@ class ListedLaunch(FoldLaunch):
                 tiles = max(lists.kept_block // self.plan.block_kept, 1)
                 self.spec = replace(self.spec, listed=replace(listing, gathered=gathered, tiles=tiles))
 
+    def _compile_plain(self) -> Kernel:
+        return compiler.compile_fold(replace(self.spec, split=False, descriptors=(), guess=False))
+
     def _describe_lists(self, single: bool) -> Listing:
         """The lists as a kernel that gathers their entries reads them."""
         lists, work = self.lists, self.work
-        pairs = [e for e in self.spec.fold.leaves if e.is_pair]
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair and (e is FIRST or not self.whole_pairs)]
         several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
         return Listing(
             lists.kept_block,
@@ -168,6 +174,7 @@ class ListedLaunch(FoldLaunch):
             window=work.window if single else 0,
             role=work.role,
             numbers=work.numbers,
+            whole_pairs=self.whole_pairs,
         )
 
     def _plan_single_rows(self, plan: KernelPlan, listing: Listing) -> None:
@@ -200,6 +207,8 @@ class ListedLaunch(FoldLaunch):
         """The plan of a hand-scheduled kernel, where there is one whose tiles divide groups and blocks."""
         lists = self.lists
         if self.fold.tables or self.few_rows is not None or self.lengths[1] % lists.folded_block:
+            return None
+        if any(e.is_pair for e in spec.fold.leaves):
             return None
         if asked is not None and asked.rendering != Rendering.HAND_SCHEDULED:
             return None
@@ -236,7 +245,7 @@ class ListedLaunch(FoldLaunch):
             plan = choose_few_plan(plain, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
         else:
             plan = choose_plan(plain, self.over, item, family, copies, group, None)
-        if any(e.is_pair for e in self.spec.fold.leaves):  # gradients of pages, of which most have one sequence
+        if any(map(self.spec.is_per_entry, self.spec.fold.leaves)):  # gradients of pages: most have one sequence
             average = 1 << max(self.lists.average - 1, 1).bit_length()
             plan = replace(plan, block_folded=min(plan.block_folded, max(16, average)))
         return replace(plan, block_kept=min(plan.block_kept, most), splits=0)

@@ -1,8 +1,8 @@
 """What kernels over lists are given: the lists of one direction as tensors, and the fold as they run it.
 
 In that fold a pair is an entry of a list, and is folded as often as it is listed. Labels are sums over all pairs, since
-a listed column may be its label several times, or never. The gradient of a table is two numbers for each entry: what is
-added, and where.
+a listed column may be its label several times, or never. The gradient of a table over edges is two numbers for each
+entry: what is added, and where.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
-from ..codegen.kernel_spec import Unsupported
-from ..codegen.listed import ONCE
+from ..codegen.kernel_spec import ONCE, Unsupported
 
-PAIRS = "numbers per pair that are not of edges"
+_PAIRS = "the gradient of numbers per pair over blocks"
 FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")  # which of equal entries it is
 
 
@@ -97,6 +96,11 @@ def read_lists(given: ColumnLists, kept: int) -> Lists:
     return Lists(given.offsets.contiguous(), items.contiguous(), block, given.col_block, given.batch, entry=given.entry)
 
 
+def direction_of(r: Expr) -> str:
+    """The lists that the kernel of a reduction walks: those of ``"cols"`` where it folds both axes."""
+    return "rows" if r.attrs[1] == "rows" else "cols"
+
+
 def make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
     """The lists of a domain with this form and these tensors, for reductions over ``over``."""
     domain = restore_domain(form, tensors)
@@ -124,21 +128,23 @@ class LocalFold(NamedTuple):
     places: tuple[int, ...]  # of its leaves, among those of the whole fold
     logical: bool  # it reads positions along lists
     once: bool  # its last leaf says which of equal entries of a list are the first
-    # Per reduction of the whole fold, its own reductions: two for the gradient of a table, whose numbers and indices
-    # are written for each entry of the lists
+    # Per reduction of the whole fold, its own reductions: two for the gradient of a table over edges, whose numbers and
+    # indices are written for each entry of the lists
     parts: tuple[tuple[int, ...], ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def localize(fold: Fold) -> LocalFold:
     """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. Raises Unsupported where numbers of pairs are not numbers of entries, or where equal entries of
-    a list have numbers of their own and are told apart, which is an error if there are any."""
+    as they are listed. Raises Unsupported for numbers of pairs as results that are not numbers of entries, and where
+    equal entries of a list have numbers of their own and are told apart, which is an error if there are any."""
     nodes = topological([*fold.reductions, *fold.scales])
     once = [e for e in nodes if e.op == "listed_once"]
     edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
-    if any(e.is_pair for e in fold.leaves) and (once or not edges):
-        raise Unsupported("the pairs that are best, of pairs with numbers of their own" if edges else PAIRS)
+    if edges and once and any(e.is_pair for e in fold.leaves):
+        raise Unsupported("the pairs that are best, of pairs with numbers of their own")
+    if not edges and any(kind_of(r).per_pair for r in fold.reductions):
+        raise Unsupported(_PAIRS)
     positions = {e: index("col") for e in nodes if e.op == "listed_position"}
     changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: FIRST for e in once}}
     scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)
@@ -146,9 +152,7 @@ def localize(fold: Fold) -> LocalFold:
     parts = []
     for r, (_, scale) in scaled:
         per_entry = [reduce_node("pair", "cols", (), (a,)) for a in r.args[:2]]
-        own = per_entry if r.attrs[0] == "histogram" else [_as_kernels_fold(r)]
-        if len(own) == 2 and not edges:
-            raise Unsupported("a table's gradient over blocks or pages")
+        own = per_entry if edges and kind_of(r).both_axes else [_as_kernels_fold(r)]
         if len(own) == 1 and own[0] in found:
             raise Unsupported("a reduction that is also a part of a table's gradient")
         parts.append(tuple([*found, *(o for o in own if o not in found)].index(o) for o in own))

@@ -211,7 +211,7 @@ def prepare(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PageGradients:
     if not all((sizes.rows, sizes.cols, *sizes.batch)) or any(r not in fold.gradient_of for r in fold.reductions):
         raise Unsupported("a reduction over rows that is no gradient of a column")
     if any(r.attrs[0] != "sum" for r in fold.reductions):
-        raise Unsupported("gradients of a table or of numbers per pair, over pages")
+        raise Unsupported("gradients of columns that are no sums, over pages")
     if any(e.op == "batch_index" for e in topological([*fold.reductions, *fold.scales])):
         raise Unsupported("indices of the batch in a gradient of pages")
     assert fold.domain is not None

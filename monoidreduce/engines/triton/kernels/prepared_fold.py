@@ -72,7 +72,7 @@ class PreparedFold:
         folds = {over: [part for o, part in kernels if o == over] for over, _ in kernels}
         made = (prepare_launches(over, parts, values, self.batch, sizes, layouts) for over, parts in folds.items())
         self.launches = [one for launches in made for one in launches]
-        histograms = _list_histograms(fold)
+        histograms = list_histograms(fold)
         rewritten = bool(histograms or self.prepared_tables)
         rewritten = rewritten or any(e.is_stored for e in fold.leaves)  # what they are widened to follows free memory
         single = all(len(parts) == 1 for parts in folds.values())
@@ -179,7 +179,7 @@ class PreparedFold:
         return found
 
 
-def _list_histograms(fold: Fold) -> list[Fold]:
+def list_histograms(fold: Fold) -> list[Fold]:
     """The histograms of a fold, each as a fold of its own."""
     found = ((r, tuple(g for g in fold.gradients if g[0] is r)) for r in fold.reductions if kind_of(r).both_axes)
     return [replace(fold, reductions=(r,), scales=(), gradients=gradients) for r, gradients in found]
