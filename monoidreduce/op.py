@@ -40,7 +40,7 @@ from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import Traced, find_place
-from .runtime import call_cost, dispatch, domain_call, dynamo, logit_rounding, recorder, table_range, torch_replay
+from .runtime import call_cost, dispatch, domain_call, dynamo, forward_form, recorder, table_range, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
@@ -378,7 +378,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         columns = functools.partial(bind_inputs, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
+        program = forward_form.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
         where = () if place is None else (place.first, place.total)
         forms = [output_form(e, sizes, out) for e in traced.outputs]
         return Prepared(
@@ -400,7 +400,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         needed = dispatch.names_needing_gradient(inputs)
-        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
+        program = forward_form.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
         results = distributed_fold.execute_program(program, inputs, sizes, dispatch.sharded_folder())
         return traced.outputs, format_results(results, traced, sizes, out), sizes, traced.pack
 

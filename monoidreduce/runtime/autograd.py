@@ -27,7 +27,6 @@ from ..engines.common.block_gradients import differentiate_by_blocks, lack_local
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
-    are_narrow,
     build_gradient_program,
     constant_results,
     detach_views,
@@ -41,8 +40,8 @@ from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from . import dispatch, fused_expressions, saved_row_gradients, torch_operator
-from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, need_gradient
+from . import dispatch, forward_form, fused_expressions, torch_operator
+from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, include_16_bits, need_gradient
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
 from .torch_replay import FoldReplay
 
@@ -362,7 +361,7 @@ class PassContext:
         """How the forward also saves gradients of its rows, where that pays."""
         if not self.may_save:
             return None
-        return saved_row_gradients.find_form(self.fold, leaves, sizes or self.sizes, self.engine)
+        return forward_form.find_saving_fold(self.fold, leaves, sizes or self.sizes, self.engine)
 
     @property
     def may_save(self) -> bool:
@@ -600,7 +599,7 @@ def _pass_gradients(
         return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
-    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, are_narrow(leaves))
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, include_16_bits(leaves))
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)

@@ -32,7 +32,7 @@ from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.trace import Traced, trace, watch
-from . import dispatch, gradient_in_forward, logit_rounding, table_range
+from . import dispatch, forward_form, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
 from .call_cost import DenseOrTiled
@@ -204,7 +204,7 @@ def _run_by_passes(
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     needed = names_needing_gradient(values)
     if settings.kernels_run_on(sizes.device):
-        program = logit_rounding.mark_exact_folds(program, needed, sizes)
+        program = forward_form.mark_exact_folds(program, needed, sizes)
     without = [n for n in names if program.exact and n not in {*numbers, *needed} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_stepwise_runner(engine, program, numbers, records), sizes)
     packed = ROW_SEQUENCE in names and sizes.device.type == "cpu"  # folded sequence by sequence

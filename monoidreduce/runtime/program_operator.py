@@ -24,17 +24,17 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import are_narrow, load_values, save_values, zero_gradient
+from ..engines.common.gradient_program import load_values, save_values, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
-from . import dispatch, saved_row_gradients
+from . import dispatch, forward_form
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
-from .dispatch import apply_settings, can_record, need_gradient
+from .dispatch import apply_settings, can_record, include_16_bits, need_gradient
 from .replay import ProgramSteps, make_steps
 from .torch_operator import (
     VALUES,
@@ -285,7 +285,7 @@ def _backward(
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
-        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results), are_narrow(values))
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results), include_16_bits(values))
         runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
         leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
         forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
@@ -371,11 +371,11 @@ class TracedProgram:
             return True
         fold = steps.program.passes[0].fold
         asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
-        if saved_row_gradients.find_form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
+        if forward_form.find_saving_fold(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
-            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs), are_narrow(values))
+            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs), include_16_bits(values))
         except NoGradientError:  # torch may have one
             return False
         return True

@@ -32,7 +32,7 @@ from ..engines import auto, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import GradientProgram, are_narrow
+from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
@@ -40,8 +40,8 @@ from ..program.expression import Expr, topological
 from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
-from . import dispatch, saved_row_gradients
-from .dispatch import ENGINES, PLAIN, apply_settings
+from . import dispatch, forward_form
+from .dispatch import ENGINES, PLAIN, apply_settings, include_16_bits
 
 MOST = 64  # recordings of one pass, program or backward
 _PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels
@@ -385,8 +385,8 @@ class ForwardReplays:
         """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
         keep more for a backward."""
         pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        keeps = saved_row_gradients.has_many_pairs(sizes) and any(
-            saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
+        keeps = forward_form.has_many_pairs(sizes) and any(
+            forward_form.may_save_row_gradients(p.fold) for p in self.steps.program.passes
         )
         return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
 
@@ -398,9 +398,9 @@ class ForwardReplays:
         tensors = [made.names[k] for k in self.tensors]
         names = triton.ReplayNames(made.names, tensors, made.returned, kept)
         launches = triton.ProgramReplay(recorded, names, sizes)
-        if saved_row_gradients.has_many_pairs(sizes) and not launches.holds_little:
+        if forward_form.has_many_pairs(sizes) and not launches.holds_little:
             return None
-        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
+        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
         has_forms = tuple(recorded.forms[name] for name in made.returned) == self.forms

@@ -12,37 +12,13 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...plan import settings
-
 SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-PRECISIONS = ("ieee", "tf32", "tf32x3")
-
-
-def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = settings.current.get().precision
-    if chosen is not None:
-        return chosen
-    if _PRECISION is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    said = _PRECISION("cuda", "matmul")
-    if said == "none":
-        said = _PRECISION("generic", "all")
-    return "tf32" if said == "tf32" else "ieee"
-
-
-# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
-# read). Called directly, since it runs in every call and the public property takes four times as long.
-_PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ....program.expression import Expr, are_several, letters, topological
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import few_rows, k_loop, kernel_text, listed, tile_ranges
+from . import few_rows, k_loop, kernel_spec, kernel_text, listed
 from .expressions import ExpressionWriter
 from .kernel_spec import LoopBodies, Spec, pad_width
 from .kernel_text import (
@@ -78,7 +78,7 @@ def run_passes(spec: Spec) -> Passes:
     """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
     writer = listed.ListedWriter(spec) if spec.listed else ExpressionWriter(spec)
     reductions = [make_lines(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
-    conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+    conditions = kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds else {}
     if spec.listed and not listed.walks_twice(spec):
         tile_range = listed.write_tile_range(writer)
         loops = listed.join_loop(spec, write_tile_body(writer, reductions, {}, masked=True))

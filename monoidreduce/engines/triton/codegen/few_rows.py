@@ -25,7 +25,7 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold, is_idle
 from ....program.philox import DRAWS
 from ....reductions import FastForm, all_have
-from . import tile_ranges
+from . import kernel_spec
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
 
@@ -43,7 +43,7 @@ class Limit(NamedTuple):
 def find_limits(fold: Fold, over: str) -> tuple[Limit, ...] | None:
     """The limits that a fold's conditions are made of; None where some condition is not."""
     found: list[Limit] = []
-    for c in tile_ranges.whole_tile_conditions(fold):
+    for c in kernel_spec.whole_tile_conditions(fold):
         limits = [_match(atom, over) for atom in _atoms(c)]
         if None in limits or not all(is_idle(r, {c: const(False)}) for r in fold.reductions):
             return None

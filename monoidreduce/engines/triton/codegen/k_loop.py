@@ -44,7 +44,7 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
 def rounds_products(spec: Spec) -> bool:
     """True when products are rounded as a panel would hold them.
 
-    So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
+    So a gradient reads them, unless its own products are as exact (``runtime/forward_form.py``). Kinds that select
     pairs see products as exact as they are.
     """
     sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)

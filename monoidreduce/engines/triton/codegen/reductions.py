@@ -13,7 +13,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import MIX, OUTER, is_product
 from ....reductions import kind_of, outputs_of
 from ....reductions.base import Lines, Tools
-from .exponents import literal
+from .arithmetic import literal
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, pad_width, widen
 from .several import block_of

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, topological
-from ....program.lower import Fold, conditions, is_idle
-from ....program.normal_form import split_index_match
+from ....program.lower import Fold, is_idle
+from .kernel_spec import whole_tile_conditions
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a split visits, as a kernel finds it: the first splits may have one tile more than the last
@@ -31,29 +31,7 @@ SPLIT_RANGE = [
     "begin = turns // parts * part + tl.minimum(part, turns % parts)",
     "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
 ]
-_MOST_CONDITIONS = 4
 _MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the folded axis are taken together
-
-
-@functools.lru_cache(maxsize=1024)
-def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
-    """The conditions that bounds are computed from, and the truth that whole tiles are written for.
-
-    One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
-    false almost everywhere. So is what is given per pair: its ranges would be read from all pairs.
-    """
-    chosen: dict[Expr, bool] = {}
-    for c in conditions(fold):
-        if len(chosen) == _MOST_CONDITIONS:
-            break
-        if any(e.op == "leaf" and e.is_pair for e in topological([c])):
-            continue
-        hot, _ = split_index_match(c)
-        if hot is None:
-            chosen[c] = True
-        elif not any(e.op == "leaf" for e in topological([hot[1]])):
-            chosen[c] = False
-    return chosen
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....plan import settings
 from ....plan.tiles import FEW_ROWS, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.best import worst
-from ...common import bounded_cache, matmul
+from ...common import bounded_cache
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
-from ..codegen.integer_widths import SMALL
+from ..codegen import compiler, few_rows, k_loop, kernel_spec, kernel_text, tile_ranges
+from ..codegen.arithmetic import SMALL
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
@@ -476,7 +477,7 @@ class FoldLaunch:
         make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
         self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
-            wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
+            wide=wide, precision=settings.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
     def _list_blocks(self, e: Expr) -> list[tuple[int, ...]]:
@@ -495,7 +496,7 @@ class FoldLaunch:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
         ``then``: what else writes to the results, before top-k lists are sorted."""
         outputs = [allocate() for allocate in self.allocators]
-        if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
+        if self.keeps_pairs and kernel_spec.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launch_into(outputs, leaves, merged):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.evaluate import Allocator
-from ..codegen.exponents import LOG2E
+from ..codegen.arithmetic import LOG2E
 from ..codegen.kernel_spec import power_of_two
 from ..launch import hardware
 from ..launch.jit_module import Kernels

@@ -31,7 +31,7 @@ from ....program.expression import Expr, topological
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
 from ..codegen import k_loop, kernel_text
-from ..codegen.exponents import LOG2E, literal
+from ..codegen.arithmetic import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reductions import TOOLS, LabelColumnWriter

@@ -18,7 +18,7 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, tile_ranges
+from ..codegen import k_loop, kernel_spec, tile_ranges
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, pad_width, pair_vector_leaves, specialize
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import hardware
@@ -70,7 +70,7 @@ def describe_fold(
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
-    conditions = tile_ranges.whole_tile_conditions(fold)
+    conditions = kernel_spec.whole_tile_conditions(fold)
     shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and every >= _SHORT_PAIRS
@@ -114,7 +114,7 @@ def describe_fold(
         bounds=bool(conditions),
         lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
         guess=narrow in _GUESSED and not wide and not short,
-        exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
+        exact=sizes.compute is torch.float64 or settings.float32_precision() == "ieee",
         unrounded=fold.exact,
         native=narrow is not None and hardware.has_tanh(sizes.device),
         eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
@@ -212,7 +212,7 @@ def busy_share(instances: int, many: int) -> float:
 @functools.lru_cache(maxsize=1024)
 def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
     """The leaves that a fold's conditions read."""
-    return tuple(e for e in topological(tile_ranges.whole_tile_conditions(fold)) if e.op == "leaf")
+    return tuple(e for e in topological(kernel_spec.whole_tile_conditions(fold)) if e.op == "leaf")
 
 
 def walks_are_short(spec: Spec) -> bool:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import budget, settings
 from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
@@ -155,7 +155,7 @@ class Rewritten:
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
-    precision = matmul.float32_precision()
+    precision = settings.float32_precision()
     vectors = [e for e in fold.leaves if e.feature is not None and e not in fold.tables]
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)

@@ -23,9 +23,9 @@ from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import compiler, kernel_text, listed, tile_ranges
+from ...codegen import compiler, kernel_spec, kernel_text, listed
+from ...codegen.arithmetic import literal
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
-from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -238,7 +238,7 @@ class _Text:
             soft.headroom, soft.above = _LARGEST, -_GUESSED
         self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
         limited = self.ends and listed.find_upper_limits(spec) is not None
-        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
+        self.truths = kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
         logit = substitute_truths(soft.reduction.args[0], self.truths)
         forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
         self.softcap = match_softcap(soft, logit) if forms else None

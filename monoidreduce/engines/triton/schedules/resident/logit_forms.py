@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from .....program.expression import Expr
 from .....reductions.softmax import SoftmaxLines
-from ...codegen.exponents import LOG2E, factor_out, literal
+from ...codegen.arithmetic import LOG2E, factor_out, literal
 
 Coefficient = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 

@@ -19,9 +19,9 @@ import torch
 from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen import compiler, kernel_spec, kernel_text
+from ...codegen.arithmetic import literal
 from ...codegen.dropout import DropoutFactor, match_dropped_weight
-from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -372,7 +372,7 @@ class _ConsumerText:
         for p in {p.place: p for p in work.products}.values():
             for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
                 begin.append(f"{name_sums(p, self.spec)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
-        truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
+        truths = kernel_spec.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
         title = "a consumer warp group has its own kept indices of the tile"
