@@ -18,7 +18,7 @@ from torch import Tensor
 from .engines import eager, triton
 from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
-from .plan import budget
+from .plan import settings
 from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
 from .plan.op_counts import DeviceRates
@@ -133,7 +133,7 @@ def _make_data(
         "why": _explain_choice(found, runs, engine, sizes),
         "folds": [] if runs is None else [_fold_data(p, found) for p in runs.parts],
         "schedules": [_schedule_data(s, found) for s in found.schedules],
-        "budget": budget.requested(),
+        "budget": settings.requested_budget(),
         "ceilings": found.ceilings.as_dict(),
         "measured": None if measured is None else asdict(measured),
         "sources": [] if runs is None else _list_sources(runs),

@@ -31,8 +31,8 @@ from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
-from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
+from .plan.settings import requested_budget
 from .program import declarations
 from .program.compile import compile_program
 from .program.declarations import inputs_of as domain_inputs
@@ -292,7 +292,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if op is not self:
             return op.explain(*args, **kwargs, backward=backward, measure=measure, passes=passes)
         subject = self.subject(args, kwargs, backward)
-        key = (dispatch.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
+        key = (dispatch.engine(), backward, requested_budget(), *map(shown, (*args, *kwargs.values())))
         if measure:
             while len(self._measured) >= _MEASURED:
                 del self._measured[next(iter(self._measured))]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..reductions import kind_of
-from . import budget, cost, plan_records, tiles
+from . import cost, plan_records, settings, tiles
 from .op_counts import Case, folded_axes, only_gathers
 from .plan_records import Key
 from .schedule import Choice, get_followed
@@ -92,12 +92,12 @@ def choose(case: Case, key: Key | None = None) -> Choice:
     case = case.rounded() if case.kernels else case
     if only_gathers(case.fold):  # no tiles to choose, whatever the number of features
         return Choice("flash")
-    if budget.shrink_factor() > 1:  # an OOM retry
+    if settings.shrink_factor() > 1:  # an OOM retry
         return least_memory_choice(case)
     known = get_followed(case.name) or (None if key is None else find_tuned(case, key))
     if known is not None:
         return known
-    limit = budget.requested()
+    limit = settings.requested_budget()
     ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
@@ -194,7 +194,7 @@ def can_run(case: Case, choice: Choice) -> bool:
         return False
     if not all(_is_power_of_two(n) for t in kernels for n in t[:3]) or not all(t[0] * t[1] <= 2**16 for t in kernels):
         return False
-    limit = budget.requested()
+    limit = settings.requested_budget()
     return limit is None or cost.estimate(case, choice).held <= limit
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..reductions import kind_of, outputs_of
-from . import budget
+from . import settings
 from . import tiles as tiling
 from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
@@ -327,7 +327,7 @@ def _choose_splits(tile: tuple[int, ...], kept: int, folded: int, case: Case) ->
 
 
 def _estimate_panel_choice(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (min(ROOM, budget.requested() or ROOM),)
+    (room,) = choice.tile("room") or (min(ROOM, settings.requested_budget() or ROOM),)
     return estimate_panels(case, count_work(case), room)
 
 

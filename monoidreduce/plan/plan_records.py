@@ -21,7 +21,7 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import ArgumentError
-from . import budget, disk, settings
+from . import disk, settings
 from .schedule import Choice
 
 FORMAT = 1
@@ -124,7 +124,7 @@ def make_key(
     """
     shape = " × ".join(str(bucket(n)) for n in lengths)
     features = ", ".join(f"{letter}={size}" for letter, size in letters)
-    return Key(program, f"{kind}{shape}; {features}", types, device, str(budget.requested() or ""))
+    return Key(program, f"{kind}{shape}; {features}", types, device, str(settings.requested_budget() or ""))
 
 
 def recall_choice(key: Key) -> Choice | None:

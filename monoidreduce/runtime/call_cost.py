@@ -69,7 +69,9 @@ def estimate_program(
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
     most = None if settings.launches_kernels_on(sizes.device) else DENSE_LIMIT
     decided = predict_dense(program, inputs, sizes, backward) if closely and fits_one_matrix(program, sizes) else None
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own, decided)
+    return Cost(
+        tuple(sorted(found, key=lambda s: s.seconds)), rates, settings.requested_budget(), most, backward, own, decided
+    )
 
 
 def require_gradients(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -346,7 +348,7 @@ class DenseOrTiled:
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
             return False
-        key = (asks, budget.requested(), budget.shrink_factor(), settings.plan_generation())
+        key = (asks, settings.requested_budget(), settings.shrink_factor(), settings.plan_generation())
         found = self.decided.get(key)
         if found is None or schedule.is_following():
             found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
@@ -360,7 +362,7 @@ def may_be_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, back
     if not fits_one_matrix(program, sizes):
         return False
     found = estimate_dense(program, inputs, sizes, backward)
-    return found is not None and cost.fits_dense(found, budget.requested(), DENSE_LIMIT)
+    return found is not None and cost.fits_dense(found, settings.requested_budget(), DENSE_LIMIT)
 
 
 def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
@@ -371,8 +373,8 @@ def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
         return False
     size = count_matrix_bytes(sizes)
     return (
-        0 < size <= (budget.requested() or DENSE_LIMIT)
-        and budget.shrink_factor() == 1
+        0 < size <= (settings.requested_budget() or DENSE_LIMIT)
+        and settings.shrink_factor() == 1
         and dense.has_dense_form(program)
     )
 
@@ -398,13 +400,13 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     """True if the dense form is allowed and predicted to be faster: asked once for a class of lengths, of its longest,
     whose matrices are the largest. A budget that was given is compared with the call's own."""
     known, longest = _find_inputs(program), sizes
-    if budget.requested() is None:
+    if settings.requested_budget() is None:
         longest = replace(sizes, rows=round_length(sizes.rows), cols=round_length(sizes.cols))
     given = {n: _at_lengths(v, known.get(n), longest) for n, v in inputs.items()}
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (budget.requested(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

@@ -31,7 +31,7 @@ from ..engines.common import matmul
 from ..engines.common.evaluate import Sizes
 from ..engines.panel.panel_program import as_program, split_into_loops
 from ..errors import NoGradientError
-from ..plan import budget, settings
+from ..plan import settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
@@ -103,7 +103,7 @@ def find_saving_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: st
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
     if not kernels or not has_many_pairs(sizes) or fold.domain is not None:
         return None
-    if budget.requested() is not None or not settings.kernels_run_on(sizes.device):
+    if settings.requested_budget() is not None or not settings.kernels_run_on(sizes.device):
         return None
     found = fold_saving_row_gradients(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):

@@ -143,7 +143,7 @@ class _Plan:
 
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
-        if self.is_small and budget.requested() is None and budget.shrink_factor() == 1:
+        if self.is_small and settings.requested_budget() is None and settings.shrink_factor() == 1:
             return True
         room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), 0, budget.PANELS)
         found = self.known.get(room)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
-from ...plan import budget
+from ...plan import budget, settings
 from ...program.lower import Fold
 from ...reductions import kind_of
 from .evaluate import Sizes, result_form
@@ -40,7 +40,7 @@ def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fo
 def run_smaller(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
     """The second attempt of :func:`run_with_retry`."""
     try:
-        with budget.shrink():
+        with settings.shrink_memory():
             return run(*given)
     except Exception as error:
         if not isinstance(error, BudgetError) and not is_out_of_memory(error):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....program.constructors import apply, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -258,7 +258,7 @@ class DiagonalLaunch(FoldLaunch):
             self.number is None
             or not is_along_diagonals(index)
             or bytes_ > _MOST_BYTES
-            or budget.requested() is not None
+            or settings.requested_budget() is not None
         ):
             raise Unsupported("a gradient of rows has no numbers in common with that of the table")
         self.places = DiagonalIndex(index, fold.leaves, sizes, self.table_size)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ....plan import budget
+from ....plan import budget, settings
 from ....program.constructors import find_listed
 from ....program.expression import Expr, reduce_node
 from ....program.lower import Fold
@@ -113,7 +113,7 @@ def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, in
         raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(least), bytes=least)
     if bytes_of(folded) <= room:
         row = max(1, bytes_of(folded))
-        most = kept if budget.requested() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
+        most = kept if settings.requested_budget() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
         return max(1, min(kept, room // row, most)), max(folded, 1)
     length = max(min(folded, _LEAST * k), folded * room // bytes_of(folded))
     while bytes_of(length) > room:  # strips of short rows take more for each number

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....plan.panel_layout import InPlaceLayout, PanelLayout
 from ....program.expression import Expr
 from ....program.lower import Fold, Lowered
@@ -85,7 +85,7 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
     loop = None if key is None else _LOOPS.find(key) or _find_from_second_run(key, program)
     if loop is None or loop.failed:
         return walk(program, inputs, sizes, limit)
-    is_bounded = bool(limit) or budget.requested() is not None
+    is_bounded = bool(limit) or settings.requested_budget() is not None
     for known in loop.recordings:
         if known.is_current(is_bounded):
             found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
@@ -97,11 +97,19 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple | None:
     """All that a loop over panels depends on but its tiles; None where it may depend on more."""
-    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
+    if settings.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), limit, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [
+        id(program),
+        limit,
+        settings.requested_budget(),
+        sizes.rows,
+        sizes.cols,
+        sizes.device,
+        sizes.compute,
+    ]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):

@@ -157,7 +157,7 @@ def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> b
     if all(v.is_stored for v in leaves if v.feature is not None):  # products of 8 bits
         return False
     width = sizes.of(str(e.feature))
-    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or budget.requested() is not None:
+    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or settings.requested_budget() is not None:
         return False
     return 2 * length * width <= budget.allowed_bytes(lambda: matmul.free_memory(sizes.device))
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget, settings
+from ....plan import settings
 from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
@@ -160,7 +160,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and hardware.splits_float32(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and hardware.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
