@@ -121,10 +121,6 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _call_divided(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_uncached(args, kwargs, None)
 
-    @property
-    def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
-        return self._programs.traces
-
     def _run_uncached(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):

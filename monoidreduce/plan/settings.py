@@ -256,13 +256,6 @@ def requested_budget() -> int | None:
     return now().budget
 
 
-@contextlib.contextmanager
-def restore_budget(limit: int | None) -> Iterator[None]:
-    """Set a forward's budget for its backward, which may run in another thread."""
-    with contextlib.nullcontext() if limit is None else change(budget=limit):
-        yield
-
-
 def shrink_memory() -> contextlib.AbstractContextManager[None]:
     """Plans made inside the block use 1 / ``SHRINK`` of the memory: for an OOM retry."""
     return change(shrink=SHRINK)

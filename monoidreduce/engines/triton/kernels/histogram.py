@@ -280,7 +280,6 @@ class DiagonalLaunch(FoldLaunch):
     def _lay_out_results(self) -> None:
         super()._lay_out_results()
         rows, cols = (-(-n // GROUP_ROWS) for n in (2 * GROUP_ROWS * self.tiles, self.lengths[1]))
-        self.strips, self.folded_tiles = rows, cols
         self.outputs.append(((math.prod(self.batch), rows, cols, SUMS), torch.float32))
         self.allocators.append(Allocator(self.outputs[-1], self.sizes.device))
 
