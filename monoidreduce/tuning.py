@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engines import auto, triton
-from .engines.common import combine, evaluate, oom_retry
+from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
 from .errors import EngineError
 from .plan import candidates, cost, plan_records, settings
@@ -138,7 +138,7 @@ def _scale_of(b: Tensor) -> Tensor:
 
 def tolerance(leaves: Sequence[Any]) -> float:
     """The relative difference allowed between results of these leaves."""
-    coarse = settings.float32_precision() == "tf32"
+    coarse = matmul.float32_precision() == "tf32"
     tensors = [v for v in leaves if isinstance(v, Tensor) and v.dtype in _APART]
     found = [_APART_TF32 if coarse and v.is_cuda and v.itemsize == 4 else _APART[v.dtype] for v in tensors]
     return max(found, default=_APART[torch.float32])
@@ -180,7 +180,7 @@ def measure_seconds(
     """The median seconds of a call that has run before, over as many calls as ``spend`` seconds hold.
 
     ``best``: the best time so far; a call that is much slower is timed only twice more."""
-    clock = _GpuClock() if device.type == "cuda" else _cpu_clock
+    clock = _GpuClock() if device.type == "cuda" else _time_on_cpu
     first = clock(run)
     spend = 0.0 if first > FAR * best else default_spend(device) if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
@@ -192,7 +192,7 @@ def default_spend(device: torch.device) -> float:
     return 0.005 if device.type == "cuda" else 0.03
 
 
-def _cpu_clock(run: Callable[[], Any]) -> float:
+def _time_on_cpu(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

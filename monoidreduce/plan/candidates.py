@@ -42,7 +42,7 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
     With ``over`` ("cols" or "rows"), only those that differ from the default in the tile of that axis's kernel.
     """
     seconds = _estimate_once(case)
-    found = _kernel_candidates(case, over, seconds) if case.kernels else _torch_candidates(case)
+    found = _list_kernel_candidates(case, over, seconds) if case.kernels else _list_torch_candidates(case)
     return _rank(case, found, seconds, panels=over is None)
 
 
@@ -55,7 +55,7 @@ def rank_untuned(case: Case) -> list[Choice]:
         return rank_candidates(case)
     case, own = case.typical(), dict(case.defaults)
     seconds = _estimate_once(case)
-    found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
+    found = _list_kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
 
     def is_default(choice: Choice) -> bool:
         return all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in choice.tiles)
@@ -132,7 +132,7 @@ def least_memory_choice(case: Case) -> Choice:
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernel_candidates(
+def _list_kernel_candidates(
     case: Case, over: str | None, seconds: Callable[[Choice], float], others: Sequence[tuple[int, ...]] | None = None
 ) -> list[Choice]:
     """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
@@ -175,7 +175,7 @@ def _vary_tile(
     yield from ((*own[:5], int(not copies)) for copies in own[5:])
 
 
-def _torch_candidates(case: Case) -> list[Choice]:
+def _list_torch_candidates(case: Case) -> list[Choice]:
     found = []
     for rows, cols in TORCH_TILES if case.width == 1 else ():
         r, c = min(rows, max(1, case.rows)), min(cols, max(1, case.cols))

@@ -208,7 +208,7 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
     if any(kind_of(r).folds_trees for r in case.fold.reductions):
         plain = torch_number_seconds(rates, case.wide)
-    products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, case.widest))
+    products = work.flops / (rates.rate(_find_product_dtype(case)) * rates.efficiency(r, c, case.widest))
     seconds = pairs * (products + work.plain * plain + work.special / rates.special)
     seconds += number * (STEPS + case.steps) * rates.launch
     seconds += _count_result_bytes(case, work) * shape[2] * 2 / rates.bandwidth  # equation 2: combining partial results
@@ -226,7 +226,7 @@ def torch_number_seconds(rates: DeviceRates, size: int) -> float:
     return max(1 / rates.plain, 4 * size / rates.bandwidth)
 
 
-def _product_dtype(case: Case) -> str:
+def _find_product_dtype(case: Case) -> str:
     return case.dtype if case.dtype in case.ceilings.gemm else "float32" if case.wide == 4 else "float64"
 
 
@@ -346,7 +346,9 @@ def estimate_panels(case: Case, work: Work, room: int = 0) -> Estimate:
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _count_input_bytes(case, work)
-    pair = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest))
+    pair = work.flops / (
+        rates.rate(_find_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest)
+    )
     pair += work.special / rates.special + work.plain / rates.plain + 4 * item / rates.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
     seconds = pairs * pair + again / rates.bandwidth + case.batch * number * steps * rates.launch

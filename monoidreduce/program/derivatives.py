@@ -105,13 +105,13 @@ def inside(x: Any, low: float, high: float) -> Any:
 def clamp(x: Any, low: Any, high: Any) -> Any:
     """torch's clamp, with the gradient of the installed torch; NaN, of either, stays."""
     if low is not None:
-        x = _bound(x, low, torch.maximum, (x > low, x <= low) if _shares_ties else (x >= low, x < low))
+        x = _apply_bound(x, low, torch.maximum, (x > low, x <= low) if _shares_ties else (x >= low, x < low))
     if high is not None:
-        x = _bound(x, high, torch.minimum, (x < high, x >= high) if _shares_ties else (x <= high, x > high))
+        x = _apply_bound(x, high, torch.minimum, (x < high, x >= high) if _shares_ties else (x <= high, x > high))
     return x
 
 
-def _bound(x: Any, bound: Any, choose: Callable[..., Any], sides: tuple[Any, Any]) -> Any:
+def _apply_bound(x: Any, bound: Any, choose: Callable[..., Any], sides: tuple[Any, Any]) -> Any:
     expr = getattr(bound, "expr", None)
     if _shares_ties and expr is not None and (expr.rows or expr.cols):
         return choose(x, bound)

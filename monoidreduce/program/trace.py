@@ -233,11 +233,11 @@ class Watched:
             if now is not then and not _is_same(now, then):
                 return False
         for cell, then in self.cells:
-            now = _content(cell)
+            now = _read_content(cell)
             if now is not then and not _is_same(now, then):
                 return False
         for read, then in self.others:
-            now = _value(read)
+            now = _read_value(read)
             if now is not then and not _is_same(now, then):
                 return False
         return True
@@ -250,14 +250,14 @@ def watch(*functions: Any) -> Watched:
     return found
 
 
-def _content(cell: types.CellType) -> Any:
+def _read_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return _MISSING
 
 
-def _value(read: Read) -> Any:
+def _read_value(read: Read) -> Any:
     try:
         return read()
     except Exception:
@@ -343,7 +343,7 @@ class _Search:
                     self.found.names.append, (function.__globals__, name, root)
                 )
             elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in cells:
-                root = _content(cells[name])
+                root = _read_content(cells[name])
                 read = functools.partial(getattr, cells[name], "cell_contents")
                 note = functools.partial(self.found.cells.append, (cells[name], root))
             elif step.opname.startswith("LOAD_FAST") and first is not None and name == first:
@@ -373,8 +373,8 @@ class _Search:
                 return
             key, is_item, count = following
             name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
-            read = functools.partial(_item if is_item else _attribute, read, key)
-            value, steps = _value(read), steps[count:]
+            read = functools.partial(_read_item if is_item else _read_attribute, read, key)
+            value, steps = _read_value(read), steps[count:]
             note = functools.partial(self.found.others.append, (read, value))
 
 
@@ -394,11 +394,11 @@ def _return_value(value: Any) -> Any:
     return value
 
 
-def _attribute(read: Read, key: str) -> Any:
+def _read_attribute(read: Read, key: str) -> Any:
     return getattr(read(), key)
 
 
-def _item(read: Read, key: Any) -> Any:
+def _read_item(read: Read, key: Any) -> Any:
     return read()[key]
 
 

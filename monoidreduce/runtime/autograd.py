@@ -472,7 +472,7 @@ class _TracedPass(torch.autograd.Function):
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
         context = ctx.context
         leaves, results = load_values(ctx, len(context.fold.outputs))[:2]
-        leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
+        leaves, results = [_drop_tangent(v) for v in leaves], [_drop_tangent(r) for r in results]
         varying = [k for k, constant in enumerate(constant_results(context.fold)) if not constant]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
@@ -532,7 +532,7 @@ def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Te
     return _TracedSavingPass.apply((context, form), *leaves)[: len(form.own)]
 
 
-def _primal(value: Any) -> Any:
+def _drop_tangent(value: Any) -> Any:
     """Without the tangent of the present level, which would call ``jvp`` again."""
     return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 

@@ -266,12 +266,12 @@ def format_results(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dt
 @functools.lru_cache(maxsize=1024)
 def _find_aliases(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
     """The outputs that would be the memory of an input, or of another output: a user may change each in place."""
-    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _source(e).op == "input")
+    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _find_source(e).op == "input")
 
 
-def _source(e: Expr) -> Expr:
+def _find_source(e: Expr) -> Expr:
     """What an output is at most a view of."""
-    return _source(e.args[0]) if e.op in ("cast", "component", "spread") else e
+    return _find_source(e.args[0]) if e.op in ("cast", "component", "spread") else e
 
 
 def _copy_aliases(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
@@ -311,7 +311,7 @@ class Plans:
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
-        self.keys = CallKeys(self._declared_kinds)
+        self.keys = CallKeys(self._list_declared)
         self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
@@ -329,7 +329,7 @@ class Plans:
         vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
         return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
 
-    def _declared_kinds(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
+    def _list_declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
         form = self.form(count, names)
         return None if form is None else form.kinds
 
@@ -367,7 +367,7 @@ class Programs:
 
     def trace(self, values: dict[str, Any]) -> Traced:
         """The program for these arguments; whole numbers among them become ``int``."""
-        dtypes, plain = self._kinds(values)
+        dtypes, plain = self._classify_values(values)
         choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)
         key = (tuple(sorted(dtypes.items())), choices)
         for found in self.traces.get(key, ()):
@@ -387,7 +387,7 @@ class Programs:
             known = [one for one in self.traces.get(key, ()) if one is not used]
             self.traces.keep(key, [used, *known[: _FIXED - 1]])
 
-    def _kinds(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    def _classify_values(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """The number class of each argument, and the Python values of those that are no tensors."""
         dtypes: dict[str, str] = {}
         plain: dict[str, Any] = {}

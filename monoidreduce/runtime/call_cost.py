@@ -286,12 +286,12 @@ def as_dense(
     for e in topological(outputs):
         packed = e.op == "eq" and [a.attrs[:1] for a in e.args] == [(ROW_SEQUENCE,), (COL_SEQUENCE,)]
         if e.op in LISTED or packed:
-            replaced[e] = index("col") if e.op == "listed_position" else _everywhere()
+            replaced[e] = index("col") if e.op == "listed_position" else _make_true_condition()
     given = {n: _resize(v, parameters[n], sizes, cols) for n, v in inputs.items()}
     return constructors.substitute(outputs, replaced), given, replace(sizes, cols=cols)
 
 
-def _everywhere() -> Expr:
+def _make_true_condition() -> Expr:
     """A condition that holds for every pair, and that a program is not simplified by: counts stay counts of pairs."""
     pair = constructors.apply("add", index("row"), index("col"))
     return constructors.apply("ge", pair, const(0))
@@ -406,7 +406,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

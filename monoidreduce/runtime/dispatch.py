@@ -23,9 +23,8 @@ from torch.autograd import forward_ad
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import oom_retry, skip_small_tiles
+from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
-from ..engines.common.matmul import SIXTEEN
 from ..engines.common.subproblem import choose_leaves, keep_reductions
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
@@ -192,9 +191,9 @@ def use(
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    if precision is not None and precision not in settings.PRECISIONS:
+    if precision is not None and precision not in matmul.PRECISIONS:
         raise EngineError(
-            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(settings.PRECISIONS)}"
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
     given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
@@ -212,7 +211,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, settings.float32_precision())
+    return None if state is None else (*state, matmul.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:
@@ -275,7 +274,7 @@ def names_needing_gradient(values: Mapping[str, Any]) -> frozenset[str]:
 
 def include_16_bits(values: Sequence[Any]) -> bool:
     """Whether any of the values has 16 bits."""
-    return any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in values])
+    return any([isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN for v in values])
 
 
 # Autocast

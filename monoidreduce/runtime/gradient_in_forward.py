@@ -208,12 +208,12 @@ def _run_loss(context: _Context, tensors: Sequence[Tensor]) -> tuple[tuple[Tenso
     grads, waiting = iter(zip(values[count:], program.outputs[count:], strict=True)), {}
     for e, present in zip(context.wanted, context.program.present, strict=True):
         leaf = inputs[str(e.attrs[0])]
-        made = to_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
+        made = to_gradient(*next(grads), leaf, e, _choose_waiting_type(leaf)) if present else torch.zeros_like(leaf)
         waiting[str(e.attrs[0])] = made
     return tuple(_sum_rows(v, context.sizes) for v in values[:count]), waiting
 
 
-def _waiting_type(leaf: Tensor) -> torch.dtype:
+def _choose_waiting_type(leaf: Tensor) -> torch.dtype:
     """The type in which an unscaled gradient waits: it may leave float16."""
     return torch.float32 if leaf.dtype is torch.float16 else leaf.dtype
 
@@ -330,14 +330,14 @@ def _find_sums(name: str) -> Sums:
     return _SUMS[name]
 
 
-def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
+def _list_forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
     """Shape, type and strides of all that the operator returns."""
     found: list[tuple[Form, tuple[int, ...]]] = []
     for e in sums.outputs:
         found.append((output_form(e, sizes, None, total=True), ()))
     inputs = dict(zip(sums.names, values, strict=True))
     for leaf in [inputs[n] for n in sums.wanted]:
-        found.append(((tuple(leaf.shape), _waiting_type(leaf)), contiguous_strides(leaf.shape)))
+        found.append(((tuple(leaf.shape), _choose_waiting_type(leaf)), contiguous_strides(leaf.shape)))
     return found
 
 
@@ -350,7 +350,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[i
     if known is None:
         sizes, step_class = sums.frame.read_lengths(lengths, device), dispatch.choose_step_class(engine, device)
         plan = _make_plan(sums.outputs, inputs, sizes, step_class, sums.wanted)
-        known = _PLANS.keep(key, (sizes, step_class, plan, _forms(sums, values, sizes)))
+        known = _PLANS.keep(key, (sizes, step_class, plan, _list_forms(sums, values, sizes)))
     sizes, step_class, plan, forms = known
     given = {n: v for n, v in inputs.items() if n not in sums.numbers}
     others = {n: v for n, v in inputs.items() if n in sums.numbers}
@@ -382,14 +382,14 @@ def _run_stepwise(
     return [*(t.detach() for t in totals), *found]
 
 
-def _fake(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
+def _make_fake(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     sums = _find_sums(name)
     sizes = sums.frame.read_lengths(lengths, tensors[0].device)
-    forms = _forms(sums, sums.join_values(tensors, numbers), sizes)
+    forms = _list_forms(sums, sums.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
-register_operator(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", _run, _fake)
+register_operator(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", _run, _make_fake)
 
 
 class _TracedSum(torch.autograd.Function):

@@ -105,14 +105,14 @@ class Program:
             found.append(((shape, dtype), output_strides(self.lowered, k, shape, named)))
         if keep:
             fold = self.lowered.passes[0].fold
-            like = [_vector_like(self.out) if e.feature is not None else 0 for e in fold.leaves]
+            like = [_make_vector(self.out) if e.feature is not None else 0 for e in fold.leaves]
             made = narrow_shapes(fold, like, sizes)
             found += [(made[k], contiguous_strides(made[k][0])) for k in self.kept]
         return found
 
 
 @functools.cache
-def _vector_like(dtype: torch.dtype | None) -> Tensor:
+def _make_vector(dtype: torch.dtype | None) -> Tensor:
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -258,7 +258,7 @@ def _keep_replay(
         _replays.keep(asked, (triton.prepared_folds(), tuple(sources), launches))
 
 
-def _fake_forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
+def _make_fake_forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     call = _find_call(name)
     sizes = call.frame.read_lengths(lengths, tensors[0].device)
     forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
@@ -299,7 +299,7 @@ def _backward(
         return owned
 
 
-def _fake_backward(name: str, tensors: list[Tensor], numbers: list | None, *rest: Any) -> list[Tensor]:
+def _make_fake_backward(name: str, tensors: list[Tensor], numbers: list | None, *rest: Any) -> list[Tensor]:
     call = _find_call(name)
     leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
@@ -333,8 +333,8 @@ def _has_strides(t: Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
-register_operator(_FORWARD, _forward, _fake_forward)
-register_operator(_BACKWARD, _backward, _fake_backward)
+register_operator(_FORWARD, _forward, _make_fake_forward)
+register_operator(_BACKWARD, _backward, _make_fake_backward)
 
 
 # Programs that something traces: by which operators they enter its graph.

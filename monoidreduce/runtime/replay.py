@@ -602,7 +602,7 @@ class BackwardReplays:
             if form[0] != leaf.shape:  # of heads that are shared
                 summed[str(grads[place])] = tuple(leaf.shape)
         used = dict(zip(made.sources, steps.script.names, strict=True))
-        inputs, tensors, parts = self._names(used, saved)
+        inputs, tensors, parts = self._name_saved(used, saved)
         if recorded.read_by_host & parts.keys():
             return None
         seen, copied = self._looks(used, saved, recorded.read_by_host)
@@ -635,7 +635,9 @@ class BackwardReplays:
         chains = {used[k]: look for k, (look, _) in there.items()}
         return _split_looks(chains, {used[k]: t for k, (_, t) in there.items()}, looked)
 
-    def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
+    def _name_saved(
+        self, used: dict[int, str], saved: Saved
+    ) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the
         inputs of the gradient program are called there, by their places among leaves and others."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)

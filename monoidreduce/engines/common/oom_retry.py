@@ -87,7 +87,7 @@ def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: 
 
 
 def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_result_bytes(fold, sizes))}"
+    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_count_result_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 
@@ -109,7 +109,7 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _result_bytes(fold: Fold, sizes: Sizes) -> int:
+def _count_result_bytes(fold: Fold, sizes: Sizes) -> int:
     """Bytes of a fold's results: the least memory it needs."""
     forms = [result_form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

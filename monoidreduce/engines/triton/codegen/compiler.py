@@ -107,7 +107,7 @@ def run_passes(spec: Spec) -> Passes:
 
 def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:
     """The text of a kernel with this body."""
-    used = _used_leaves(spec)
+    used = _list_used_leaves(spec)
     return kernel_text.write_function(spec, _name(spec), used, list_arguments(spec, used, shifts), body, helpers)
 
 
@@ -126,7 +126,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     return Kernel(
         name=_name(spec),
         text=text,
-        leaves=tuple(_used_leaves(spec)),
+        leaves=tuple(_list_used_leaves(spec)),
         folded=tuple(folded),
         shifts=tuple(writer.shifts),
         widths=BlockWidths(
@@ -161,7 +161,7 @@ def _name(spec: Spec) -> str:
     return f"fold_over_{spec.over}"
 
 
-def _used_leaves(spec: Spec) -> list[Expr]:
+def _list_used_leaves(spec: Spec) -> list[Expr]:
     """The leaves that a kernel reads, in the order of its arguments."""
     under = {
         *topological([*spec.fold.reductions, *spec.fold.scales]),

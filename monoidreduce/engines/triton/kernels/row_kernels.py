@@ -80,7 +80,7 @@ def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    room, relaunch = _one(labels.device), None
+    room, relaunch = _allocate_one(labels.device), None
 
     def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
         nonlocal relaunch
@@ -95,7 +95,7 @@ def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
 
 
 @functools.cache
-def _one(device: torch.device) -> Allocator:
+def _allocate_one(device: torch.device) -> Allocator:
     return Allocator(((), torch.float32), device)
 
 

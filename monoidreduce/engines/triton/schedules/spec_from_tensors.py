@@ -112,9 +112,9 @@ def describe_fold(
         narrow=str(narrow)[6:] if narrow else None,
         rank=len(batch),
         bounds=bool(conditions),
-        lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
+        lanes=max([0, *(sizes.of(str(e.feature)) for e in _find_vectors(fold))]) <= TINY,
         guess=narrow in _GUESSED and not wide and not short,
-        exact=sizes.compute is torch.float64 or settings.float32_precision() == "ieee",
+        exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         unrounded=fold.exact,
         native=narrow is not None and hardware.has_tanh(sizes.device),
         eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
@@ -222,7 +222,7 @@ def walks_are_short(spec: Spec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _vectors(fold: Fold) -> tuple[Expr, ...]:
+def _find_vectors(fold: Fold) -> tuple[Expr, ...]:
     """The vectors that a fold computes with."""
     return tuple(e for e in topological(fold.reductions) if e.feature is not None and e not in fold.tables)
 

@@ -117,7 +117,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
-    numbers = len(_ringed_numbers(spec))
+    numbers = len(_list_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
@@ -220,7 +220,7 @@ class _Text:
         self.stored = spec.is_stored_softmax
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
-        v.ringed = _ringed_numbers(spec)
+        v.ringed = _list_ringed_numbers(spec)
         v.dropout = (
             match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
         )
@@ -612,7 +612,7 @@ class _Text:
         return found
 
 
-def _ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
+def _list_ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
     """The numbers of folded indices that the producer loads: each thread of a group needs a quarter of them."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
     return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:NUMBER_RINGS]
