@@ -201,7 +201,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 @dataclass
 class System:
-    """A product and how its systems are solved; and, within one backward, the size of the cotangents that it met."""
+    """A product and how its systems are solved; and, within one backward, the size of its cotangents."""
 
     product: Product
     options: Options

@@ -64,7 +64,7 @@ __all__ = [
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
 
-LISTED = ("listed", "listed_once", "listed_position")  # per pair, of the tensors of a domain (``domain.py``)
+LISTED = ("listed", "listed_once", "listed_position")  # per pair, of the tensors of a domain (``domains/``)
 _MOST_TERMS = 64  # a vector that would be a sum of more products is left as it is: engines walk its features
 _MOST_WALKS = 8  # a sum over features that would be more walks than this is one walk of the whole
 _LINEAR = ("add", "sub", "neg", "mul", "div", "where", "cast")  # what :func:`terms` looks into

@@ -169,7 +169,7 @@ class Table(Batch):
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
 
 
-AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
+AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domains/``)
     "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
     "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
 }  # fmt: skip

@@ -184,7 +184,7 @@ def is_whole_power(x: Expr, n: Expr) -> bool:
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
     """A reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``; its results are reached through
     :func:`result`."""
-    rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is met by index
+    rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is read by index
     return node(
         "reduce",
         fields,

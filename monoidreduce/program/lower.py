@@ -79,7 +79,7 @@ class Fold:
 
     @functools.cached_property
     def domain(self) -> Expr | None:
-        """The node that says which pairs are listed (``domain.py``); None: all pairs are folded."""
+        """The node that says which pairs are listed (``domains/``); None: all pairs are folded."""
         return constructors.find_listed(self.reductions)
 
     @functools.cached_property

@@ -3,7 +3,7 @@
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
 batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs two pairs one multiplication: every row and every two
 neighbouring columns have a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place,
-and the halves of the words' product decide for the two. Words are made once, outside the pairs.
+and the halves of the words' product are the random bits of the two. Words are made once, outside the pairs.
 
 A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from ``BLOCK``
 to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a block's
@@ -38,7 +38,7 @@ def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
 
 
 def ticket(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper road."""
+    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper hash."""
     return _make_numbers(_make_ticket, seed, batch, i, j, out)
 
 
@@ -138,7 +138,7 @@ def coin(row: Any, mark: Any, col: Any, out: Any = None) -> Any:
 
 
 def _mix_round(word: Tensor, shift: int, factor: int) -> Tensor:
-    """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
+    """In place: the upper bits are added to the lower (xor), then all are multiplied by an odd number."""
     return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
 
 

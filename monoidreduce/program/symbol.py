@@ -27,7 +27,7 @@ from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 class Trace:
     """One run of a body on symbols; ``tensors``: the names of the tensors that it can read besides its arguments;
-    ``domain``: the form of the domain that it folds (``domain.py``), None for all pairs."""
+    ``domain``: the form of the domain that it folds (``domains/``), None for all pairs."""
 
     __slots__ = ("domain", "tensors")
 
