@@ -33,7 +33,7 @@ from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
 from monoidreduce.engines.triton.panel import contraction, kernel_step
 from monoidreduce.plan import op_counts, tiles
-from monoidreduce.plan.cost import Scheduled
+from monoidreduce.plan.cost import ScheduleCost
 from monoidreduce.runtime import call_cost, dispatch, forward_form, fused_expressions
 from monoidreduce.runtime.dry_run import LiveMemory
 
@@ -149,7 +149,7 @@ def counted(op: Any, args: Sequence[Any], backward: bool = True, dense: bool = F
     return Found(alive.peak, tuple(sorted(alive.then, reverse=True)))
 
 
-def predicted(op: Any, args: Sequence[Any], backward: bool = True) -> Scheduled:
+def predicted(op: Any, args: Sequence[Any], backward: bool = True) -> ScheduleCost:
     """What is said of the same call on a GPU."""
     with mr.use(engine="auto"):
         return op.cost(*map(_without_numbers, args), device="cuda", backward=backward).chosen
@@ -161,7 +161,7 @@ def _without_numbers(v: Any) -> Any:
     return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta").requires_grad_(v.requires_grad)
 
 
-def case(work: Work, size: Size) -> tuple[Scheduled, Found]:
+def case(work: Work, size: Size) -> tuple[ScheduleCost, Found]:
     """One of the planner's cases."""
     args = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape, dtype in work.forms(size, "cuda")]
     return predicted(work.op, args), counted(work.op, args, dense=True)

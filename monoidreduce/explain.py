@@ -20,11 +20,11 @@ from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
 from .plan import settings
 from .plan.budget import format_ceil as _size
-from .plan.cost import Cost, Part, Scheduled
+from .plan.cost import Cost, Part, ScheduleCost
 from .plan.op_counts import DeviceRates
 from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Fold, Lowered
-from .program.trace import Traced
+from .program.trace import TracedBody
 from .reductions import kind_of
 from .reductions.derived_gradient import gradient_source
 from .runtime import call_cost, dispatch
@@ -61,7 +61,7 @@ class Subject:
     """One call: the traced body, its inputs by name and their sizes."""
 
     name: str
-    traced: Traced
+    traced: TracedBody
     inputs: Mapping[str, Any]
     sizes: Sizes
     backward: bool
@@ -105,7 +105,7 @@ def explain(subject: Subject, measured: Measured | None, passes: bool = False) -
     return text
 
 
-def _find_running(found: Cost, engine: str) -> Scheduled | None:
+def _find_running(found: Cost, engine: str) -> ScheduleCost | None:
     """The schedule that runs; None for the reference engine."""
     if engine == "reference":
         return None
@@ -116,7 +116,7 @@ def _find_running(found: Cost, engine: str) -> Scheduled | None:
 
 
 def _make_data(
-    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, measured: Measured | None
+    subject: Subject, found: Cost, runs: ScheduleCost | None, engine: str, measured: Measured | None
 ) -> dict[str, Any]:
     sizes = subject.sizes
     return {
@@ -156,12 +156,12 @@ def _fold_data(part: Part, found: Cost) -> dict[str, Any]:
     }
 
 
-def _describe_schedule(s: Scheduled, found: Cost) -> dict[str, Any]:
+def _describe_schedule(s: ScheduleCost, found: Cost) -> dict[str, Any]:
     plain = {n: getattr(s, n) for n in ("schedule", "flops", "bytes", "seconds", "held", "peak", "sent", "ranks")}
     return {**plain, "allowed": found.allows(s)}
 
 
-def _list_sources(runs: Scheduled) -> list[str]:
+def _list_sources(runs: ScheduleCost) -> list[str]:
     """The files of the generated kernels."""
     return [str(path) for p in runs.parts if p.case.kernels for path in triton.list_sources(p.case.fold)]
 
@@ -169,7 +169,7 @@ def _list_sources(runs: Scheduled) -> list[str]:
 # Words
 
 
-def _explain_choice(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
+def _explain_choice(found: Cost, runs: ScheduleCost | None, engine: str, sizes: Sizes) -> str:
     if runs is None or engine != "auto":
         return f"the engine {engine} was asked for"
     if not found.schedules or not call_cost.count_matrix_bytes(sizes):
@@ -198,7 +198,7 @@ def _explain_choice(found: Cost, runs: Scheduled | None, engine: str, sizes: Siz
 
 
 def _make_lines(
-    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, data: Mapping[str, Any]
+    subject: Subject, found: Cost, runs: ScheduleCost | None, engine: str, data: Mapping[str, Any]
 ) -> Iterator[str]:
     sizes, program = subject.sizes, subject.program
     batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
@@ -276,7 +276,7 @@ def _fold_line(part: Part, fold: Mapping[str, Any], tiles: str = "") -> str:
     return f"  {where}: {fold['fold']}: {part.choice}{tiles}; {_format_time(fold['seconds'])}{share}{skipped}"
 
 
-def _make_table(found: Cost, runs: Scheduled) -> Iterator[str]:
+def _make_table(found: Cost, runs: ScheduleCost) -> Iterator[str]:
     for s in found.schedules:
         mark = "runs" if s is runs else "not allowed" if not found.allows(s) else f"{s.seconds / runs.seconds:.2f} ×"
         mark = "by op.total" if s.schedule == "total" else mark

@@ -39,7 +39,7 @@ from .program.declarations import inputs_of as domain_inputs
 from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
-from .program.trace import Traced, find_place
+from .program.trace import TracedBody, find_place
 from .runtime import call_cost, dispatch, domain_call, dynamo, forward_form, recorder, table_range, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
@@ -492,7 +492,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def _prepare(
         self, args: tuple, kwargs: Mapping[str, Any], whole: bool = True
-    ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
+    ) -> tuple[TracedBody, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
             divided = dispatch.is_divided()
@@ -559,7 +559,7 @@ def _describe_axis(p: declarations.Parameter, axis: str) -> Argument:
     return Argument(p.optional, lambda rank: rank - behind)
 
 
-def _are_row_numbers(traced: Traced) -> bool:
+def _are_row_numbers(traced: TracedBody) -> bool:
     """Whether all outputs are numbers per row."""
     return all(e.rows and not e.cols and e.feature is None for e in traced.outputs)
 

@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduleCost:
     """The cost of a whole call by one schedule.
 
     ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
@@ -81,7 +81,7 @@ class Scheduled:
 class Cost:
     """The cost of a call by every schedule that could run it, the fastest first."""
 
-    schedules: tuple[Scheduled, ...]
+    schedules: tuple[ScheduleCost, ...]
     ceilings: DeviceRates
     budget: int | None
     dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
@@ -90,7 +90,7 @@ class Cost:
     prefers_dense: bool | None = None  # as decided for all lengths of a class; None: by these seconds
 
     @property
-    def chosen(self) -> Scheduled:
+    def chosen(self) -> ScheduleCost:
         """What a call on this device would run: its folds' own choices, or the fastest schedule that is allowed; dense
         only if it is clearly faster."""
         here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
@@ -103,23 +103,23 @@ class Cost:
         faster = dense.seconds <= CLEARLY * fold.seconds if self.prefers_dense is None else self.prefers_dense
         return dense if faster else fold
 
-    def allows(self, scheduled: Scheduled) -> bool:
+    def allows(self, scheduled: ScheduleCost) -> bool:
         """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""
         if scheduled.schedule == "dense":
             return self.dense is not None and fits_dense(scheduled, self.budget, self.dense)
         return self.budget is None or scheduled.held <= self.budget
 
-    def with_schedule(self, scheduled: Scheduled) -> Cost:
+    def with_schedule(self, scheduled: ScheduleCost) -> Cost:
         """The same with one more schedule."""
         return replace(self, schedules=tuple(sorted((*self.schedules, scheduled), key=lambda s: s.seconds)))
 
-    def __getitem__(self, schedule: str) -> Scheduled:
+    def __getitem__(self, schedule: str) -> ScheduleCost:
         return next(s for s in self.schedules if s.schedule == schedule)
 
     def __contains__(self, schedule: object) -> bool:
         return any(s.schedule == schedule for s in self.schedules)
 
-    def get(self, schedule: str, otherwise: Scheduled | None = None) -> Scheduled | None:
+    def get(self, schedule: str, otherwise: ScheduleCost | None = None) -> ScheduleCost | None:
         return next((s for s in self.schedules if s.schedule == schedule), otherwise)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Cost:
         return "; ".join(parts)
 
 
-def fits_dense(dense: Scheduled, limit: int | None, otherwise: int) -> bool:
+def fits_dense(dense: ScheduleCost, limit: int | None, otherwise: int) -> bool:
     """True if the dense form fits in the budget ``limit``; without one, if all but its results take ``otherwise``."""
     return dense.peak - dense.results <= otherwise if limit is None else dense.peak <= limit
 

@@ -33,14 +33,14 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedBody:
     """A program: its output expressions, how to give them back in the body's own shape, and which numbers were
     fixed."""
 
     outputs: tuple[Expr, ...]
     pack: Callable[[Sequence[Any]], Any]
     fixed: frozenset[str]
-    watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
+    watched: WatchedPlaces | None = None  # what was read besides arguments; None: nothing that may change
 
 
 @calls_torch
@@ -49,9 +49,9 @@ def trace(
     parameters: Mapping[str, Parameter],
     dtypes: Mapping[str, str],
     values: Mapping[str, Any],
-    watched: Watched | None = None,
+    watched: WatchedPlaces | None = None,
     domain: tuple | None = None,
-) -> Traced:
+) -> TracedBody:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
     fixed, ``watched`` what it reads besides its arguments, ``domain`` the form of the pairs that exist."""
     tensors = {} if watched is None else watched.tensors
@@ -73,7 +73,7 @@ def trace(
             raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
                 find_place(function)
             )
-        return Traced(outputs, pack, fixed, watched or None)
+        return TracedBody(outputs, pack, fixed, watched or None)
 
 
 def _trace_once(
@@ -201,8 +201,9 @@ def _describe_place(function: Any, name: str, line: int) -> str:
 # A body is traced once and its program cached, so a number that it reads from outside would keep its first value.
 # :func:`watch` lists the places that a body, and the functions it calls, can read such a number from. They are found in
 # the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
-# (``config.scale``, ``settings["window"]``). :meth:`Watched.holds` compares them with what they were; where one has
-# changed, the body is traced again. A tensor in such a place is no number: :attr:`Watched.tensors` has its name.
+# (``config.scale``, ``settings["window"]``). :meth:`WatchedPlaces.holds` compares them with what they were; where one
+# has changed, the body is traced again. A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its
+# name.
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -215,7 +216,7 @@ Read = functools.partial[Any]  # gives what is at a place now; its second argume
 
 
 @dataclass
-class Watched:
+class WatchedPlaces:
     """Places outside of a body that it reads, with what was there when the body was looked at."""
 
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
@@ -243,9 +244,9 @@ class Watched:
         return True
 
 
-def watch(*functions: Any) -> Watched:
+def watch(*functions: Any) -> WatchedPlaces:
     """The places that these functions, and the functions they call, read; this package's own functions are skipped."""
-    found = Watched()
+    found = WatchedPlaces()
     _Search(found).functions([f for f in functions if not _is_fixed_package(f)])
     return found
 
@@ -290,7 +291,7 @@ def _is_fixed_package(function: Any) -> bool:
 class _Search:
     """Searches the bytecode of functions, each function once."""
 
-    def __init__(self, found: Watched):
+    def __init__(self, found: WatchedPlaces):
         self.found = found
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own

@@ -42,7 +42,7 @@ from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import dispatch, forward_form, fused_expressions, torch_operator
 from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, include_16_bits, need_gradient
-from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
+from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, SavedValues, make_steps
 from .torch_replay import FoldReplay
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
@@ -182,7 +182,7 @@ class ReplayedProgram:
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
-    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> Sequence[Tensor | None]:
+    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: SavedValues) -> Sequence[Tensor | None]:
         """The gradients by their program, step by step."""
         backwards, key = replay.backwards, (needs, saved.given)
         runner = self.gradients.get(key)
@@ -190,7 +190,7 @@ class ReplayedProgram:
             runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
         return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.other_inputs(saved)))
 
-    def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+    def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: SavedValues) -> list[Tensor | None]:
         """The gradients of a forward that is run once more; differentiable where that is asked for."""
         graph, leaves = torch.is_grad_enabled(), replay.backwards.leaves(saved)
         steps, sizes = self.replays.steps, replay.sizes
@@ -216,7 +216,7 @@ def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     return [(v if isinstance(v, Tensor) else filled(v)).expand(shape).sum() for v in found]
 
 
-class _Replayed(torch.autograd.Function):
+class _ReplayedFunction(torch.autograd.Function):
     """A program by its recorded launches; so is its backward."""
 
     @staticmethod
@@ -239,7 +239,7 @@ class _Replayed(torch.autograd.Function):
         replay, program, numbers, complete, skipped = ctx.kept
         first = len(program.replays.tensors)
         tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
+        needs, given = ctx.needs_input_grad[1:], SavedValues(tensors, cotangents, numbers)
         plain = complete and unchanged and not torch.is_grad_enabled()
         launches = replay.backwards.find(needs, given) if plain and dispatch.is_untraced() else None
 
@@ -261,7 +261,7 @@ class _Replayed(torch.autograd.Function):
 
 
 # ``apply`` without its check for transforms, for what is known to have none
-_replay_program: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Replayed).apply
+_replay_program: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _ReplayedFunction).apply
 
 
 # Gradients

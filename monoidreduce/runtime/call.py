@@ -31,7 +31,7 @@ from ..program.compile import compile_program
 from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
-from ..program.trace import Traced, trace, watch
+from ..program.trace import TracedBody, trace, watch
 from . import dispatch, forward_form, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
@@ -55,7 +55,7 @@ class CallForm(NamedTuple):
 class CallPlan:
     """One traced program on arguments of one kind."""
 
-    traced: Traced
+    traced: TracedBody
     sizes: Sizes
     run: Callable[..., Sequence[Any]]
     sources: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
@@ -65,7 +65,7 @@ class CallPlan:
 
     @staticmethod
     def make(
-        traced: Traced,
+        traced: TracedBody,
         parameters: dict[str, Parameter],
         values: dict[str, Any],
         sizes: Sizes,
@@ -164,7 +164,7 @@ class CallPlan:
         return found
 
 
-def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
+def _name_sufficient_budget(error: BudgetError, traced: TracedBody, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
     """The same error, naming an amount in which all passes of the call fit, and of its backward where one may follow.
 
     A pass knows only its own need; the call would be refused again by the next one.
@@ -188,7 +188,7 @@ def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence
 
 
 def _run_by_passes(
-    traced: Traced,
+    traced: TracedBody,
     values: dict[str, Any],
     sizes: Sizes,
     engine: str,
@@ -233,7 +233,7 @@ def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[
     return functools.partial(with_replay(steps, lambda _, *given: run(*given), forms), sizes)
 
 
-def _run_reference(traced: Traced, sizes: Sizes, total: bool) -> tuple[tuple[str, ...], Callable]:
+def _run_reference(traced: TracedBody, sizes: Sizes, total: bool) -> tuple[tuple[str, ...], Callable]:
     """By the engine ``reference``, which shares nothing with the passes but the arguments: the names of the inputs, and
     what runs on them."""
     names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
@@ -257,7 +257,7 @@ def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any]
     return None if view(value) is value else view
 
 
-def format_results(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+def format_results(found: list[Any], traced: TracedBody, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
     """Results in the evaluator's layout as users hold them."""
     pairs = zip(_copy_aliases(found, _find_aliases(traced.outputs)), traced.outputs, strict=True)
     return [_give_form(from_layout(v, e), output_form(e, sizes, out), sizes) for v, e in pairs]
@@ -348,7 +348,7 @@ class Plans:
         self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
 
 
-TracedFor = tuple[Traced, dict[str, Any]]  # a program, and the numbers that it was traced with
+TracedFor = tuple[TracedBody, dict[str, Any]]  # a program, and the numbers that it was traced with
 
 
 class Programs:
@@ -365,7 +365,7 @@ class Programs:
         self.traces: BoundedCache[tuple, list[TracedFor]] = BoundedCache(_TRACES)
         self._lock = threading.Lock()
 
-    def trace(self, values: dict[str, Any]) -> Traced:
+    def trace(self, values: dict[str, Any]) -> TracedBody:
         """The program for these arguments; whole numbers among them become ``int``."""
         dtypes, plain = self._classify_values(values)
         choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)

@@ -30,7 +30,7 @@ from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule, settings
-from ..plan.cost import Cost, Part, Scheduled
+from ..plan.cost import Cost, Part, ScheduleCost
 from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
 from ..program import constructors
@@ -106,7 +106,7 @@ def count_matrix_bytes(sizes: Sizes) -> int:
     return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * sizes.compute.itemsize
 
 
-def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
+def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> ScheduleCost | None:
     """The cost of running the program on whole matrices of pairs; None if it has no dense form."""
     if not dense.has_dense_form(program) or not count_matrix_bytes(sizes):
         return None
@@ -122,7 +122,7 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
     held, results = count_matrix_bytes(sizes), found.results
-    return Scheduled("dense", found.flops, found.bytes, found.seconds, held, found.peak, results=results)
+    return ScheduleCost("dense", found.flops, found.bytes, found.seconds, held, found.peak, results=results)
 
 
 def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
@@ -143,7 +143,7 @@ def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
 
 def _estimate_schedule(
     schedule: str, choices: list[Choice], passes: DryRun, cases: list[Case], rates: op_counts.DeviceRates, closely: bool
-) -> Scheduled:
+) -> ScheduleCost:
     """The cost of the call with every fold run by its choice."""
     parts = []
     for fold, case, choice in zip(passes.folds, cases, choices, strict=True):
@@ -158,7 +158,7 @@ def _estimate_schedule(
     seconds = passes.seconds + sum(p.estimate.seconds + HOST * rates.launch for p in parts)
     flops = passes.flops + sum(p.estimate.flops for p in parts)
     moved = passes.bytes + sum(p.estimate.bytes for p in parts)
-    return Scheduled(schedule, flops, moved, seconds, held, peak, tuple(parts))
+    return ScheduleCost(schedule, flops, moved, seconds, held, peak, tuple(parts))
 
 
 def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
@@ -171,7 +171,9 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 # Over ranks
 
 
-def _estimate_over_ranks(base: Scheduled, passes: DryRun, ranks: int, rates: op_counts.DeviceRates) -> list[Scheduled]:
+def _estimate_over_ranks(
+    base: ScheduleCost, passes: DryRun, ranks: int, rates: op_counts.DeviceRates
+) -> list[ScheduleCost]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
     seconds = seconds of one device / ranks + bytes sent / link rate + one launch per fold and rank"""
@@ -203,7 +205,7 @@ def _count_sent(fold: Fold, case: Case, mesh: tuple[int, int] | None, ranks: int
 
 def estimate_total(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, step_class: panel.StepClass
-) -> Scheduled | None:
+) -> ScheduleCost | None:
     """The cost of ``op.total``, which takes gradients from the forward's panels; None if it cannot."""
     made = gradient_in_forward.find_program(outputs, inputs, sizes, step_class)
     if made is None:
@@ -218,7 +220,7 @@ def estimate_total(
     found = cost.estimate_panels(
         case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), 0, budget.PANELS)
     )
-    return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
+    return ScheduleCost("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
 
 
 # The cost of a call over listed pairs: that of the same body over as many columns as lists have on average.

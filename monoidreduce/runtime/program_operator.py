@@ -360,7 +360,7 @@ class TracedProgram:
         if dispatch.are_plain(values) or dispatch.is_transformed() or not self._has_operators(values):
             return self.run_stepwise(*values)
         if torch.is_grad_enabled() and need_gradient(values):
-            return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
+            return list(_TracedFunction.apply(self, *values))[: len(self.steps.program.outputs)]
         return run_forward(self.program, self.steps.engine, False, values, self.sizes)
 
     def _has_operators(self, values: Sequence[Any]) -> bool:
@@ -410,7 +410,7 @@ class TracedProgram:
         return [zero_gradient(v) if n and g is None else g for v, n, g in zip(values, needs, made, strict=True)]
 
 
-class _Traced(torch.autograd.Function):
+class _TracedFunction(torch.autograd.Function):
     """A program by its operators."""
 
     @staticmethod

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..program.primitives import PRIMITIVES
-from ..program.trace import Watched
+from ..program.trace import WatchedPlaces
 from .replay import CallViews, View, Views
 
 
@@ -263,7 +263,7 @@ class LayerRecorder(Recorder):
         self.tensors: dict[Name, Tensor] = {}  # kept until the recording ends: launches are fixed on them
         self.views: dict[Name, tuple[View, Step]] = {}  # tensors that are views of the first argument of a step
         self.plans: dict[Step, OpPlan] = {}  # the steps that are ops
-        self.watched: list[Watched] = []  # what bodies read besides their values
+        self.watched: list[WatchedPlaces] = []  # what bodies read besides their values
         super().__init__(values)
 
     def name(self, t: Tensor, name: Name) -> Name:

@@ -40,7 +40,7 @@ Axes = tuple[Key, ...]
 _TOLERANCE = 1e-5  # of sums of numbers: replicas may differ in their last digits, two batches differ in the first
 
 
-class Unplaced(NamedTuple):
+class UnplacedAxis(NamedTuple):
     """A sharded axis of a tensor whose placement over mesh dimension ``dim`` nobody said."""
 
     name: str
@@ -66,7 +66,7 @@ def describe_arguments(values: Mapping[str, Any], axes: Mapping[str, Axes], dims
 
 
 def agree_on_sizes(
-    unplaced: Sequence[Unplaced], description: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
+    unplaced: Sequence[UnplacedAxis], description: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
 ) -> dict[tuple[str, int], str]:
     """For each (name, mesh dimension) what the tensor is along its sharded axis: "one" for all, the "whole", or a
     rank's "own" shard; a collective call.
@@ -384,7 +384,7 @@ class PlacedCall:
         """What mesh dimension m shards of a tensor."""
         return self.roles.key_at(m, self.axes[name])
 
-    def _find_unplaced(self, used: list[int]) -> list[Unplaced]:
+    def _find_unplaced(self, used: list[int]) -> list[UnplacedAxis]:
         """Sharded axes of tensors whose placement over that mesh dimension nobody said."""
         found = []
         for name, axes in self.axes.items():
@@ -396,7 +396,7 @@ class PlacedCall:
                     known = self._whole_size(key) is not None
                     shared = key[0] == "batch" or {("rows", 0), ("cols", 0)} <= {*axes}
                     own, total = (own, whole) if known else (size, None)
-                    found.append(Unplaced(name, m, key[0], size, own, total, shared and size == 1))
+                    found.append(UnplacedAxis(name, m, key[0], size, own, total, shared and size == 1))
         return found
 
     def _redistribute(self, name: str) -> Tensor:

@@ -50,7 +50,7 @@ def literal(value: float | int | bool) -> str:
     return repr(value)
 
 
-class Factored(NamedTuple):
+class FactoredExpression(NamedTuple):
     """An expression as ``core * constant``, times (or divided by, where True) numbers that no pair changes."""
 
     core: Expr
@@ -58,7 +58,7 @@ class Factored(NamedTuple):
     numbers: list[tuple[Expr, bool]]
 
 
-def factor_out(e: Expr, spec: Spec, positive: bool) -> Factored:
+def factor_out(e: Expr, spec: Spec, positive: bool) -> FactoredExpression:
     """Take every factor that does not depend on the pair out of ``e``; with ``positive``, only those above zero."""
     constant = 1.0
     numbers: list[tuple[Expr, bool]] = []
@@ -70,14 +70,14 @@ def factor_out(e: Expr, spec: Spec, positive: bool) -> Factored:
         if masks and e.args[2].const == -math.inf:  # a positive factor leaves -inf as it is
             inner = factor_out(e.args[1], spec, positive=True)
             core = apply("where", e.args[0], inner.core, e.args[2])
-            return Factored(core, constant * inner.constant, [*numbers, *inner.numbers])
+            return FactoredExpression(core, constant * inner.constant, [*numbers, *inner.numbers])
         if e.op in ("add", "sub") and (both := _factor_out_of_sum(e, spec)) is not None:
-            return Factored(both.core, constant * both.constant, [*numbers, *both.numbers])
+            return FactoredExpression(both.core, constant * both.constant, [*numbers, *both.numbers])
         k = None
         if e.op in ("mul", "div"):
             k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if _is_factor(a, spec, positive)), None)
         if k is None:
-            return Factored(e, constant, numbers)
+            return FactoredExpression(e, constant, numbers)
         rest = e.args[1] if k is e.args[0] else e.args[0]
         if k.op == "const":
             constant = constant / k.const if e.op == "div" else constant * k.const
@@ -86,7 +86,7 @@ def factor_out(e: Expr, spec: Spec, positive: bool) -> Factored:
         e = rest
 
 
-def _factor_out_of_sum(e: Expr, spec: Spec) -> Factored | None:
+def _factor_out_of_sum(e: Expr, spec: Spec) -> FactoredExpression | None:
     """``scale * s + slope * d`` as ``scale * (s + (slope / scale) * d)``: the quotient is computed before the loop."""
     first, other = e.args
     if e.depth > _DEEPEST or not first.is_pair or other.op != "mul" or not other.is_pair:
@@ -98,7 +98,7 @@ def _factor_out_of_sum(e: Expr, spec: Spec) -> Factored | None:
     by: Expr = const(factor)
     for k, divides in numbers:
         by = apply("div" if divides else "mul", by, k)
-    return Factored(apply(e.op, core, apply("mul", apply("div", number, by), rest)), factor, numbers)
+    return FactoredExpression(apply(e.op, core, apply("mul", apply("div", number, by), rest)), factor, numbers)
 
 
 def _is_factor(k: Expr, spec: Spec, positive: bool) -> bool:
