@@ -33,8 +33,8 @@ from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
 from monoidreduce.engines.triton.panel import contraction, kernel_step
 from monoidreduce.plan import op_counts, tiles
-from monoidreduce.plan.cost import Scheduled
-from monoidreduce.runtime import call_cost, dispatch, fused_expressions, saved_row_gradients
+from monoidreduce.plan.cost import ScheduleCost
+from monoidreduce.runtime import call_cost, dispatch, forward_form, fused_expressions
 from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
@@ -48,7 +48,7 @@ _ABILITIES = ["descriptors", "tanh", "fast_epilogues"]  # that an H200 has
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = auto.case_without_leaves, saved_row_gradients.find_form, descriptors.make_shift_descriptor
+    bare, form, line = auto.case_without_leaves, forward_form.find_saving_fold, descriptors.make_shift_descriptor
     repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes = lambda *given: True
@@ -58,7 +58,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (descriptors, dict(make_shift_descriptor=on_cpu)),
         (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
         (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
-        (saved_row_gradients, dict(find_form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
+        (forward_form, dict(find_saving_fold=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (dispatch, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
         (contraction, dict(contract_into=_contracted)),
@@ -149,7 +149,7 @@ def counted(op: Any, args: Sequence[Any], backward: bool = True, dense: bool = F
     return Found(alive.peak, tuple(sorted(alive.then, reverse=True)))
 
 
-def predicted(op: Any, args: Sequence[Any], backward: bool = True) -> Scheduled:
+def predicted(op: Any, args: Sequence[Any], backward: bool = True) -> ScheduleCost:
     """What is said of the same call on a GPU."""
     with mr.use(engine="auto"):
         return op.cost(*map(_without_numbers, args), device="cuda", backward=backward).chosen
@@ -161,7 +161,7 @@ def _without_numbers(v: Any) -> Any:
     return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta").requires_grad_(v.requires_grad)
 
 
-def case(work: Work, size: Size) -> tuple[Scheduled, Found]:
+def case(work: Work, size: Size) -> tuple[ScheduleCost, Found]:
     """One of the planner's cases."""
     args = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape, dtype in work.forms(size, "cuda")]
     return predicted(work.op, args), counted(work.op, args, dense=True)

@@ -223,13 +223,13 @@ def chain(first: list[Any], rest: Iterable[Any]) -> Iterator[Any]:
 
 def columns_per_chunk(arrays: Sequence[AlongAxis], most: int) -> int:
     """How many columns a chunk of these may have within the budget in force, and at most ``most``."""
-    asked = budget.requested()
+    asked = settings.requested_budget()
     return most if asked is None else max(1, min(most, asked // _COLUMNS // max(1, sum(a.bytes_each for a in arrays))))
 
 
 def fits_in_memory(files: Iterable[AlongAxis]) -> bool:
     """Whether rows are so few that they may be read at once."""
-    return sum(a.bytes_each * len(a) for a in files) <= (budget.requested() or BUDGET) // (4 * _ROWS)
+    return sum(a.bytes_each * len(a) for a in files) <= (settings.requested_budget() or BUDGET) // (4 * _ROWS)
 
 
 @dataclass
@@ -311,7 +311,7 @@ class BlockRun:
             self.columns.sums = found["sums"]
             self.memo.update(found["plan"]["memo"])
             return found["plan"], _Progress(**found["progress"])
-        plan: dict[str, Any] = {"budget": budget.requested() or BUDGET, "memo": self.memo}
+        plan: dict[str, Any] = {"budget": settings.requested_budget() or BUDGET, "memo": self.memo}
         plan["columns"] = getattr(self.columns.source, "size", 0)
         if self.columns.total is not None:
             self._prepare_one().check(self.columns.total)

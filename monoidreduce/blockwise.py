@@ -1,4 +1,4 @@
-"""The papers' own doors: layers from tile functions, for what the pair language cannot say.
+"""The papers' factories: layers from tile functions, for what the pair language cannot say.
 
 :func:`MonoidReduce` takes rows and columns apart (``proj_fold(a, b)``), :func:`mk_GeMMMapReduce` is its first form
 (``proj_fold(*x)`` and one ``chunker``). Both answer a ``torch.autograd.Function`` that walks tiles forward and, by the
@@ -343,7 +343,7 @@ def _describe(value: Any) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}{size}"
 
 
-# The definition of a layer and of its gradient, pair by pair in two loops: what every faster road must agree with.
+# The definition of a layer and of its gradient, pair by pair in two loops: what every faster path must agree with.
 #
 # Also the pullback of one tile function.
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from .engines import eager, triton
 from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
-from .plan import budget
+from .plan import settings
 from .plan.budget import format_ceil as _size
-from .plan.cost import Cost, Part, Scheduled
+from .plan.cost import Cost, Part, ScheduleCost
 from .plan.op_counts import DeviceRates
 from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Fold, Lowered
-from .program.trace import Traced
+from .program.trace import TracedBody
 from .reductions import kind_of
 from .reductions.derived_gradient import gradient_source
 from .runtime import call_cost, dispatch
@@ -61,7 +61,7 @@ class Subject:
     """One call: the traced body, its inputs by name and their sizes."""
 
     name: str
-    traced: Traced
+    traced: TracedBody
     inputs: Mapping[str, Any]
     sizes: Sizes
     backward: bool
@@ -99,13 +99,13 @@ def explain(subject: Subject, measured: Measured | None, passes: bool = False) -
         wanted = [n for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad]
         stages = list(list_stages(subject.traced.outputs, wanted))
         data["passes"] = [asdict(s) for s in stages]
-        lines += _stage_lines(stages)
+        lines += _describe_stages(stages)
     text = Explanation("\n".join(lines))
     text.data = data
     return text
 
 
-def _find_running(found: Cost, engine: str) -> Scheduled | None:
+def _find_running(found: Cost, engine: str) -> ScheduleCost | None:
     """The schedule that runs; None for the reference engine."""
     if engine == "reference":
         return None
@@ -116,7 +116,7 @@ def _find_running(found: Cost, engine: str) -> Scheduled | None:
 
 
 def _make_data(
-    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, measured: Measured | None
+    subject: Subject, found: Cost, runs: ScheduleCost | None, engine: str, measured: Measured | None
 ) -> dict[str, Any]:
     sizes = subject.sizes
     return {
@@ -132,8 +132,8 @@ def _make_data(
         "runs": "reference" if runs is None else runs.schedule,
         "why": _explain_choice(found, runs, engine, sizes),
         "folds": [] if runs is None else [_fold_data(p, found) for p in runs.parts],
-        "schedules": [_schedule_data(s, found) for s in found.schedules],
-        "budget": budget.requested(),
+        "schedules": [_describe_schedule(s, found) for s in found.schedules],
+        "budget": settings.requested_budget(),
         "ceilings": found.ceilings.as_dict(),
         "measured": None if measured is None else asdict(measured),
         "sources": [] if runs is None else _list_sources(runs),
@@ -156,12 +156,12 @@ def _fold_data(part: Part, found: Cost) -> dict[str, Any]:
     }
 
 
-def _schedule_data(s: Scheduled, found: Cost) -> dict[str, Any]:
+def _describe_schedule(s: ScheduleCost, found: Cost) -> dict[str, Any]:
     plain = {n: getattr(s, n) for n in ("schedule", "flops", "bytes", "seconds", "held", "peak", "sent", "ranks")}
     return {**plain, "allowed": found.allows(s)}
 
 
-def _list_sources(runs: Scheduled) -> list[str]:
+def _list_sources(runs: ScheduleCost) -> list[str]:
     """The files of the generated kernels."""
     return [str(path) for p in runs.parts if p.case.kernels for path in triton.list_sources(p.case.fold)]
 
@@ -169,7 +169,7 @@ def _list_sources(runs: Scheduled) -> list[str]:
 # Words
 
 
-def _explain_choice(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
+def _explain_choice(found: Cost, runs: ScheduleCost | None, engine: str, sizes: Sizes) -> str:
     if runs is None or engine != "auto":
         return f"the engine {engine} was asked for"
     if not found.schedules or not call_cost.count_matrix_bytes(sizes):
@@ -186,20 +186,19 @@ def _explain_choice(found: Cost, runs: Scheduled | None, engine: str, sizes: Siz
     if found.dense is None:  # never dense on a device with kernels
         return fastest
     if dense is not None and dense.seconds < runs.seconds and found.allows(dense):
-        return (
-            f"dense would be faster, {_time(dense.seconds)}, but not so clearly that it were worth {_size(dense.peak)}"
-        )
+        worth = f"but not so clearly that it were worth {_size(dense.peak)}"
+        return f"dense would be faster, {_format_time(dense.seconds)}, {worth}"
     if dense is not None and dense.seconds < runs.seconds:
         room = f"the budget of {_size(found.budget)}" if found.budget else f"{_size(found.dense)} without a budget"
         return (
-            f"the fastest that is allowed; dense would take {_time(dense.seconds)}, but hold {_size(dense.peak)} with "
-            f"matrices of pairs of {_size(dense.held)}, above {room}"
+            f"the fastest that is allowed; dense would take {_format_time(dense.seconds)}, but hold "
+            f"{_size(dense.peak)} with matrices of pairs of {_size(dense.held)}, above {room}"
         )
     return fastest
 
 
 def _make_lines(
-    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, data: Mapping[str, Any]
+    subject: Subject, found: Cost, runs: ScheduleCost | None, engine: str, data: Mapping[str, Any]
 ) -> Iterator[str]:
     sizes, program = subject.sizes, subject.program
     batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
@@ -221,18 +220,19 @@ def _make_lines(
     for part, fold in zip(runs.parts, data["folds"], strict=True):
         yield _fold_line(part, fold, _describe_tiles(part, sizes))
     if subject.backward and runs.schedule != "dense":
-        yield from _derived_lines(program, sizes, found.ceilings)
+        yield from _describe_derived(program, sizes, found.ceilings)
     if runs.schedule == "dense":
-        yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
+        cost = f"{_format_time(runs.seconds)}, {_size(runs.peak)} at once"
+        yield f"  whole matrices of pairs, gradients by autograd; {cost}"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
     yield from _make_table(found, runs)
     if data["measured"]:
-        yield f"measured: {_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
+        yield f"measured: {_format_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
     for path in data["sources"]:
         yield f"generated: {path}"
 
 
-def _derived_lines(program: Lowered, sizes: Sizes, rates: DeviceRates) -> Iterator[str]:
+def _describe_derived(program: Lowered, sizes: Sizes, rates: DeviceRates) -> Iterator[str]:
     """Where the gradients of monoids come from that bring none."""
     for p in program.passes:
         for r in p.fold.reductions:
@@ -246,11 +246,11 @@ def _derived_lines(program: Lowered, sizes: Sizes, rates: DeviceRates) -> Iterat
                 yield (
                     f"  backward: {r.attrs[2][0].__name__} by combine with all other pairs, in torch: every pair is "
                     f"computed {again} more, in blocks of {kept} × {folded}, with about {_size(held)} held; "
-                    f"{_time(cost.seconds)}; a pullback(c, a, g) of its own would be faster"
+                    f"{_format_time(cost.seconds)}; a pullback(c, a, g) of its own would be faster"
                 )
 
 
-def _stage_lines(stages: Sequence[Stage]) -> Iterator[str]:
+def _describe_stages(stages: Sequence[Stage]) -> Iterator[str]:
     """The program after each compiler pass; one that changed nothing is named only."""
     before: Stage | None = None
     for stage in stages:
@@ -273,21 +273,21 @@ def _fold_line(part: Part, fold: Mapping[str, Any], tiles: str = "") -> str:
     where = "backward" if part.backward else "forward"
     skipped = f", {100 * fold['skipped']:.0f} % of the pairs skipped" if fold["skipped"] else ""
     share = f", {100 * fold['share_of_ceiling']:.0f} % of the products' ceiling" if fold["flops"] else ""
-    return f"  {where}: {fold['fold']}: {part.choice}{tiles}; {_time(fold['seconds'])}{share}{skipped}"
+    return f"  {where}: {fold['fold']}: {part.choice}{tiles}; {_format_time(fold['seconds'])}{share}{skipped}"
 
 
-def _make_table(found: Cost, runs: Scheduled) -> Iterator[str]:
+def _make_table(found: Cost, runs: ScheduleCost) -> Iterator[str]:
     for s in found.schedules:
         mark = "runs" if s is runs else "not allowed" if not found.allows(s) else f"{s.seconds / runs.seconds:.2f} ×"
         mark = "by op.total" if s.schedule == "total" else mark
         sent = f", {_size(int(s.sent))} sent by each of {s.ranks} ranks" if s.ranks > 1 else ""
         yield (
-            f"  {s.schedule:10} {_time(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {_size(int(s.bytes))} moved, "
+            f"  {s.schedule:10} {_format_time(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {_size(int(s.bytes))} moved, "
             f"{_size(s.peak)} at once{sent}  ({mark})"
         )
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -31,16 +31,16 @@ from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
-from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
+from .plan.settings import requested_budget
 from .program import declarations
 from .program.compile import compile_program
 from .program.declarations import inputs_of as domain_inputs
 from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
-from .program.trace import Traced, find_place
-from .runtime import call_cost, dispatch, domain_call, dynamo, logit_rounding, recorder, table_range, torch_replay
+from .program.trace import TracedBody, find_place
+from .runtime import call_cost, dispatch, domain_call, dynamo, forward_form, recorder, table_range, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
@@ -121,10 +121,6 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _call_divided(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_uncached(args, kwargs, None)
 
-    @property
-    def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
-        return self._programs.traces
-
     def _run_uncached(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if key is None and arrays.has_arrays((*args, *kwargs.values())):
@@ -168,7 +164,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
         Of a sum all cotangents are known beforehand; where features are wide the gradient is taken in the forward, from
         the same pairs: nothing is computed again in the backward. Narrow features, batches, and bodies with several
-        numbers that have gradients take the usual road.
+        numbers that have gradients take the usual path.
 
         >>> import torch, monoidreduce as mr
         >>> @mr.op
@@ -292,7 +288,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if op is not self:
             return op.explain(*args, **kwargs, backward=backward, measure=measure, passes=passes)
         subject = self.subject(args, kwargs, backward)
-        key = (dispatch.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
+        key = (dispatch.engine(), backward, requested_budget(), *map(shown, (*args, *kwargs.values())))
         if measure:
             while len(self._measured) >= _MEASURED:
                 del self._measured[next(iter(self._measured))]
@@ -378,7 +374,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         columns = functools.partial(bind_inputs, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
+        program = forward_form.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
         where = () if place is None else (place.first, place.total)
         forms = [output_form(e, sizes, out) for e in traced.outputs]
         return Prepared(
@@ -400,7 +396,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         needed = dispatch.names_needing_gradient(inputs)
-        program = logit_rounding.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
+        program = forward_form.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
         results = distributed_fold.execute_program(program, inputs, sizes, dispatch.sharded_folder())
         return traced.outputs, format_results(results, traced, sizes, out), sizes, traced.pack
 
@@ -496,7 +492,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def _prepare(
         self, args: tuple, kwargs: Mapping[str, Any], whole: bool = True
-    ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
+    ) -> tuple[TracedBody, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
             divided = dispatch.is_divided()
@@ -563,7 +559,7 @@ def _describe_axis(p: declarations.Parameter, axis: str) -> Argument:
     return Argument(p.optional, lambda rank: rank - behind)
 
 
-def _are_row_numbers(traced: Traced) -> bool:
+def _are_row_numbers(traced: TracedBody) -> bool:
     """Whether all outputs are numbers per row."""
     return all(e.rows and not e.cols and e.feature is None for e in traced.outputs)
 

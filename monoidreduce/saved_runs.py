@@ -262,15 +262,15 @@ def write_results(result: Any, out: Path) -> Any:
     if isinstance(result, Tensor):
         return _write_array(result, out)
     if isinstance(result, Mapping):
-        return {name: write_results(value, _named(out, name)) for name, value in result.items()}
+        return {name: write_results(value, _name_file(out, name)) for name, value in result.items()}
     if isinstance(result, (tuple, list)):
         names = getattr(result, "_fields", range(len(result)))
-        inside = [write_results(value, _named(out, name)) for name, value in zip(names, result, strict=True)]
+        inside = [write_results(value, _name_file(out, name)) for name, value in zip(names, result, strict=True)]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
     return result
 
 
-def _named(out: Path, name: Any) -> Path:
+def _name_file(out: Path, name: Any) -> Path:
     return out.with_name(f"{out.stem}.{name}{out.suffix}")
 
 

@@ -159,7 +159,7 @@ class Stream:
 
     def _fold(self, prepared: Prepared, chunk: Any) -> tuple[Any, list[State]]:
         """The fold of a chunk, and the states that it gives."""
-        chunked, p = prepared.chunked, _single_pass(prepared.chunked)
+        chunked, p = prepared.chunked, _check_single_pass(prepared.chunked)
         leaves = chunked.leaves(p, chunked.row_feeds(p, {}, None), chunk, None)
         return p.fold, chunked.fold(p.fold, leaves, chunk, None)
 
@@ -178,7 +178,7 @@ class Stream:
         with torch.no_grad():
             prepared = self._ready(other._empty, other._prepared.name)
             ranges = _join_ranges(self._ranges, other._ranges)
-            fold = _single_pass(prepared.chunked).fold
+            fold = _check_single_pass(prepared.chunked).fold
             if self._states is None:
                 self._states = list(other._states)
             else:
@@ -199,7 +199,7 @@ class Stream:
             raise StreamError(detail="no columns have been folded", fix="Call update first, if only with no columns")
         chunked = self._prepared.chunked
         with torch.no_grad():
-            found = closed(_single_pass(chunked).fold, self._states)
+            found = closed(_check_single_pass(chunked).fold, self._states)
             return self._give(self._prepared, *chunked.finish({0: found}, sum(b - a for a, b in self._ranges)))
 
     def _give(self, prepared: Prepared, outputs: list[Any], sizes: Sizes) -> Any:
@@ -265,7 +265,7 @@ class Stream:
         begun = [chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
         asked = torch.is_grad_enabled() and (self._rows_ask() or gradients is not None or columns_ask)
-        readings = Readings(_source_name(source), asked or _reads_again(prepared.chunked), verify)
+        readings = Readings(_name_source(source), asked or _reads_again(prepared.chunked), verify)
         at_once = gradients is not None or columns_ask  # a chunk's gradient is not given to another chunk
         del first, named, reader
 
@@ -344,7 +344,7 @@ class Stream:
         if set(needed) <= set(named):
             return named
         if is_file(given) and len(found) not in (len(needed), len(self._columns)):
-            raise _wrong_table(found, needed)
+            raise _make_table_error(found, needed)
         return tuple(found)
 
     def _open_column(self, name: str, value: Any) -> AlongAxis:
@@ -401,7 +401,7 @@ class Stream:
         _check_same_rows(state["rows"], self._rows, "the saved state and this stream")
         ranges, states = _read_ranges(state["ranges"]), state["states"]
         if (states is None) != (state["columns"] is None) or (states is None and ranges) or state["stop"] < 0:
-            raise _damaged("its columns, states and numbers do not belong together")
+            raise _make_damage_error("its columns, states and numbers do not belong together")
         if states is not None:
             with torch.no_grad():
                 prepared = self._ready(state["columns"], str(state["program"]))
@@ -453,7 +453,7 @@ class Stream:
         _check_not_sharded()
         if self._prepared is None:
             prepared = self._prepare(named)
-            p = _single_pass(prepared.chunked)
+            p = _check_single_pass(prepared.chunked)
             if prepared.chunked.needs_count(p):
                 raise StreamError(
                     detail="this op asks for the number of columns before they have all come",
@@ -484,7 +484,7 @@ def _open_array(name: str, value: Any) -> Any:
     if len(found) > 1:
         found = [a for a in found if getattr(a, "name", None) == name] or found
     if len(found) != 1:
-        raise _wrong_table(found, [name])
+        raise _make_table_error(found, [name])
     return found[0]
 
 
@@ -512,7 +512,7 @@ def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(s[k : k + SIZE] for s in sources) for k in range(0, max(1, len(sources[0])), SIZE)]
 
 
-def _wrong_table(found: Sequence[Any], needed: Sequence[str]) -> ArgumentError:
+def _make_table_error(found: Sequence[Any], needed: Sequence[str]) -> ArgumentError:
     """The error of a file whose arrays are not those that are needed."""
     file = next((str(a.filename) for a in found if getattr(a, "filename", None)), "what was given")
     there = [str(getattr(a, "name", None) or "an array") for a in found]
@@ -536,7 +536,7 @@ def _check_not_sharded() -> None:
         )
 
 
-def _single_pass(chunked: ChunkedProgram) -> Any:
+def _check_single_pass(chunked: ChunkedProgram) -> Any:
     if len(chunked.program.passes) != 1:
         raise StreamError(
             detail=f"this op passes {len(chunked.program.passes)} times over its columns",
@@ -551,7 +551,7 @@ _STATE: dict[str, Any] = {
 }
 
 
-def _damaged(why: str) -> StreamError:
+def _make_damage_error(why: str) -> StreamError:
     return StreamError(detail=f"the state is damaged: {why}", fix="Give what state_dict() gave, or fold anew")
 
 
@@ -559,22 +559,24 @@ def _read_ranges(given: Sequence[Any]) -> Ranges:
     """The ranges of a saved state."""
     pairs = [tuple(r) for r in given if isinstance(r, (tuple, list)) and [type(n) for n in r] == [int, int]]
     if len(pairs) != len(given) or any(start > stop or start < 0 for start, stop in pairs):
-        raise _damaged(f"its ranges are {shown(given)}")
+        raise _make_damage_error(f"its ranges are {shown(given)}")
     return _join_ranges((), tuple((start, stop) for start, stop in pairs))
 
 
 def _read_states(given: Sequence[Any], like: list[State]) -> list[State]:
     """Copies of saved states, where they have the form of ``like``."""
     forms = [[(m.shape, m.dtype) for m in own] for own in like]
-    found = [[(t.shape, t.dtype) for t in s if isinstance(t, Tensor) and not t.is_meta] for s in map(_listed, given)]
+    found = [
+        [(t.shape, t.dtype) for t in s if isinstance(t, Tensor) and not t.is_meta] for s in map(_list_states, given)
+    ]
     if forms != found:
-        raise _damaged("its tensors are not those of this op")
+        raise _make_damage_error("its tensors are not those of this op")
     return [
         [t.to(m.device, copy=True) for t, m in zip(s, own, strict=True)] for s, own in zip(given, like, strict=True)
     ]
 
 
-def _listed(state: Any) -> Sequence[Any]:
+def _list_states(state: Any) -> Sequence[Any]:
     return state if isinstance(state, (tuple, list)) else ()
 
 
@@ -609,7 +611,7 @@ def _format_ranges(ranges: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{start} to {stop}" for start, stop in ranges)
 
 
-def _source_name(source: Any) -> str:
+def _name_source(source: Any) -> str:
     return str(source) if isinstance(source, Chunks) else f"the source ({type(source).__name__})"
 
 

@@ -20,7 +20,7 @@ from .engines import auto, triton
 from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
 from .errors import EngineError
-from .plan import budget, candidates, cost, plan_records, settings
+from .plan import candidates, cost, plan_records, settings
 from .plan.op_counts import Case, folded_axes
 from .plan.schedule import Choice, follow
 from .program.expression import Expr
@@ -180,7 +180,7 @@ def measure_seconds(
     """The median seconds of a call that has run before, over as many calls as ``spend`` seconds hold.
 
     ``best``: the best time so far; a call that is much slower is timed only twice more."""
-    clock = _GpuClock() if device.type == "cuda" else _cpu_clock
+    clock = _GpuClock() if device.type == "cuda" else _time_on_cpu
     first = clock(run)
     spend = 0.0 if first > FAR * best else default_spend(device) if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
@@ -192,7 +192,7 @@ def default_spend(device: torch.device) -> float:
     return 0.005 if device.type == "cuda" else 0.03
 
 
-def _cpu_clock(run: Callable[[], Any]) -> float:
+def _time_on_cpu(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -246,7 +246,7 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     if _current_recording is not None:
         _current_recording.folds.append((fold, [v.detach() if isinstance(v, Tensor) else v for v in leaves], sizes))
         return auto.run_choice(candidates.default_choice(auto.make_case(fold, leaves, sizes)), fold, leaves, sizes)
-    if not is_requested() or budget.shrink_factor() > 1 or not sizes.rows or not sizes.cols:
+    if not is_requested() or settings.shrink_factor() > 1 or not sizes.rows or not sizes.cols:
         return auto.run(fold, leaves, sizes)
     return _run_and_try_one(fold, leaves, sizes)
 
@@ -350,7 +350,7 @@ class Session:
             found = [c for c in found if c.schedule not in ("flash", "split")]
         costs = {c: cost.estimate(self.case, c) for c in found}
         least = min((e.seconds for e in costs.values()), default=0.0)
-        room = budget.requested()
+        room = settings.requested_budget()
         close = [c for c, e in costs.items() if e.seconds <= CLOSE * least and (room is None or e.held <= room)]
         return close[:MOST]
 

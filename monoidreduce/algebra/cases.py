@@ -39,7 +39,7 @@ def _normal(factor: float) -> Draw:
     return lambda gen, shape: factor * torch.randn(shape, generator=gen, dtype=torch.float64)
 
 
-def _ties(gen: Generator, shape: tuple[int, ...]) -> Tensor:
+def _draw_ties(gen: Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-2, 3, shape, generator=gen).double()
 
 
@@ -50,7 +50,7 @@ def _spread(gen: Generator, shape: tuple[int, ...]) -> Tensor:
 
 FAMILIES = (
     Family("ordinary numbers", _normal(2.0), gradient=True),
-    Family("ties and zeros", _ties, gradient=False, ties=True),
+    Family("ties and zeros", _draw_ties, gradient=False, ties=True),
     Family("identities", _normal(2.0), gradient=True, identities=True),
     Family("special values", _normal(2.0), gradient=True, specials=True),
     Family("large numbers", _normal(1e5), gradient=True),
@@ -124,10 +124,10 @@ def draw_case(
     """``count`` cases at once (one, for functions, which have no batches). ``uneven``: lists may differ in length."""
     batched = all(field.marker is not Function for field in monoid.fields().values())
     batch = (count,) if batched else ()
-    lengths = [_whole(gen, size + 1) if uneven else size for _ in range(elements)]
+    lengths = [_draw_whole_number(gen, size + 1) if uneven else size for _ in range(elements)]
     plain = family if uneven or not _has_lists(monoid) else replace(family, identities=False)
     drawn = [_Drawing(monoid, plain, gen, batch, size, length, fields).element() for length in lengths]
-    return Case(tuple(drawn), _parts(monoid, gen, elements), _cotangent(monoid, gen, drawn), batched)
+    return Case(tuple(drawn), _draw_parts(monoid, gen, elements), _draw_cotangent(monoid, gen, drawn), batched)
 
 
 def scale_of(case: Case, name: str) -> Tensor | float:
@@ -136,12 +136,12 @@ def scale_of(case: Case, name: str) -> Tensor | float:
     if not isinstance(values[0], Tensor):
         return 1.0
     trailing = type(case.elements[0]).fields()[name].trailing
-    sizes = [_size(v, trailing) for v in values]
+    sizes = [_measure_size(v, trailing) for v in values]
     top = torch.stack(sizes).amax(0)
     return top.reshape(*top.shape, *(1,) * trailing)
 
 
-def _size(v: Tensor, trailing: int) -> Tensor:
+def _measure_size(v: Tensor, trailing: int) -> Tensor:
     flat = v.double().flatten(-trailing) if trailing > 1 else v.double()
     if flat.shape[-1] == 0:
         return flat.new_ones(flat.shape[:-1])
@@ -169,14 +169,14 @@ class _Drawing:
         if domains.is_sampled(self.monoid):
             x = self._from_sampler()
         elif domains.is_related(self.monoid):
-            x = self._accepted()
+            x = self._draw_accepted()
         else:
-            x = self._independent()
+            x = self._draw_independent()
         if not self.family.identities:
             return x
         identity, batch = self.monoid.identity(x), self.batch
         if not batch or _has_lists(self.monoid):
-            return identity if _whole(self.gen, 2) else x
+            return identity if _draw_whole_number(self.gen, 2) else x
         pick = torch.rand(batch, generator=self.gen) < 0.5
         chosen = {}
         for name, t in x.asdict().items():
@@ -199,18 +199,18 @@ class _Drawing:
             joined |= {new: getattr(piece, old) for old, new in names.items()}
         return monoid(**joined)
 
-    def _accepted(self) -> Any:
+    def _draw_accepted(self) -> Any:
         """States that the class's predicate accepts, among many that are drawn."""
         if not self.batch:
             for _ in range(1000):
-                x = self._independent()
+                x = self._draw_independent()
                 if bool(domains.reachable(x, 0)):
                     return x
             raise NoExampleError
         (count,) = self.batch
         found: list[Any] = []
         for _ in range(16):
-            x = replace(self, batch=(64 * count,))._independent()
+            x = replace(self, batch=(64 * count,))._draw_independent()
             accepted = domains.reachable(x, 1)
             found.append(self.monoid(**{n: t[accepted] for n, t in x.asdict().items()}))
             if sum(len(next(iter(f.asdict().values()))) for f in found) >= count:
@@ -218,18 +218,18 @@ class _Drawing:
                 return self.monoid(**joined)
         raise NoExampleError
 
-    def _independent(self) -> Any:
+    def _draw_independent(self) -> Any:
         """Every field by itself, then made legal."""
         values: dict[str, Any] = {}
         for name, field in self.monoid.fields().items():
             if field.marker is Function:
-                values[name] = _affine(self.gen)
+                values[name] = _draw_affine(self.gen)
                 continue
             inner = {Scalar: (1,), Matrix: (self.size, self.size), List: (self.length,)}.get(field.marker, (self.size,))
-            values[name] = self._numbers(name, (*self.batch, *inner))
+            values[name] = self._draw_numbers(name, (*self.batch, *inner))
         return self.monoid.legal(self.monoid(**values))
 
-    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _draw_numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The values of one field."""
         monoid, family, gen, fields = self.monoid, self.family, self.gen, self.fields
         if isinstance(monoid.fields()[name].identity, bool):
@@ -257,7 +257,7 @@ class _Drawing:
         return x
 
 
-def _cotangent(monoid: type[Monoid], gen: Generator, elements: Sequence[Any]) -> Any:
+def _draw_cotangent(monoid: type[Monoid], gen: Generator, elements: Sequence[Any]) -> Any:
     def like(t: Any) -> Any:
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return torch.zeros_like(t) if isinstance(t, Tensor) else t
@@ -270,10 +270,10 @@ def _cotangent(monoid: type[Monoid], gen: Generator, elements: Sequence[Any]) ->
     return mapped(total, like)
 
 
-def _parts(monoid: type[Monoid], gen: Generator, n: int) -> tuple[tuple[int, ...], ...]:
+def _draw_parts(monoid: type[Monoid], gen: Generator, n: int) -> tuple[tuple[int, ...], ...]:
     """A partition of n positions in up to three parts, the first not empty; in order if the monoid is ordered."""
     order = torch.randperm(n, generator=gen).tolist() if monoid.commutative else list(range(n))
-    first, second = sorted((1 + _whole(gen, n), 1 + _whole(gen, n)))
+    first, second = sorted((1 + _draw_whole_number(gen, n), 1 + _draw_whole_number(gen, n)))
     return tuple(order[:first]), tuple(order[first:second]), tuple(order[second:])
 
 
@@ -281,7 +281,7 @@ def _has_lists(monoid: type[Monoid]) -> bool:
     return any(field.marker is List for field in monoid.fields().values())
 
 
-def _affine(gen: Generator) -> Callable[[Any], Any]:
+def _draw_affine(gen: Generator) -> Callable[[Any], Any]:
     slope, offset = (torch.randint(-3, 4, (2,), generator=gen)).tolist()
 
     def function(x: Any) -> Any:
@@ -291,7 +291,7 @@ def _affine(gen: Generator) -> Callable[[Any], Any]:
     return function
 
 
-def _whole(gen: Generator, below: int) -> int:
+def _draw_whole_number(gen: Generator, below: int) -> int:
     return int(torch.randint(0, below, (), generator=gen))
 
 

@@ -132,7 +132,7 @@ def read_fields(cls: type, reserved: Collection[str]) -> dict[str, Field]:
     written; when that fails (a marker imported inside a function, say), the last part of the name decides.
     """
     found: dict[str, Field] = {}
-    for name, annotation in _annotations(cls).items():
+    for name, annotation in _read_annotations(cls).items():
         marker = _resolve(cls, annotation)
         if _is_class_variable(marker):
             continue
@@ -140,7 +140,7 @@ def read_fields(cls: type, reserved: Collection[str]) -> dict[str, Field]:
             if name in reserved or name.startswith("_"):
                 continue
             raise DeclarationError(
-                detail=f"field {name} of {cls.__name__} is annotated {_shown(annotation)}",
+                detail=f"field {name} of {cls.__name__} is annotated {_show(annotation)}",
                 fix="Annotate a field with Scalar or Vector, and a plain class attribute with typing.ClassVar",
             )
         if name in reserved or name.startswith("_"):
@@ -153,7 +153,7 @@ def read_fields(cls: type, reserved: Collection[str]) -> dict[str, Field]:
                 detail=f"field {name} of {cls.__name__} has no identity value",
                 fix=f"Write what it is in the identity, for example {name}: {marker.__name__} = 0.0",
             )
-        found[name] = Field(marker, _checked_identity(cls, name, marker, cls.__dict__[name]))
+        found[name] = Field(marker, _check_identity(cls, name, marker, cls.__dict__[name]))
     return found
 
 
@@ -162,7 +162,7 @@ def describe(fields: Mapping[str, Field]) -> str:
     return ", ".join(f"{name}: {field.marker.__name__} = {field.identity}" for name, field in fields.items())
 
 
-def _annotations(cls: type) -> Mapping[str, Any]:
+def _read_annotations(cls: type) -> Mapping[str, Any]:
     try:
         return inspect.get_annotations(cls)
     except NameError as error:  # Python 3.14 evaluates annotations only when asked
@@ -190,11 +190,11 @@ def _is_class_variable(annotation: Any) -> bool:
     return annotation is typing.ClassVar or typing.get_origin(annotation) is typing.ClassVar
 
 
-def _shown(annotation: Any) -> str:
+def _show(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else repr(annotation)
 
 
-def _checked_identity(cls: type, name: str, marker: Any, value: Any) -> Any:
+def _check_identity(cls: type, name: str, marker: Any, value: Any) -> Any:
     if marker is Function:
         legal, expected = callable(value), "a callable that returns its argument"
     elif marker is List:
@@ -230,19 +230,19 @@ def field_domains(monoid: Any) -> Mapping[str, Any]:
 
 def predicate(monoid: Any) -> Callable[[Any], Any] | None:
     """The predicate over all fields, if there is one."""
-    return monoid.domain if callable(monoid.domain) and _arity(monoid) == 1 else None
+    return monoid.domain if callable(monoid.domain) and _count_arguments(monoid) == 1 else None
 
 
 def sampler(monoid: Any) -> Callable[[Generator, tuple[int, ...], int], Any] | None:
     """What draws reachable states, if there is such a function."""
-    return monoid.domain if callable(monoid.domain) and _arity(monoid) == 3 else None
+    return monoid.domain if callable(monoid.domain) and _count_arguments(monoid) == 3 else None
 
 
 def check_domains(monoid: Any) -> None:
     """Whether the class declares its domain in one of the forms above; anything else is a DeclarationError."""
     if isinstance(monoid.domain, Mapping):
         return
-    if not callable(monoid.domain) or _arity(monoid) not in (1, 3):
+    if not callable(monoid.domain) or _count_arguments(monoid) not in (1, 3):
         raise DeclarationError(
             detail=f"{monoid.__name__}.domain is {monoid.domain!r}",
             fix="Give a mapping of fields to Domain(low=..., high=...), a static method domain(x) that says whether a "
@@ -250,7 +250,7 @@ def check_domains(monoid: Any) -> None:
         )
 
 
-def _arity(monoid: Any) -> int:
+def _count_arguments(monoid: Any) -> int:
     try:
         return len(inspect.signature(monoid.domain).parameters)
     except (TypeError, ValueError):

@@ -1,6 +1,7 @@
 """fold: ``⊙`` of many elements, lying along an axis of tensors or coming one after the other from a stream.
 
-This is the door for users; the tree over an axis is in ``tree``, the change of shapes in ``shaping``.
+What users call: their tensors are brought into the shapes that ``combine`` sees, and back; the tree over an axis is
+``fields.fold_axis``.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def partition(monoid: Any, xs: Sequence[Any], parts: Sequence[Sequence[int]]) ->
     >>> partition(Sum, [Sum(v=1), Sum(v=2), Sum(v=3)], [[0, 2], [1]])
     Sides(left=Sum(v=6), right=Sum(v=6))
     """
-    folds = [_sequential(monoid, [xs[i] for i in part], like=xs[0]) for part in parts]
-    return Sides(_sequential(monoid, xs, like=xs[0]), _sequential(monoid, folds, like=xs[0]))
+    folds = [_combine_in_order(monoid, [xs[i] for i in part], like=xs[0]) for part in parts]
+    return Sides(_combine_in_order(monoid, xs, like=xs[0]), _combine_in_order(monoid, folds, like=xs[0]))
 
 
 def tile(monoid: Any, xs: Sequence[Any]) -> Sides:
@@ -87,7 +87,7 @@ def tile(monoid: Any, xs: Sequence[Any]) -> Sides:
     Sides(left=Sum(v=tensor([2.])), right=Sum(v=tensor([2.])))
     """
     values = {name: torch.stack([getattr(x, name) for x in xs]) for name in monoid.fields()}
-    return Sides(monoid.fold_tile(monoid(**values), 0), _sequential(monoid, xs, like=xs[0]))
+    return Sides(monoid.fold_tile(monoid(**values), 0), _combine_in_order(monoid, xs, like=xs[0]))
 
 
 def removal(monoid: Any, a: Any, b: Any) -> Sides:
@@ -115,7 +115,7 @@ def local_gradient(monoid: Any, a: Any, b: Any, g: Any) -> Sides:
     >>> local_gradient(Max, y, x, g)
     Sides(left=Max(v=tensor([3.])), right=Max(v=tensor([3.])))
     """
-    g = _fitting_cotangent(g, combined(a, b))
+    g = _fit_cotangent(g, combined(a, b))
     return Sides(monoid.pullback(combined(a, b), a, g), vjp(lambda x: monoid.combine(x, b), a, g))
 
 
@@ -128,14 +128,14 @@ def partition_gradient(monoid: Any, xs: Sequence[Any], parts: Sequence[Sequence[
     >>> partition_gradient(Sum, [Sum(v=torch.ones(1))] * 3, [[0, 2], [1]], Sum(v=torch.ones(1)))
     Sides(left=Sum(v=tensor([1.])), right=Sum(v=tensor([1.])))
     """
-    part = _sequential(monoid, [xs[i] for i in parts[0]], like=xs[0])
-    total = _sequential(monoid, xs, like=xs[0])
+    part = _combine_in_order(monoid, [xs[i] for i in parts[0]], like=xs[0])
+    total = _combine_in_order(monoid, xs, like=xs[0])
     k = parts[0][0]
 
     def whole(x: Any) -> Any:
-        return _sequential(monoid, [*xs[:k], x, *xs[k + 1 :]], like=x)
+        return _combine_in_order(monoid, [*xs[:k], x, *xs[k + 1 :]], like=x)
 
-    g = _fitting_cotangent(g, total)
+    g = _fit_cotangent(g, total)
     return Sides(monoid.pullback(part, xs[k], monoid.pullback(total, part, g)), vjp(whole, xs[k], g))
 
 
@@ -274,11 +274,11 @@ def check(monoid: Any, *, seed: int = 0, cases: int = 200, fields: Mapping[str, 
 
 
 def _check(monoid: Any, seed: int, cases: int, fields: Mapping[str, Any]) -> Report:
-    given = _checked_fields(monoid, fields)
+    given = _check_fields(monoid, fields)
     gen = torch.Generator().manual_seed(seed)
     counts: dict[str, int] = {}
     hopeless: set[str] = set()  # kinds of numbers of which the domain accepted none
-    for law, family, count, size, elements in _schedule(monoid, cases, given):
+    for law, family, count, size, elements in _order_trials(monoid, cases, given):
         done = 0
         while done < count and family.name not in hopeless:
             lists_differ = law.takes is not None and not law.gradient
@@ -307,7 +307,7 @@ def _check(monoid: Any, seed: int, cases: int, fields: Mapping[str, Any]) -> Rep
 _SIZES = ((1, 1), (2, 3), (3, 1), (7, 3))  # (elements of a fold, features)
 
 
-def _schedule(monoid: Any, cases: int, given: Mapping[str, Any]) -> Iterator[tuple[Law, Family, int, int, int]]:
+def _order_trials(monoid: Any, cases: int, given: Mapping[str, Any]) -> Iterator[tuple[Law, Family, int, int, int]]:
     """What is tried in which order: a monoid that is wrong altogether should fail on ordinary numbers, at the law that
     says what is wrong; then come the corners, then gradients. Yields (law, family, cases, features, elements)."""
     domains = [domain_of(monoid, name, given) for name in monoid.fields()]
@@ -326,7 +326,7 @@ def _schedule(monoid: Any, cases: int, given: Mapping[str, Any]) -> Iterator[tup
             yield law, family, -(-cases // (kinds * len(_SIZES))), size, law.takes or elements
 
 
-def _checked_fields(monoid: Any, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_fields(monoid: Any, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not (isinstance(monoid, type) and issubclass(monoid, Monoid) and monoid.fields()):
         raise ArgumentError(detail=f"check needs a monoid class, got {monoid!r}", fix="Pass a subclass of Monoid")
     for name, hint in fields.items():
@@ -353,11 +353,11 @@ def _check_shapes(case: Case) -> None:
             )
 
 
-def _sequential(monoid: Any, xs: Sequence[Any], like: Any) -> Any:
+def _combine_in_order(monoid: Any, xs: Sequence[Any], like: Any) -> Any:
     return reduce(combined, xs) if xs else monoid.identity(like)
 
 
-def _fitting_cotangent(g: Any, c: Any) -> Any:
+def _fit_cotangent(g: Any, c: Any) -> Any:
     """A cotangent as long as ``c``, where lists have become shorter."""
     values = {name: v[..., : getattr(c, name).shape[-1]] for name, v in g.asdict().items()}
     return type(g)(**values)
@@ -380,11 +380,11 @@ _ADVICE = ". Its folds would depend on how they are cut in tiles (docs/monoids.m
 
 def probe(monoid: Any) -> None:
     """Raise MonoidLawError for a monoid that plainly breaks a law; nothing the second time."""
-    if _MARK in monoid.__dict__ or torch.compiler.is_compiling() or _watched():
+    if _MARK in monoid.__dict__ or torch.compiler.is_compiling() or _is_watched():
         return
     try:
         with torch.device("cpu"), torch.no_grad():
-            error = _first_broken(monoid)
+            error = _find_broken(monoid)
     except Exception:  # combine does not take these numbers: the fold itself will say what is wrong
         error = None
     if error is None:
@@ -396,12 +396,12 @@ def probe(monoid: Any) -> None:
         del error  # this frame is on its traceback: a cycle that would hold the call's tensors
 
 
-def _watched() -> bool:
+def _is_watched() -> bool:
     """Whether torch's calls do not compute here: fake tensors, or a function transform."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
-def _first_broken(monoid: Any) -> MonoidLawError | None:
+def _find_broken(monoid: Any) -> MonoidLawError | None:
     gen = torch.Generator().manual_seed(0)
     family = FAMILIES[0]  # ordinary numbers
     for law in _PROBED:
@@ -410,7 +410,7 @@ def _first_broken(monoid: Any) -> MonoidLawError | None:
         case: Case | None = draw_case(
             monoid, family, gen, count=_CASES, elements=max(2, law.takes or 2), size=_SIZE, uneven=False, fields={}
         )
-        case = _where_defined(case) if case is not None and case.batched else case
+        case = _keep_defined(case) if case is not None and case.batched else case
         if case is None:
             continue
         if law.takes == 1:  # the identity of folds: a norm is none of negative numbers, which no fold of it gives
@@ -421,7 +421,7 @@ def _first_broken(monoid: Any) -> MonoidLawError | None:
     return None
 
 
-def _where_defined(case: Case) -> Case | None:
+def _keep_defined(case: Case) -> Case | None:
     """The cases whose elements combine with each other without a NaN: others lie outside what combine is meant for."""
     legal = torch.ones(_CASES, dtype=torch.bool, device="cpu")
     for a in case.elements:

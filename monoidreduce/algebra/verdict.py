@@ -36,7 +36,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], fields: Mapping[str, Any],
     progress = True
     while progress and spent < _BUDGET:
         progress = False
-        for candidate in _simpler(case, fields, fewer):
+        for candidate in _simplify(case, fields, fewer):
             spent += 1
             if spent > _BUDGET:
                 break
@@ -46,29 +46,29 @@ def shrink(case: Case, fails: Callable[[Case], bool], fields: Mapping[str, Any],
     return case
 
 
-def _simpler(case: Case, fields: Mapping[str, Any], fewer: bool) -> Iterator[Case]:
+def _simplify(case: Case, fields: Mapping[str, Any], fewer: bool) -> Iterator[Case]:
     monoid = type(case.elements[0])
     if fewer:
-        yield from _fewer_elements(case)
-    yield from _coarser_parts(case)
+        yield from _drop_elements(case)
+    yield from _join_parts(case)
     for k, x in enumerate(case.elements):
         identity = monoid.identity(x)
-        if _weight(identity) < _weight(x):
+        if _weigh(identity) < _weigh(x):
             yield _with_element(case, k, identity)
     if is_sampled(monoid):  # only the sampler knows which numbers go together
         return
-    yield from _fewer_features(case)
+    yield from _drop_features(case)
     for k, x in enumerate(case.elements):
-        for simpler in _rounder(x, fields):
-            if _weight(simpler) < _weight(x):
+        for simpler in _round_elements(x, fields):
+            if _weigh(simpler) < _weigh(x):
                 yield _with_element(case, k, simpler)
     if monoid.has_gradient:
-        for simpler in _rounder(case.g, {}, cotangent=True):
-            if _weight(simpler) < _weight(case.g):
+        for simpler in _round_elements(case.g, {}, cotangent=True):
+            if _weigh(simpler) < _weigh(case.g):
                 yield replace(case, g=simpler)
 
 
-def _fewer_elements(case: Case) -> Iterator[Case]:
+def _drop_elements(case: Case) -> Iterator[Case]:
     if len(case.elements) < 2:
         return
     for k in range(len(case.elements)):
@@ -77,7 +77,7 @@ def _fewer_elements(case: Case) -> Iterator[Case]:
             yield replace(case, elements=case.elements[:k] + case.elements[k + 1 :], parts=parts)
 
 
-def _coarser_parts(case: Case) -> Iterator[Case]:
+def _join_parts(case: Case) -> Iterator[Case]:
     for k in range(1, len(case.parts)):
         if not case.parts[k]:
             yield replace(case, parts=case.parts[:k] + case.parts[k + 1 :])
@@ -86,7 +86,7 @@ def _coarser_parts(case: Case) -> Iterator[Case]:
             yield replace(case, parts=(*case.parts[: k - 1], joined, *case.parts[k + 1 :]))
 
 
-def _fewer_features(case: Case) -> Iterator[Case]:
+def _drop_features(case: Case) -> Iterator[Case]:
     monoid = type(case.elements[0])
     kinds = {name: field.marker for name, field in monoid.fields().items()}
     widths = {getattr(case.elements[0], name).shape[-1] for name, kind in kinds.items() if kind in (Vector, Matrix)}
@@ -107,7 +107,7 @@ def _fewer_features(case: Case) -> Iterator[Case]:
         yield replace(case, elements=tuple(narrow(x) for x in case.elements), g=narrow(case.g))
 
 
-def _rounder(x: Any, fields: Mapping[str, Any], *, cotangent: bool = False) -> Iterator[Any]:
+def _round_elements(x: Any, fields: Mapping[str, Any], *, cotangent: bool = False) -> Iterator[Any]:
     """Elements like ``x`` with one list shorter or one number simpler."""
     monoid = type(x)
     lists = [name for name, field in monoid.fields().items() if field.marker is List]
@@ -120,7 +120,7 @@ def _rounder(x: Any, fields: Mapping[str, Any], *, cotangent: bool = False) -> I
         value: Tensor = x.asdict()[name]
         for at in range(value.numel()):
             old = value.flatten()[at].item()
-            for new in _simpler_numbers(float(old)):
+            for new in _list_simpler_numbers(float(old)):
                 legal = new if cotangent else domain.clamp(new)
                 changed = value.clone().flatten()
                 changed[at] = legal
@@ -128,14 +128,14 @@ def _rounder(x: Any, fields: Mapping[str, Any], *, cotangent: bool = False) -> I
                 yield monoid(**values) if cotangent else monoid.legal(monoid(**values))
 
 
-def _simpler_numbers(x: float) -> list[float]:
+def _list_simpler_numbers(x: float) -> list[float]:
     candidates = [0.0, 1.0, -1.0, 2.0, -2.0, 0.5]
     if x == x and abs(x) != float("inf"):
         candidates += [float(round(x)) if abs(x) < 1e6 else x, float(f"{x:.1g}"), float(f"{x:.2g}"), float(f"{x:.4g}")]
-    return [c for c in candidates if _digits(c) < _digits(x)]
+    return [c for c in candidates if _count_digits(c) < _count_digits(x)]
 
 
-def _digits(x: float) -> float:
+def _count_digits(x: float) -> float:
     """How hard a number is to read: its significant digits count most, then its sign and its size; 0 is simplest."""
     if x == 0:
         return 0.0
@@ -146,10 +146,10 @@ def _digits(x: float) -> float:
     return significant + 0.3 * (x < 0) + 0.1 * abs(int(exponent)) + 0.01 * float(mantissa)
 
 
-def _weight(x: Any) -> float:
+def _weigh(x: Any) -> float:
     tensors = [t for t in x.asdict().values() if isinstance(t, Tensor)]
     numbers = torch.cat([t.double().flatten() for t in tensors]).tolist() if tensors else []
-    return sum(map(_digits, numbers)) + 20.0 * len(numbers)
+    return sum(map(_count_digits, numbers)) + 20.0 * len(numbers)
 
 
 def _with_element(case: Case, k: int, x: Monoid) -> Case:
@@ -202,8 +202,8 @@ def _compare(law: Law, case: Case) -> tuple[Sides, bool]:
     monoid: Any = type(case.elements[0])
     left, right = law.run(monoid, case)
     if law.gradient:
-        right = _where_differentiable(case, left, right)
-        return Sides(left, right), Monoid.approx(left, right, scale=_gradient_scale(case))
+        right = _keep_differentiable(case, left, right)
+        return Sides(left, right), Monoid.approx(left, right, scale=_find_gradient_scale(case))
     equal = approximately(left, right, {name: scale_of(case, name) for name in monoid.fields()})
     return Sides(left, right), equal and not _differ_within_a_small_domain(case, left, right)
 
@@ -244,7 +244,7 @@ def _is_rounding(law: Law, case: Case, sides: Sides) -> bool:
     moved = {n: torch.zeros_like(x, dtype=torch.float64) for n, (x, _) in pairs.items()}
     for k in range(_TRIES):
         try:
-            elements = tuple(_nudged(x, k, int(case.batched)) for x in case.elements)
+            elements = tuple(_nudge(x, k, int(case.batched)) for x in case.elements)
             found, _ = _compare(law, replace(case, elements=elements))
         except Exception:  # the change went outside what combine can take
             return False
@@ -252,18 +252,18 @@ def _is_rounding(law: Law, case: Case, sides: Sides) -> bool:
             for before, now in ((x, getattr(found.left, n)), (y, getattr(found.right, n))):
                 if before.shape != now.shape:
                     return False
-                moved[n] = torch.maximum(moved[n], _distance(before, now))
-    return all(bool((_distance(x, y) <= _FACTOR * moved[n]).all()) for n, (x, y) in pairs.items())
+                moved[n] = torch.maximum(moved[n], _measure_distance(before, now))
+    return all(bool((_measure_distance(x, y) <= _FACTOR * moved[n]).all()) for n, (x, y) in pairs.items())
 
 
-def _distance(x: Tensor, y: Tensor) -> Tensor:
+def _measure_distance(x: Tensor, y: Tensor) -> Tensor:
     """How far apart numbers are; 1 for whole numbers and booleans that differ, 0 for equal infinities."""
     if not (x.is_floating_point() and y.is_floating_point()):
         return (x != y).double()
     return torch.where((x == y) | ((x != x) & (y != y)), 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf)
 
 
-def _nudged(x: Any, k: int, batch: int) -> Any:
+def _nudge(x: Any, k: int, batch: int) -> Any:
     """The element with every number changed a little, equal numbers of a field alike; within the domain."""
     monoid = type(x)
     values = {}
@@ -293,7 +293,7 @@ def _nudged(x: Any, k: int, batch: int) -> Any:
     )
 
 
-def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
+def _keep_differentiable(case: Case, left: Any, right: Any) -> Any:
     """``right``, but ``left`` where there is nothing to compare with; there ``left`` may be any number, but not NaN.
 
     That is where autograd itself gives NaN, and where many monoids have a kink: where all elements have the identity's
@@ -315,7 +315,7 @@ def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
     return type(right)(**chosen)
 
 
-def _possible_kinks(case: Case) -> int:
+def _count_possible_kinks(case: Case) -> int:
     """How many numbers of the elements are 0 or occur twice: where a derivative may well not exist."""
     total = 0
     for name, field in type(case.elements[0]).fields().items():
@@ -329,7 +329,7 @@ def _possible_kinks(case: Case) -> int:
     return total
 
 
-def _gradient_scale(case: Case) -> dict[str, Tensor]:
+def _find_gradient_scale(case: Case) -> dict[str, Tensor]:
     """Cotangents of one field are made of all fields, so they are as good as the largest number there is."""
     fields = type(case.g).fields()
     floats = [name for name in fields if getattr(case.g, name).is_floating_point()]
@@ -344,7 +344,7 @@ def smallest(law: Law, case: Case, given: Mapping[str, Any]) -> Case:
 
     def fails(candidate: Case) -> bool:
         try:
-            if law.gradient and _possible_kinks(candidate) > kinks:
+            if law.gradient and _count_possible_kinks(candidate) > kinks:
                 return False  # it might fail there for another reason
             if not all(bool(reachable(x, int(candidate.batched)).all()) for x in candidate.elements):
                 return False
@@ -359,20 +359,20 @@ def smallest(law: Law, case: Case, given: Mapping[str, Any]) -> Case:
             firsts = (case.first(n) for n in range(1, count))
             return next((few for few in firsts if fails(few)), case)
         case = alone
-    kinks = _possible_kinks(case) if law.gradient else 0
+    kinks = _count_possible_kinks(case) if law.gradient else 0
     return shrink(case, fails, given, fewer=law.takes is None)
 
 
 def law_error(law: Law, family: Family, case: Case) -> MonoidLawError:
     sides = broken(law, case) or Sides(None, None)
     names = "abc" if law.takes else [f"x{i}" for i in range(len(case.elements))]
-    lines = [(name, _shown(x)) for name, x in zip(names, case.elements, strict=False)]
+    lines = [(name, _show(x)) for name, x in zip(names, case.elements, strict=False)]
     if law.gradient:
-        lines.append(("g", _shown(case.g)))
+        lines.append(("g", _show(case.g)))
     parts = [list(part) for part in case.parts]
-    left, right = _shown(sides.left), _shown(sides.right)
+    left, right = _show(sides.left), _show(sides.right)
     if left == right:  # they differ in later digits
-        left, right = _shown(sides.left, 17), _shown(sides.right, 17)
+        left, right = _show(sides.left, 17), _show(sides.right, 17)
     lines += [(law.left.format(parts=parts), left), (law.right.format(parts=parts), right)]
     fix = law.fix
     if case.batched:
@@ -383,7 +383,7 @@ def law_error(law: Law, family: Family, case: Case) -> MonoidLawError:
     return MonoidLawError(monoid=type(case.elements[0]).__name__, law=law.name, example=example, fix=fix)
 
 
-def _shown(x: Any, digits: int = 6) -> str:
+def _show(x: Any, digits: int = 6) -> str:
     def number(v: Any) -> str:
         if isinstance(v, list):
             return "[" + ", ".join(map(number, v)) + "]"

@@ -78,20 +78,20 @@ class Jagged(base.Domain):
 
     def row_sequences(self, rows: int) -> Tensor:
         """The sequence of each row; S for rows of none."""
-        return _sequences(self.row_offsets, rows)
+        return _number_sequences(self.row_offsets, rows)
 
     def col_sequences(self, cols: int) -> Tensor:
         """The sequence of each column; S + 1 for columns of none, so that they meet no row."""
-        found, none = _sequences(self.col_offsets, cols), len(self.col_offsets) - 1
+        found, none = _number_sequences(self.col_offsets, cols), len(self.col_offsets) - 1
         return torch.where(found < none, found, none + 1)
 
     def row_positions(self, rows: int) -> Tensor:
         """The place of each row in its sequence."""
-        return _positions(self.row_offsets, rows)
+        return _count_positions(self.row_offsets, rows)
 
     def col_positions(self, cols: int) -> Tensor:
         """The place of each column in its sequence."""
-        return _positions(self.col_offsets, cols)
+        return _count_positions(self.col_offsets, cols)
 
     def mask(self, rows: int, cols: int) -> Tensor:
         """1 for pairs of one sequence, dense [rows, cols]: for tests and small sizes."""
@@ -102,11 +102,11 @@ class Jagged(base.Domain):
         return f"{len(self.row_offsets) - 1} sequences, {how}"
 
 
-def _sequences(offsets: Tensor, size: int) -> Tensor:
+def _number_sequences(offsets: Tensor, size: int) -> Tensor:
     at = torch.arange(size, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:].contiguous(), at, right=True, out_int32=True)
 
 
-def _positions(offsets: Tensor, size: int) -> Tensor:
+def _count_positions(offsets: Tensor, size: int) -> Tensor:
     at = torch.arange(size, device=offsets.device, dtype=offsets.dtype)
-    return (at - offsets[_sequences(offsets, size).long()]).to(torch.int32)
+    return (at - offsets[_number_sequences(offsets, size).long()]).to(torch.int32)

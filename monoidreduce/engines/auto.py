@@ -52,8 +52,8 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
         return forced, forced
     found = _CHOICES.get(key)
     if found is None:
-        defaults = _default_tiles(fold, leaves, sizes)
-        alike = _class_key(key, defaults, fold, leaves) if defaults else key
+        defaults = _list_default_tiles(fold, leaves, sizes)
+        alike = _make_class_key(key, defaults, fold, leaves) if defaults else key
         found = _CHOICES.get(alike)
         if found is None:
             case = make_case(fold, leaves, sizes, ask_panels=False)
@@ -66,10 +66,10 @@ def _choose(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     return found[1:]
 
 
-def _class_key(key: tuple, defaults: tuple, fold: Fold, leaves: Sequence[Any]) -> tuple:
+def _make_class_key(key: tuple, defaults: tuple, fold: Fold, leaves: Sequence[Any]) -> tuple:
     """The key of all lengths of a class, with the same default tiles: the schedule is chosen once for them."""
     _, rows, cols, *rest = key
-    return (id(fold), round_length(rows), round_length(cols), *rest, defaults, *_numbers(fold, leaves).values())
+    return (id(fold), round_length(rows), round_length(cols), *rest, defaults, *_find_numbers(fold, leaves).values())
 
 
 def _keep(key: tuple, found: tuple[Fold, Choice, Choice]) -> tuple[Fold, Choice, Choice]:
@@ -163,9 +163,9 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes, ask_panels: bool 
     """A fold at these sizes on these leaves, as the cost model sees it. Numbers in tensors are not read.
 
     Unless ``ask_panels``, a fold with kernels is not asked whether panels could run it."""
-    narrow = next((d for d in _vector_types(fold, leaves) if d in matmul.SIXTEEN), sizes.compute)
-    defaults = _default_tiles(fold, leaves, sizes)
-    base = case_without_leaves(fold, narrow, sizes, None if defaults else frozenset(_numbers(fold, leaves)))
+    narrow = next((d for d in _list_vector_types(fold, leaves) if d in matmul.SIXTEEN), sizes.compute)
+    defaults = _list_default_tiles(fold, leaves, sizes)
+    base = case_without_leaves(fold, narrow, sizes, None if defaults else frozenset(_find_numbers(fold, leaves)))
     lengths = [round_length(n, _COARSE) if defaults else n for n in (sizes.rows, sizes.cols)]
     return replace(
         base,
@@ -173,16 +173,16 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes, ask_panels: bool 
         defaults=defaults,
         panels=_can_use_panels(fold, leaves, sizes) if ask_panels or not defaults else None,
         fixed=base.fixed if defaults else base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
-        seen=_visible_share(fold, *lengths, tuple(_numbers(fold, leaves).items())),
+        seen=_find_visible_share(fold, *lengths, tuple(_find_numbers(fold, leaves).items())),
     )
 
 
-def _default_tiles(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _list_default_tiles(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The tiles that kernels take for these leaves unless told otherwise; nothing where there are no kernels."""
     return tuple(triton.list_tiles(fold, list(leaves), sizes).items()) if _has_kernels(sizes.device) else ()
 
 
-def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
+def _find_numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
     return {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
 
 
@@ -221,7 +221,7 @@ _COARSE = 4  # classes of lengths between two powers of two that have the same s
 
 
 @functools.lru_cache(maxsize=4096)
-def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, float], ...]) -> float:
+def _find_visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, float], ...]) -> float:
     """The share of the pairs that conditions on indices and numbers do not skip; data is not read.
 
     Conditions are evaluated in interval arithmetic on a coarse grid; half a block is subtracted for its edges. What is
@@ -252,7 +252,7 @@ def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, fl
     return max(0.0, seen / (rows * cols) - 0.5 / _BLOCKS) if seen < rows * cols else 1.0
 
 
-def _vector_types(fold: Fold, leaves: Sequence[Any]) -> list[torch.dtype]:
+def _list_vector_types(fold: Fold, leaves: Sequence[Any]) -> list[torch.dtype]:
     return [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
 
 
@@ -261,7 +261,7 @@ def _can_use_panels(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     if panel.writes_pairs(fold) or not torch.Size(sizes.batch).numel():
         return False
     maker = _step_class(sizes.device)
-    program, kinds = as_program(fold), set(_vector_types(fold, leaves))
+    program, kinds = as_program(fold), set(_list_vector_types(fold, leaves))
     found = split_into_loops(split_softmax_means(program) if maker.splits_softmax_means else program)
     if not any(w.products for w in found):
         return False

@@ -67,14 +67,14 @@ def _sum_words(words: Tensor, start: int = 0) -> Tensor:
     full = words.numel() // _LINE_WORDS * _LINE_WORDS
     lines = words[:full].view(-1, _LINE_WORDS)
     first = start // _LINE_WORDS
-    total = (lines.sum(1) * _weights(first, first + lines.shape[0], words.device)).sum()
-    total = total + (lines.sum(0) * _weights(0, _LINE_WORDS, words.device)).sum()
+    total = (lines.sum(1) * _draw_weights(first, first + lines.shape[0], words.device)).sum()
+    total = total + (lines.sum(0) * _draw_weights(0, _LINE_WORDS, words.device)).sum()
     rest = words[full:]
-    line = _weights(first + lines.shape[0], first + lines.shape[0] + 1, words.device)
-    return total + (rest * (_weights(0, rest.numel(), words.device) + line)).sum()
+    line = _draw_weights(first + lines.shape[0], first + lines.shape[0] + 1, words.device)
+    return total + (rest * (_draw_weights(0, rest.numel(), words.device) + line)).sum()
 
 
-def _weights(start: int, stop: int, device: torch.device) -> Tensor:
+def _draw_weights(start: int, stop: int, device: torch.device) -> Tensor:
     """Odd pseudo-random weights, one for each position (a multiplicative hash)."""
     n = torch.arange(start + 1, stop + 1, device=device) * -7046029254386353131
     return (n ^ (n >> 29)) * -4658895280553007687 | 1
@@ -136,7 +136,7 @@ class Readings:
             return
         before, now = (sum(s.count for s in each) for each in (first, seen))
         if before != now or (self.verify and len(first) != len(seen)):
-            raise self._error(
+            raise self._make_error(
                 f"gave {before} columns in {len(first)} chunks when it was first read, but {now} columns in "
                 f"{len(seen)} chunks when it was read again"
             )
@@ -144,7 +144,7 @@ class Readings:
             sums = [torch.stack([s for k in pending if (s := each[k].sums) is not None]) for each in (first, seen)]
             equal = (sums[0] == sums[1]).all(-1).tolist()
             if not all(equal):
-                raise self._changed_source_error(pending[equal.index(False)], seen)
+                raise self._make_changed_source_error(pending[equal.index(False)], seen)
 
     def _look(self, start: int, count: int, columns: Mapping[str, Any]) -> _ChunkRecord:
         if not (self.again and self.verify):
@@ -158,21 +158,21 @@ class Readings:
         first, k = self._first or [], len(seen) - 1
         now = seen[k]
         if k >= len(first):
-            raise self._error(
+            raise self._make_error(
                 f"gave {len(first)} chunks when it was first read, and now chunk {k} (from column {now.start}) as well"
             )
         before = first[k]
         if before.kinds != now.kinds or before.count != now.count:
-            raise self._changed_source_error(k, seen)
+            raise self._make_changed_source_error(k, seen)
         if before.sums is None or now.sums is None:
             return True
         if now.sums.device.type != "cpu" and not at_once:
             return False
         if not torch.equal(before.sums, now.sums):
-            raise self._changed_source_error(k, seen)
+            raise self._make_changed_source_error(k, seen)
         return True
 
-    def _changed_source_error(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
+    def _make_changed_source_error(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
         before, now = (self._first or [])[k], seen[k]
         if before.count != now.count:
             what = f"it had {before.count} columns, and has {now.count}"
@@ -180,12 +180,12 @@ class Readings:
             what = "its tensors have other types or shapes"
         else:
             what = "its values differ"
-        return self._error(
+        return self._make_error(
             f"gave another chunk {k} (columns {before.start} to {before.start + before.count}) when it was read again: "
             f"{what}"
         )
 
-    def _error(self, what: str) -> StreamError:
+    def _make_error(self, what: str) -> StreamError:
         return StreamError(
             detail=f"{self.source} {what}",
             fix="Gradients, and ops of several passes, read a source more than once: give one that yields the same "

@@ -1,4 +1,4 @@
-"""Linear algebra with matrices that are never built: solve, precondition, log-determinant, and a door to scipy.
+"""Linear algebra with matrices that are never built: solve, precondition, log-determinant, and operators for scipy.
 
 A matrix is what it does to vectors: a function of ``v`` [N] or [N, k] that gives ``K @ v``. A ready-made kernel
 (``ops.kernel_sum``), an op of your own, or any function made of them will do, if it is symmetric.

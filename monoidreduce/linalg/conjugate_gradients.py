@@ -103,14 +103,14 @@ def solve(
         else:
             x[:, left] = part
         residual = b - product(x)  # the recurrence drifts from the true residual; only the true one counts
-        reached = _largest(residual.norm(dim=0), bound)
+        reached = _find_largest(residual.norm(dim=0), bound)
         if reached <= 1 or iteration >= options.maxiter:
             break
         if reached > before / 2:  # rounding decides: another restart would not help
             break
         before, steps = reached, None
     norms = residual.norm(dim=0)
-    if _largest(norms, bound) <= 1:
+    if _find_largest(norms, bound) <= 1:
         return x
     worst = int((norms / bound.clamp(min=1e-300)).argmax())
     relative = float(norms[worst] / sizes[worst]) if float(sizes[worst]) else math.inf
@@ -119,17 +119,17 @@ def solve(
         residual=f"{relative:.1e}",
         tol=f"{options.tol:.1e}",
         column=f" of column {worst}" if b.shape[1] > 1 else "",
-        fix=_advice(iteration >= options.maxiter, b.dtype, options.preconditioner is not None),
+        fix=_advise(iteration >= options.maxiter, b.dtype, options.preconditioner is not None),
     )
 
 
-def _largest(norms: Tensor, bound: Tensor) -> float:
+def _find_largest(norms: Tensor, bound: Tensor) -> float:
     """The largest residual in units of its bound; NaN is infinite."""
     found = torch.where(norms == 0, 0.0, norms / bound)
     return float(found.nan_to_num(nan=math.inf).max()) if found.numel() else 0.0
 
 
-def _advice(too_few: bool, dtype: torch.dtype, preconditioned: bool) -> str:
+def _advise(too_few: bool, dtype: torch.dtype, preconditioned: bool) -> str:
     more = "" if preconditioned else "a preconditioner (linalg.nystroem), "
     if too_few:
         return f"Try {more}a larger ridge, a larger tol, or a larger maxiter"
@@ -168,7 +168,7 @@ def _iterate(
         image = product(p)
         curvature = (p * image).sum(0)
         if bool((active & ~(curvature > 0)).any()):
-            _fail_curvature(p, image, curvature, active)
+            _raise_curvature(p, image, curvature, active)
         alpha = torch.where(active, rz / curvature, 0.0)
         x, r = x + alpha * p, r - alpha * image
         z = helped(r)
@@ -187,7 +187,7 @@ def _iterate(
     return found, iteration
 
 
-def _fail_curvature(p: Tensor, image: Tensor, curvature: Tensor, active: Tensor) -> None:
+def _raise_curvature(p: Tensor, image: Tensor, curvature: Tensor, active: Tensor) -> None:
     at = int((active & ~(curvature > 0)).to(torch.uint8).argmax())
     if not bool(image[:, at].isfinite().all()):
         raise ConvergenceError(
@@ -201,7 +201,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 @dataclass
 class System:
-    """A product and how its systems are solved; and, within one backward, the size of the cotangents that it met."""
+    """A product and how its systems are solved; and, within one backward, the size of its cotangents."""
 
     product: Product
     options: Options
@@ -317,10 +317,10 @@ def check_options(b: Tensor, tol: Any, maxiter: Any, preconditioner: Any, progre
             detail=f"progress was given {shown(progress)}", fix="Give True, or a function of iteration and residual"
         )
     show = progress if callable(progress) else print_progress(tol, maxiter) if progress else None
-    return Options(float(tol), maxiter, _checked(preconditioner), show)
+    return Options(float(tol), maxiter, _check_preconditioner(preconditioner), show)
 
 
-def _checked(preconditioner: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+def _check_preconditioner(preconditioner: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
     if preconditioner is None:
         return None
 

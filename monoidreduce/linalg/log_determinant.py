@@ -94,7 +94,7 @@ def logdet(
     with torch.no_grad():
         steps = conjugate_gradients.Steps([], [])
         conjugate_gradients.solve(product, signs, options, steps=steps)
-        each = len(like) * _log_quadrature(steps)
+        each = len(like) * _integrate_log(steps)
         value, error = each.mean(), each.std() / probes**0.5
     value, error = value.to(column.dtype), error.to(column.dtype)
     if torch.is_grad_enabled() and (image := product(signs)).requires_grad:
@@ -102,7 +102,7 @@ def logdet(
     return LogDet(value, error)
 
 
-def _log_quadrature(steps: conjugate_gradients.Steps) -> Tensor:
+def _integrate_log(steps: conjugate_gradients.Steps) -> Tensor:
     """⟨e, log(T) e⟩ for the first unit vector e and the Lanczos matrix T of each column: [k], in float64."""
     alpha, beta = (torch.stack(s).double() for s in (steps.alpha, steps.beta))  # [steps, k]
     done = alpha == 0  # a column that had converged: its matrix ends there

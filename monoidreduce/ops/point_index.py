@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..engines.common.point_tree import PointTree
 from ..errors import ArgumentError, DTypeError, ShapeError, shown
-from ..plan import budget, disk
+from ..plan import disk, settings
 from ..runtime import dispatch, nearest
 from . import checks
 
@@ -237,7 +237,11 @@ def worth_a_tree(x: Any, y: Any) -> bool:
     """Whether one call on a GPU is faster with a tree that is built for it. (On a CPU the engine decides.)"""
     if not isinstance(y, Tensor) or y.device.type != "cuda" or not isinstance(x, Tensor) or y.dim() != 2:
         return False
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or budget.requested() is not None:
+    if (
+        torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+        or settings.requested_budget() is not None
+    ):
         return False  # whether a tree pays is read from the device, and a tree is memory
     return 0 < y.shape[1] <= FEW_FEATURES and x.numel() // y.shape[1] * len(y) >= MIN_PAIRS_ON_GPU
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from . import settings
 from .settings import BUDGET as VARIABLE
@@ -23,7 +23,6 @@ _SHARE = 64  # without a budget, one 64th of the free memory is used
 # Without a budget, panels take no more than this however much is free. On an H200, vocabulary heads in 1,100 MB took
 # 1.00 to 1.04 of their GEMMs' time, no more than in 2,100 (docs/internals/panel-kernels.md).
 PANELS = 1_100_000_000
-SHRINK = 8  # an OOM retry runs with one eighth of the memory
 
 
 class budget(contextlib.ContextDecorator):
@@ -62,36 +61,14 @@ class budget(contextlib.ContextDecorator):
             os.environ[VARIABLE] = str(parse(limit))
 
 
-def requested() -> int | None:
-    """The budget in force: the innermost block's, else the process's default, else None."""
-    return settings.now().budget
-
-
-@contextlib.contextmanager
-def restore(limit: int | None) -> Iterator[None]:
-    """Set a forward's budget for its backward, which may run in another thread."""
-    with contextlib.nullcontext() if limit is None else settings.change(budget=limit):
-        yield
-
-
-def shrink() -> contextlib.AbstractContextManager[None]:
-    """Plans made inside the block use 1 / ``SHRINK`` of the memory: for an OOM retry."""
-    return settings.change(shrink=SHRINK)
-
-
-def shrink_factor() -> int:
-    """``SHRINK`` in an OOM retry, else 1: memory limits are divided by it."""
-    return settings.current.get().shrink
-
-
 def allowed_bytes(free: Callable[[], int], least: int = 0, most: int | None = None) -> int:
     """Bytes of pairwise buffers that may be allocated: the budget, or a share of ``free()`` that is at least ``least``
     and otherwise at most ``most`` (:data:`PANELS`, where more would not be faster)."""
-    room = requested()
+    room = settings.requested_budget()
     if room is None:
         share = free() // _SHARE
         room = max(LEAST, least, share if most is None else min(share, most))
-    return max(min(room, least), room // shrink_factor())
+    return max(min(room, least), room // settings.shrink_factor())
 
 
 def format_floor(size: int) -> str:

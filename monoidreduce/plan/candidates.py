@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..reductions import kind_of
-from . import budget, cost, plan_records, tiles
+from . import cost, plan_records, settings, tiles
 from .op_counts import Case, folded_axes, only_gathers
 from .plan_records import Key
 from .schedule import Choice, get_followed
@@ -42,7 +42,7 @@ def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
     With ``over`` ("cols" or "rows"), only those that differ from the default in the tile of that axis's kernel.
     """
     seconds = _estimate_once(case)
-    found = _kernel_candidates(case, over, seconds) if case.kernels else _torch_candidates(case)
+    found = _list_kernel_candidates(case, over, seconds) if case.kernels else _list_torch_candidates(case)
     return _rank(case, found, seconds, panels=over is None)
 
 
@@ -55,7 +55,7 @@ def rank_untuned(case: Case) -> list[Choice]:
         return rank_candidates(case)
     case, own = case.typical(), dict(case.defaults)
     seconds = _estimate_once(case)
-    found = _kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
+    found = _list_kernel_candidates(case, None, seconds, others=())  # the cost of other tiles is not asked for
 
     def is_default(choice: Choice) -> bool:
         return all(cost.same_tile(t, own[way]) and own[way][4] in (0, t[4]) for way, t in choice.tiles)
@@ -92,12 +92,12 @@ def choose(case: Case, key: Key | None = None) -> Choice:
     case = case.rounded() if case.kernels else case
     if only_gathers(case.fold):  # no tiles to choose, whatever the number of features
         return Choice("flash")
-    if budget.shrink_factor() > 1:  # an OOM retry
+    if settings.shrink_factor() > 1:  # an OOM retry
         return least_memory_choice(case)
     known = get_followed(case.name) or (None if key is None else find_tuned(case, key))
     if known is not None:
         return known
-    limit = budget.requested()
+    limit = settings.requested_budget()
     ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
@@ -132,7 +132,7 @@ def least_memory_choice(case: Case) -> Choice:
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernel_candidates(
+def _list_kernel_candidates(
     case: Case, over: str | None, seconds: Callable[[Choice], float], others: Sequence[tuple[int, ...]] | None = None
 ) -> list[Choice]:
     """The choices of kernels; ``others``: the tiles tried beside the default ones, all of the table by default."""
@@ -175,7 +175,7 @@ def _vary_tile(
     yield from ((*own[:5], int(not copies)) for copies in own[5:])
 
 
-def _torch_candidates(case: Case) -> list[Choice]:
+def _list_torch_candidates(case: Case) -> list[Choice]:
     found = []
     for rows, cols in TORCH_TILES if case.width == 1 else ():
         r, c = min(rows, max(1, case.rows)), min(cols, max(1, case.cols))
@@ -194,7 +194,7 @@ def can_run(case: Case, choice: Choice) -> bool:
         return False
     if not all(_is_power_of_two(n) for t in kernels for n in t[:3]) or not all(t[0] * t[1] <= 2**16 for t in kernels):
         return False
-    limit = budget.requested()
+    limit = settings.requested_budget()
     return limit is None or cost.estimate(case, choice).held <= limit
 
 

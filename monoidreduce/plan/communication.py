@@ -188,8 +188,8 @@ class ClusterCost:
     def __str__(self) -> str:
         return (
             f"{self.rows:.3g} × {self.cols:.3g} pairs on {self.workers} workers of {self.machines} machines: "
-            f"{_duration(self.seconds)} ({self.units} units of {_duration(self.unit_seconds)}; a machine reads "
-            f"{self.read_bytes / 1e9:.3g} GB and moves {self.state_bytes / 1e9:.3g} GB of states; a worker holds "
+            f"{_format_duration(self.seconds)} ({self.units} units of {_format_duration(self.unit_seconds)}; a machine "
+            f"reads {self.read_bytes / 1e9:.3g} GB and moves {self.state_bytes / 1e9:.3g} GB of states; a worker holds "
             f"{self.peak / 1e6:.3g} MB; a worker's speed was {'measured here' if self.measured else 'not measured'})"
         )
 
@@ -247,7 +247,7 @@ def estimate_cluster(
     )
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..reductions import kind_of, outputs_of
-from . import budget
+from . import settings
 from . import tiles as tiling
 from .op_counts import Case, DeviceRates, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduleCost:
     """The cost of a whole call by one schedule.
 
     ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
@@ -81,7 +81,7 @@ class Scheduled:
 class Cost:
     """The cost of a call by every schedule that could run it, the fastest first."""
 
-    schedules: tuple[Scheduled, ...]
+    schedules: tuple[ScheduleCost, ...]
     ceilings: DeviceRates
     budget: int | None
     dense: int | None  # without a budget: bytes of pairs that the dense form may hold; None: it is never allowed
@@ -90,7 +90,7 @@ class Cost:
     prefers_dense: bool | None = None  # as decided for all lengths of a class; None: by these seconds
 
     @property
-    def chosen(self) -> Scheduled:
+    def chosen(self) -> ScheduleCost:
         """What a call on this device would run: its folds' own choices, or the fastest schedule that is allowed; dense
         only if it is clearly faster."""
         here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
@@ -103,23 +103,23 @@ class Cost:
         faster = dense.seconds <= CLEARLY * fold.seconds if self.prefers_dense is None else self.prefers_dense
         return dense if faster else fold
 
-    def allows(self, scheduled: Scheduled) -> bool:
+    def allows(self, scheduled: ScheduleCost) -> bool:
         """True if a schedule fits in the budget; without one, if the dense form's pairs fit in ``dense`` bytes."""
         if scheduled.schedule == "dense":
             return self.dense is not None and fits_dense(scheduled, self.budget, self.dense)
         return self.budget is None or scheduled.held <= self.budget
 
-    def with_schedule(self, scheduled: Scheduled) -> Cost:
+    def with_schedule(self, scheduled: ScheduleCost) -> Cost:
         """The same with one more schedule."""
         return replace(self, schedules=tuple(sorted((*self.schedules, scheduled), key=lambda s: s.seconds)))
 
-    def __getitem__(self, schedule: str) -> Scheduled:
+    def __getitem__(self, schedule: str) -> ScheduleCost:
         return next(s for s in self.schedules if s.schedule == schedule)
 
     def __contains__(self, schedule: object) -> bool:
         return any(s.schedule == schedule for s in self.schedules)
 
-    def get(self, schedule: str, otherwise: Scheduled | None = None) -> Scheduled | None:
+    def get(self, schedule: str, otherwise: ScheduleCost | None = None) -> ScheduleCost | None:
         return next((s for s in self.schedules if s.schedule == schedule), otherwise)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Cost:
         return "; ".join(parts)
 
 
-def fits_dense(dense: Scheduled, limit: int | None, otherwise: int) -> bool:
+def fits_dense(dense: ScheduleCost, limit: int | None, otherwise: int) -> bool:
     """True if the dense form fits in the budget ``limit``; without one, if all but its results take ``otherwise``."""
     return dense.peak - dense.results <= otherwise if limit is None else dense.peak <= limit
 
@@ -208,7 +208,7 @@ def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
     plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
     if any(kind_of(r).folds_trees for r in case.fold.reductions):
         plain = torch_number_seconds(rates, case.wide)
-    products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, case.widest))
+    products = work.flops / (rates.rate(_find_product_dtype(case)) * rates.efficiency(r, c, case.widest))
     seconds = pairs * (products + work.plain * plain + work.special / rates.special)
     seconds += number * (STEPS + case.steps) * rates.launch
     seconds += _count_result_bytes(case, work) * shape[2] * 2 / rates.bandwidth  # equation 2: combining partial results
@@ -226,7 +226,7 @@ def torch_number_seconds(rates: DeviceRates, size: int) -> float:
     return max(1 / rates.plain, 4 * size / rates.bandwidth)
 
 
-def _product_dtype(case: Case) -> str:
+def _find_product_dtype(case: Case) -> str:
     return case.dtype if case.dtype in case.ceilings.gemm else "float32" if case.wide == 4 else "float64"
 
 
@@ -327,7 +327,7 @@ def _choose_splits(tile: tuple[int, ...], kept: int, folded: int, case: Case) ->
 
 
 def _estimate_panel_choice(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (min(ROOM, budget.requested() or ROOM),)
+    (room,) = choice.tile("room") or (min(ROOM, settings.requested_budget() or ROOM),)
     return estimate_panels(case, count_work(case), room)
 
 
@@ -346,7 +346,9 @@ def estimate_panels(case: Case, work: Work, room: int = 0) -> Estimate:
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _count_input_bytes(case, work)
-    pair = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest))
+    pair = work.flops / (
+        rates.rate(_find_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, case.widest)
+    )
     pair += work.special / rates.special + work.plain / rates.plain + 4 * item / rates.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
     seconds = pairs * pair + again / rates.bandwidth + case.batch * number * steps * rates.launch

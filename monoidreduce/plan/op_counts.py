@@ -223,13 +223,13 @@ def _read_cache_size(level: int, otherwise: int) -> int:
 
 
 @functools.cache
-def _gpu_name(device: torch.device) -> str:
+def _read_gpu_name(device: torch.device) -> str:
     found = torch.cuda.get_device_properties(device)
     return f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} processors"
 
 
 @functools.cache
-def _cpu_name() -> str:
+def _read_cpu_name() -> str:
     info: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -245,8 +245,10 @@ def device_name(device: torch.device) -> str:
     """The model of a device, and on a CPU the number of threads: measurements hold for all devices of that name."""
     interpreted = ", interpreted" if settings.interprets_kernels() else ""
     if device.type == "cuda":
-        return _gpu_name(device)
-    return f"{_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"
+        return _read_gpu_name(device)
+    return (
+        f"{_read_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"
+    )
 
 
 SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in exponentials; others are plain arithmetic
@@ -262,7 +264,7 @@ def round_length(length: int, classes: int = _STEPS) -> int:
     >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
     (31, 1024, 1024, 1088, 4096)
     """
-    step = _class_step(length, classes)
+    step = _find_class_step(length, classes)
     return -(-length // step) * step
 
 
@@ -272,10 +274,10 @@ def middle_length(length: int) -> int:
     >>> middle_length(31), middle_length(1000), middle_length(1024), middle_length(16400)
     (31, 1008, 1008, 16896)
     """
-    return round_length(length) - _class_step(length) // 2
+    return round_length(length) - _find_class_step(length) // 2
 
 
-def _class_step(length: int, classes: int = _STEPS) -> int:
+def _find_class_step(length: int, classes: int = _STEPS) -> int:
     """How many lengths the class of a length has."""
     return 1 << max(0, (length - 1).bit_length() - classes.bit_length())
 

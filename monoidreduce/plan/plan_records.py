@@ -21,7 +21,7 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import ArgumentError
-from . import budget, disk, settings
+from . import disk, settings
 from .schedule import Choice
 
 FORMAT = 1
@@ -75,7 +75,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """As plain data, with a checksum."""
         body = {"format": FORMAT, "key": asdict(self.key), "plan": dict(self.plan), "measured": dict(self.measured)}
-        return {**body, "sum": _checksum(body)}
+        return {**body, "sum": _compute_checksum(body)}
 
     @staticmethod
     def from_json(found: Any) -> Record | None:
@@ -90,7 +90,7 @@ class Record:
         if not all(isinstance(found[n], dict) and _is_plain(found[n], _DEEPEST) for n in ("plan", "measured")):
             return None
         body = {name: value for name, value in found.items() if name != "sum"}
-        return Record(Key(**key), found["plan"], found["measured"]) if found["sum"] == _checksum(body) else None
+        return Record(Key(**key), found["plan"], found["measured"]) if found["sum"] == _compute_checksum(body) else None
 
 
 def bucket(length: int) -> int:
@@ -124,7 +124,7 @@ def make_key(
     """
     shape = " × ".join(str(bucket(n)) for n in lengths)
     features = ", ".join(f"{letter}={size}" for letter, size in letters)
-    return Key(program, f"{kind}{shape}; {features}", types, device, str(budget.requested() or ""))
+    return Key(program, f"{kind}{shape}; {features}", types, device, str(settings.requested_budget() or ""))
 
 
 def recall_choice(key: Key) -> Choice | None:
@@ -207,7 +207,7 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def _compute_checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()[:16]
 
 

@@ -2,8 +2,9 @@
 
 ``mr.use``, ``mr.budget`` and ``mr.skip_below``, plans that are followed or tried, and the second attempt after memory
 ran out each change some fields of it for a block. What nobody has set in a block is read from the environment, in every
-call (:func:`now`). Modules that own a setting have functions for it (``budget.requested``, ``schedule.follow``, ...);
-a call that is known asks for the whole value once (:func:`launch_state`).
+call (:func:`now`). What is asked for often has a function here or in the module that owns the setting
+(:func:`requested_budget`, ``schedule.follow``, ...); a call that is known asks for the whole value once
+(:func:`launch_state`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from ..errors import ArgumentError, EngineError
 
 ENGINES = ("auto", "eager", "panel", "reference", "triton")
+SHRINK = 8  # an OOM retry runs with one eighth of the memory
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 ENGINE, BUDGET, TUNE = "MONOIDREDUCE_ENGINE", "MONOIDREDUCE_BUDGET", "MONOIDREDUCE_TUNE"
 
@@ -226,6 +228,21 @@ def _parse_tune(value: str) -> bool:
     if value not in ("", "0", "1"):
         raise EngineError(detail=f"{TUNE} is {value!r}", fix="Set it to 1 or to 0, or leave it out")
     return value == "1"
+
+
+def requested_budget() -> int | None:
+    """The budget in force: the innermost block's, else the process's default, else None."""
+    return now().budget
+
+
+def shrink_memory() -> contextlib.AbstractContextManager[None]:
+    """Plans made inside the block use 1 / ``SHRINK`` of the memory: for an OOM retry."""
+    return change(shrink=SHRINK)
+
+
+def shrink_factor() -> int:
+    """``SHRINK`` in an OOM retry, else 1: memory limits are divided by it."""
+    return current.get().shrink
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

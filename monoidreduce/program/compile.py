@@ -66,7 +66,7 @@ def list_stages(outputs: tuple[Expr, ...], wanted: Sequence[str] = ()) -> Iterat
     """The text of a program after each compiler pass; then that of the gradient of each of its passes, last first.
 
     ``wanted``: the names of the inputs whose gradients are asked for; none of them, and there is no backward."""
-    yield from _stages("forward", outputs)
+    yield from _list_stages("forward", outputs)
     if not wanted:
         return
     program = compile_program(outputs)
@@ -74,12 +74,12 @@ def list_stages(outputs: tuple[Expr, ...], wanted: Sequence[str] = ()) -> Iterat
         asked = tuple(feed.dtype == "float" and _depends_on(feed, wanted) for feed in p.feeds)
         source = FoldGradient(p.fold, asked, (True,) * len(p.fold.outputs))
         try:
-            yield from _stages(f"backward of pass {number}", source)
+            yield from _list_stages(f"backward of pass {number}", source)
         except NoGradientError as error:
             yield Stage(f"backward of pass {number}", "gradient", str(error))
 
 
-def _stages(program: str, source: Source) -> list[Stage]:
+def _list_stages(program: str, source: Source) -> list[Stage]:
     found: list[Stage] = []
 
     def observe(name: str, result: Any) -> None:
@@ -186,14 +186,14 @@ def format_lowered(program: Lowered) -> str:
     lines = []
     for n, p in enumerate(program.passes, 1):
         made, texts = _format(p.feeds, known)
-        fed = [f"{leaf} <- {text}" + _axes(leaf) for leaf, text in zip(p.fold.leaves, texts, strict=True)]
+        fed = [f"{leaf} <- {text}" + _format_axes(leaf) for leaf, text in zip(p.fold.leaves, texts, strict=True)]
         inner, reductions = _format([e for pair in p.fold.scaled for e in pair], {})
         lines += [f"pass {n}:", *(f"    {line}" for line in (*made, *fed, *inner))]
         for k, (text, scale) in enumerate(zip(reductions[::2], reductions[1::2], strict=True)):
             lines.append(f"    pass{n}.r{k} = {text}" + ("" if scale == "1.0" else f" * {scale}"))
         places = {r: k for k, r in enumerate(p.fold.reductions)}
         for users, (r, k) in zip(p.results, p.fold.outputs, strict=True):
-            known |= dict.fromkeys(users, f"pass{n}.r{places[r]}{_result_suffix(r, k)}")
+            known |= dict.fromkeys(users, f"pass{n}.r{places[r]}{_format_result_suffix(r, k)}")
     return "\n".join([*lines, format_outputs(program.outputs, known)])
 
 
@@ -204,16 +204,16 @@ def _format(roots: Sequence[Expr], known: Mapping[Expr, str]) -> tuple[list[str]
     lines: list[str] = []
     texts: dict[Expr, tuple[str, int]] = {}  # the text of a node, and how strongly it binds
     for e in order:
-        text, binds = (known[e], _ATOM) if e in known else _node_text(e, texts)
+        text, binds = (known[e], _ATOM) if e in known else _format_node(e, texts)
         if e.args and e not in known and (uses[e] > 1 or (uses[e] and len(text) > _WIDEST)):
             name = f"t{len(lines)}"
-            lines.append(f"{name} = {text}{_axes(e)}")
+            lines.append(f"{name} = {text}{_format_axes(e)}")
             text, binds = name, _ATOM
         texts[e] = text, binds
     return lines, [texts[e][0] for e in roots]
 
 
-def _node_text(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int]:
+def _format_node(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int]:
     args = [texts[a] for a in e.args]
     if e.op in _INFIX:
         sign, binds = _INFIX[e.op]
@@ -227,7 +227,7 @@ def _node_text(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int
     if e.op == "size":
         return f"num_{e.attrs[0]}", _ATOM
     if e.op == "result":
-        return f"{args[0][0]}{_result_suffix(e.args[0], e.attrs[0])}", _ATOM
+        return f"{args[0][0]}{_format_result_suffix(e.args[0], e.attrs[0])}", _ATOM
     inner = ", ".join(text for text, _ in args)
     if e.op == "reduce":
         kind, over, params = e.attrs
@@ -237,7 +237,7 @@ def _node_text(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int
     return (f"{e.op}({inner}{attributes})" if e.args or e.attrs else e.op), _ATOM
 
 
-def _result_suffix(reduction: Expr, k: int) -> str:
+def _format_result_suffix(reduction: Expr, k: int) -> str:
     """How the k-th result of a reduction is written: ``.index``; nothing where there is only one."""
     names = kind_of(reduction).result_names(reduction.args, reduction.attrs[2])
     return f".{names[k]}" if len(names) > 1 else ""
@@ -248,7 +248,7 @@ def _in_parentheses(arg: tuple[str, int], least: int) -> str:
     return text if binds >= least else f"({text})"
 
 
-def _axes(e: Expr) -> str:
+def _format_axes(e: Expr) -> str:
     """A comment that says how many values an expression stands for."""
     place = "per pair" if e.is_pair else "per row" if e.rows else "per column" if e.cols else "one"
     return f"  # {place}" + ("" if e.feature is None else f', vector over "{e.feature}"')

@@ -64,7 +64,7 @@ __all__ = [
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
 
-LISTED = ("listed", "listed_once", "listed_position")  # per pair, of the tensors of a domain (``domain.py``)
+LISTED = ("listed", "listed_once", "listed_position")  # per pair, of the tensors of a domain (``domains/``)
 _MOST_TERMS = 64  # a vector that would be a sum of more products is left as it is: engines walk its features
 _MOST_WALKS = 8  # a sum over features that would be more walks than this is one walk of the whole
 _LINEAR = ("add", "sub", "neg", "mul", "div", "where", "cast")  # what :func:`terms` looks into
@@ -79,12 +79,12 @@ def terms(x: Expr, known: dict[Expr, list[Term] | None] | None = None) -> list[T
     found = {} if known is None else known
     for e in topological([x], stop=lambda e: e in found or not _is_elementwise(e) or e.op not in _LINEAR):
         if e not in found:
-            parts = _terms(e, found)
+            parts = _find_terms(e, found)
             found[e] = None if parts is None or len(parts) > _MOST_TERMS else parts
     return found[x]
 
 
-def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
+def _find_terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
     """The terms of a node, given those of its arguments."""
     if x.feature is None:
         return [(x, None, None)]
@@ -105,7 +105,7 @@ def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
     if x.op == "div":
         divisor = x.args[1]
         whole = divisor.is_pair and divisor.feature is not None
-        return None if whole else _multiply_terms(left, _terms(apply("reciprocal", divisor), {}))
+        return None if whole else _multiply_terms(left, _find_terms(apply("reciprocal", divisor), {}))
     right = found[x.args[-1]]
     if left is None or right is None:
         return None
@@ -157,10 +157,10 @@ def _scale_terms(some: list[Term], factor: Expr) -> list[Term]:
 
 
 def _multiply_pair(a: Term, b: Term) -> Term:
-    return apply("mul", a[0], b[0]), _vector_product(a[1], b[1]), _vector_product(a[2], b[2])
+    return apply("mul", a[0], b[0]), _multiply_vectors(a[1], b[1]), _multiply_vectors(a[2], b[2])
 
 
-def _vector_product(u: Expr | None, v: Expr | None) -> Expr | None:
+def _multiply_vectors(u: Expr | None, v: Expr | None) -> Expr | None:
     return u if v is None else v if u is None else apply("mul", u, v)
 
 
@@ -180,10 +180,10 @@ def fsum(x: Expr) -> Expr:
         elif _is_split(e):
             found[e] = apply(e.op, *(found[a] for a in e.args))
         else:
-            found[e] = _whole_fsum(e, known)
+            found[e] = _sum_whole(e, known)
             walked += found[e].op == "fsum" and e.is_pair
         if walked > _MOST_WALKS:
-            return _feature_node("fsum", x)
+            return _make_feature_node("fsum", x)
     return found[x]
 
 
@@ -192,19 +192,19 @@ def _is_split(x: Expr) -> bool:
     return x.op in ("add", "sub") and x.is_pair and x.feature is not None
 
 
-def _whole_fsum(x: Expr, known: dict[Expr, list[Term] | None]) -> Expr:
+def _sum_whole(x: Expr, known: dict[Expr, list[Term] | None]) -> Expr:
     """The sum over the features of a vector that is not split."""
     if x.op == "spread":
         return apply("mul", x.args[0], size(str(x.feature)))
     if not x.is_pair:
-        return _feature_node("fsum", x)
+        return _make_feature_node("fsum", x)
     if x.op == "square" and x.args[0].op == "sub":
-        sides = _row_and_col(*x.args[0].args)
+        sides = _split_row_and_col(*x.args[0].args)
         if sides is not None:
             return sqdist(*sides)
     parts = terms(x, known)
     if parts is None:
-        return _feature_node("fsum", x)
+        return _make_feature_node("fsum", x)
     total = ZERO
     for k, u, v in parts:
         if u is not None and v is not None:
@@ -212,16 +212,16 @@ def _whole_fsum(x: Expr, known: dict[Expr, list[Term] | None]) -> Expr:
         elif u is None and v is None:
             inner = size(str(x.feature))
         else:
-            inner = _feature_node("fsum", u if u is not None else v)  # type: ignore[arg-type]
+            inner = _make_feature_node("fsum", u if u is not None else v)  # type: ignore[arg-type]
         total = apply("add", total, apply("mul", k, inner))
     return total
 
 
-def _feature_node(op: str, x: Expr) -> Expr:
+def _make_feature_node(op: str, x: Expr) -> Expr:
     return node(op, (x,), (), rows=x.rows, cols=x.cols, feature=None, dtype=x.dtype)
 
 
-def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
+def _split_row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     """A row's vector and a column's over one letter, in that order; None for any other two."""
     if a.feature is None or not fit(a.feature, b.feature) or a.is_pair or b.is_pair:
         return None
@@ -256,7 +256,7 @@ def dot(a: Expr, b: Expr) -> Expr:
         )
     if a.dtype != b.dtype and "float" in (a.dtype, b.dtype):  # torch multiplies matrices of one type alone
         a, b = (apply("cast", e, to="float") for e in (a, b))
-    sides = _row_and_col(a, b)
+    sides = _split_row_and_col(a, b)
     if sides is not None:
         (s, x), (t, y) = map(split_scale, sides)
         product = node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest(sides))
@@ -268,7 +268,7 @@ def dot(a: Expr, b: Expr) -> Expr:
 
 def sqdist(a: Expr, b: Expr) -> Expr:
     """|a - b|², with care for close points."""
-    sides = _row_and_col(a, b)
+    sides = _split_row_and_col(a, b)
     if sides is not None:
         return node("sqdist", sides, (), rows=True, cols=True, feature=None, dtype="float")
     return fsum(apply("square", apply("sub", a, b)))
@@ -309,7 +309,7 @@ def feature_extreme(x: Expr, largest: bool) -> Expr:
             detail=f"the largest or smallest feature was asked of {x!r}, which is one number",
             fix="To fold over columns or rows, use mr.max(...) or mr.min(...)",
         )
-    return _feature_node("famax" if largest else "famin", x)
+    return _make_feature_node("famax" if largest else "famin", x)
 
 
 def vector_norm(x: Expr, p: Any = 2) -> Expr:
@@ -481,7 +481,7 @@ def is_along_diagonals(index: Expr) -> bool:
     slopes: dict[Expr, tuple[int, int] | None] = {}  # of sums of indices: how often each index; None: anything else
     found: set[Expr] = set()
     for e in topological([index], stop=lambda n: not (n.rows or n.cols)):
-        slopes[e] = _slope(e, slopes)
+        slopes[e] = _find_slope(e, slopes)
         own = slopes[e]
         if own is not None:
             equal = own[0] == -own[1]
@@ -492,7 +492,7 @@ def is_along_diagonals(index: Expr) -> bool:
     return index in found
 
 
-def _slope(e: Expr, known: dict[Expr, tuple[int, int] | None]) -> tuple[int, int] | None:
+def _find_slope(e: Expr, known: dict[Expr, tuple[int, int] | None]) -> tuple[int, int] | None:
     """How much a sum of indices grows from row to row, and from column to column."""
     if not (e.rows or e.cols):
         return 0, 0

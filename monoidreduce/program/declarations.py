@@ -169,7 +169,7 @@ class Table(Batch):
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of vectors with scales (``stored_vectors.py``)
 
 
-AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domain.py``)
+AXES = {  # between batch and features; "list" and "lists" are the tensors of a domain (``domains/``)
     "rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": (),
     "list": ("list",), "lists": ("groups", "list"), "edges": ("list",),
 }  # fmt: skip
@@ -236,7 +236,7 @@ def parameters(function: Any) -> dict[str, Parameter]:
         raise DeclarationError(
             detail=f"op was given {shown(function)}", fix="Give a function, written with def or lambda"
         )
-    hints = _annotations(function)
+    hints = _read_annotations(function)
     found = {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -247,11 +247,11 @@ def parameters(function: Any) -> dict[str, Parameter]:
                 fix="Give the parameter another name",
             )
         default = ... if p.default is p.empty else p.default
-        found[name] = _parameter(function.__name__, name, hints.get(name), default)
+        found[name] = _make_parameter(function.__name__, name, hints.get(name), default)
     return found
 
 
-def _annotations(function: Any) -> dict[str, Any]:
+def _read_annotations(function: Any) -> dict[str, Any]:
     """Annotations as objects, whether or not they were written under ``from __future__ import annotations``."""
     raw = dict(getattr(function, "__annotations__", {}))
     scope = dict(function.__globals__)
@@ -267,7 +267,7 @@ def _annotations(function: Any) -> dict[str, Any]:
     return raw
 
 
-def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
+def _make_parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
     optional = default is None
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [h for h in typing.get_args(hint) if h is not type(None)]

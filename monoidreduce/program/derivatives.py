@@ -1,12 +1,14 @@
-"""Derivatives of primitives that take more than a line, in the language itself.
+"""Formulas of the table of primitives that take more than a line, in the language itself: derivatives, and bounds.
 
-Each receives the cotangent ``g``, the result ``y`` and the arguments as symbols, and returns one cotangent per
+A derivative receives the cotangent ``g``, the result ``y`` and the arguments as symbols, and returns one cotangent per
 argument. They follow torch's formulas on special values too. Where torch gives no gradient a ``where`` leaves the
-cotangent out: zero times an infinite cotangent would be NaN."""
+cotangent out: zero times an infinite cotangent would be NaN. What bounds a number (clamp, the hard activations, fmax
+and fmin) has the gradients that the installed torch gives on a bound and to ties."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,3 +87,40 @@ def copysign_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
 
 def fmod_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
     return g, -(g * torch.trunc(a / b))
+
+
+# Bounds
+
+# From torch 2.14 on, clamp passes no gradient on a bound that is a number, and ties of clamp, fmax and fmin are shared.
+_shares_ties = torch.__version__ >= "2.14"  # compared as versions
+
+
+def inside(x: Any, low: float, high: float) -> Any:
+    """torch's hard activations: the gradient passes inside, and not on the bounds nor at NaN."""
+    still = x.detach()
+    bounded = torch.where(still <= low, low, torch.where(still >= high, high, still))
+    return torch.where((x > low) & (x < high), x, bounded)
+
+
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    """torch's clamp, with the gradient of the installed torch; NaN, of either, stays."""
+    if low is not None:
+        x = _apply_bound(x, low, torch.maximum, (x > low, x <= low) if _shares_ties else (x >= low, x < low))
+    if high is not None:
+        x = _apply_bound(x, high, torch.minimum, (x < high, x >= high) if _shares_ties else (x <= high, x > high))
+    return x
+
+
+def _apply_bound(x: Any, bound: Any, choose: Callable[..., Any], sides: tuple[Any, Any]) -> Any:
+    expr = getattr(bound, "expr", None)
+    if _shares_ties and expr is not None and (expr.rows or expr.cols):
+        return choose(x, bound)
+    inside, outside = sides
+    return torch.where(inside, x, torch.where(outside, bound, (x + bound).detach()))
+
+
+def choose_number(choose: Callable[..., Any], wins: Any, a: Any, b: Any) -> Any:
+    """torch's fmax and fmin: NaN loses."""
+    if _shares_ties:
+        return torch.where(torch.isnan(b), a, torch.where(torch.isnan(a), b, choose(a, b)))
+    return torch.where(wins | torch.isnan(b), a, b)

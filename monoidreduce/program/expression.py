@@ -161,10 +161,10 @@ def fit(one: Feature, other: Feature) -> bool:
     if one == other:
         return True
     counted, letter = (one, other) if is_counted(one) else (other, one)
-    return is_counted(counted) and not is_counted(letter) and str(letter) in (str(counted)[1:], *_names(letter))
+    return is_counted(counted) and not is_counted(letter) and str(letter) in (str(counted)[1:], *_split_letter(letter))
 
 
-def _names(letter: Feature) -> tuple[str, ...]:
+def _split_letter(letter: Feature) -> tuple[str, ...]:
     return () if letter is None or str(letter).isdigit() else (str(letter),)
 
 
@@ -184,7 +184,7 @@ def is_whole_power(x: Expr, n: Expr) -> bool:
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
     """A reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``; its results are reached through
     :func:`result`."""
-    rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is met by index
+    rows, cols, _ = (True, True, None) if kind in ("pick", "picks") else join(fields)  # the other side is read by index
     return node(
         "reduce",
         fields,
@@ -289,13 +289,13 @@ def _simplify(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     return rule(args, attrs) if rule else None
 
 
-def _all_bool(args: tuple[Expr, ...]) -> bool:
+def _are_all_bool(args: tuple[Expr, ...]) -> bool:
     return all(a.dtype == "bool" for a in args)
 
 
 def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if _all_bool(args):
+    if _are_all_bool(args):
         return apply("logical_or", a, b)
     for one, other in ((a, b), (b, a)):
         if is_constant(one, 0) and _has_result_shape(other, args):
@@ -322,7 +322,7 @@ def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
-    if _all_bool(args):
+    if _are_all_bool(args):
         return apply("logical_and", a, b)
     if a is b:
         return apply("square", a)
@@ -492,15 +492,15 @@ def _logical(neutral: bool) -> Any:
 
 def _truths_as(name: str) -> Any:
     """An operation that is a logical one where all its arguments are truth values."""
-    return lambda args, attrs: apply(name, *args) if _all_bool(args) else None
+    return lambda args, attrs: apply(name, *args) if _are_all_bool(args) else None
 
 
 _RULES = {
     "relu": lambda args, attrs: apply("maximum", args[0], 0) if args[0].dtype == "int" else None,
     "minimum": _truths_as("logical_and"),
     "maximum": _truths_as("logical_or"),
-    "sign": lambda args, attrs: args[0] if _all_bool(args) else None,
-    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _all_bool(args) else None,
+    "sign": lambda args, attrs: args[0] if _are_all_bool(args) else None,
+    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _are_all_bool(args) else None,
     "add": _add,
     "sub": _sub,
     "mul": _mul,

@@ -221,13 +221,13 @@ def fold_saving_row_gradients(fold: Fold, wanted: tuple[bool, ...]) -> SavingFol
     if soft.attrs[1] != "cols" or len(soft.args) > 1 or (pick is not None and not _is_number(pick)):
         return None
     target = None if pick is None else pick.args[0]
-    vectors = _linear_derivatives(soft.args[0], fold, places)
-    picked = vectors if pick is None else _linear_derivatives(pick.args[1], fold, places)
+    vectors = _find_linear_derivatives(soft.args[0], fold, places)
+    picked = vectors if pick is None else _find_linear_derivatives(pick.args[1], fold, places)
     if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
         return None
     outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(outputs_of(r))]
-    saved = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
-    saved += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
+    saved = [_make_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
+    saved += [] if target is None else [_make_softmax_mean_without(soft.args[0], ONE, target)]
     made = _compile_one_fold(fold, (*outputs, *saved), len(outputs))
     if made is None:
         return None
@@ -267,7 +267,7 @@ def _is_number(pick: Expr) -> bool:
     return pick.attrs[1:] == ("cols", ("col",)) and pick.args[0].feature is None and pick.args[2] is ONE
 
 
-def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Expr, Expr]]:
+def _find_linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Expr, Expr]]:
     """The derivatives of a number per pair by rows' vectors, as (what leaves a sum over columns, the rest); nothing
     where one of them is not a number times a vector as it was given."""
     found = {}
@@ -281,7 +281,7 @@ def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int
     return found
 
 
-def _softmax_mean_without(logit: Expr, value: Expr, target: Expr | None) -> Expr:
+def _make_softmax_mean_without(logit: Expr, value: Expr, target: Expr | None) -> Expr:
     """The softmax mean of a value, 0 at the target."""
     value = value if target is None else apply("where", apply("eq", index("col"), target), 0.0, value)
     return make("soft", "cols", (), (logit, value))[1]
@@ -303,12 +303,12 @@ def _compile_one_fold(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple 
     place = {e: k for k, nodes in enumerate(whole.results) for e in nodes}
     mine = [place[e] for e in program.outputs[:own]]
     more = [k for k in range(len(whole.results)) if k not in mine]
-    leaves = {e: _leaf(f"E{more.index(k)}", e.feature) for e, k in place.items() if k in more}
+    leaves = {e: _make_leaf(f"E{more.index(k)}", e.feature) for e, k in place.items() if k in more}
     feeds = tuple(map(fold.leaves.index, whole.feeds))
     return replace(whole.fold, raised=True), feeds, tuple(mine), tuple(more), substitute(program.outputs[own:], leaves)
 
 
-def _leaf(name: str, feature: Any = None) -> Expr:
+def _make_leaf(name: str, feature: Any = None) -> Expr:
     return node("leaf", (), (name,), rows=True, cols=False, feature=feature, dtype="float")
 
 
@@ -316,19 +316,19 @@ def _leaf(name: str, feature: Any = None) -> Expr:
 def row_gradients(form: SavingFold, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
     """The gradients of rows' vectors, by place of their leaves; ``given``: the results that have a cotangent."""
     if form.plain:
-        g = _symbol(f"g{form.soft}")
+        g = _make_symbol(f"g{form.soft}")
         return tuple((m.place, (g * _as_symbol(m.mean)).expr) for m in form.means) if given[form.soft] else ()
-    cotangents = [_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
+    cotangents = [_make_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
     if not cotangents:
         return ()
-    seen = _symbol(f"P{form.soft + 1}") != -math.inf  # else no column has a weight
+    seen = _make_symbol(f"P{form.soft + 1}") != -math.inf  # else no column has a weight
     g = torch.where(seen, sum(cotangents[1:], cotangents[0]), 0.0)
     found = []
     for m in form.means:
         mine = g * _as_symbol(m.factor)
         value = mine * _as_symbol(m.mean)
         if form.rest is not None:
-            at = mine + _symbol(f"g{form.pick}") * _as_symbol(m.picked) if given[form.pick] else mine
+            at = mine + _make_symbol(f"g{form.pick}") * _as_symbol(m.picked) if given[form.pick] else mine
             value = value + (at - mine * _as_symbol(form.rest)) * _as_symbol(m.there)
         found.append((m.place, value.expr))
     return tuple(found)
@@ -339,5 +339,5 @@ def _as_symbol(e: Expr) -> Any:
     return Symbol(e)
 
 
-def _symbol(name: str) -> Any:
-    return Symbol(_leaf(name))
+def _make_symbol(name: str) -> Any:
+    return Symbol(_make_leaf(name))

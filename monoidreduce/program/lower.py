@@ -79,7 +79,7 @@ class Fold:
 
     @functools.cached_property
     def domain(self) -> Expr | None:
-        """The node that says which pairs are listed (``domain.py``); None: all pairs are folded."""
+        """The node that says which pairs are listed (``domains/``); None: all pairs are folded."""
         return constructors.find_listed(self.reductions)
 
     @functools.cached_property
@@ -356,7 +356,7 @@ def digest_nodes(parts: Sequence[tuple[Expr, ...]], *others: str) -> str:
     """The hash of groups of nodes, written out one by one, and of other text."""
     order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}
-    lines = [_node_line(e, number) for e in order]
+    lines = [_format_node(e, number) for e in order]
     lines += [str([number[e] for e in part]) for part in parts]
     text = "\n".join([*lines, *others])
     found = hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -368,13 +368,13 @@ def is_digest_portable(name: str) -> bool:
     return not name.startswith(_LOCAL)
 
 
-def _node_line(e: Expr, number: dict[Expr, int]) -> str:
-    return f"{e.op} {[number[a] for a in e.args]} {_attribute_text(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
+def _format_node(e: Expr, number: dict[Expr, int]) -> str:
+    return f"{e.op} {[number[a] for a in e.args]} {_format_attribute(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
 
 
-def _attribute_text(value: Any) -> str:
+def _format_attribute(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_attribute_text, value))})"
+        return f"({', '.join(map(_format_attribute, value))})"
     plain = value is None or isinstance(value, (bool, int, float, str))
     return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"
 
@@ -389,7 +389,7 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
     under = topological(fields)
     found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
     number = [c for c in found if c.feature is None and (c.rows or c.cols)]
-    open_ones = _undecidable(number)
+    open_ones = _find_undecidable(number)
     return tuple(c for c in dict.fromkeys(number) if c not in open_ones)
 
 
@@ -412,7 +412,7 @@ def find_same_sequence(fold: Fold) -> Expr | None:
     return None
 
 
-def _undecidable(roots: list[Expr]) -> set[Expr]:
+def _find_undecidable(roots: list[Expr]) -> set[Expr]:
     """The nodes under ``roots`` of which a tile's index and number ranges can say nothing."""
     found: set[Expr] = set()
     for e in topological(roots):

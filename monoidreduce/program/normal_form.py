@@ -31,7 +31,7 @@ def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
     for e in topological(roots):
         args = tuple(done[a] for a in e.args)
         if e.op == "result" and e.args[0].attrs[0] in ("sum", "soft"):
-            done[e] = _normal_result(done[e.args[0]], e.attrs[0])
+            done[e] = _normalize_result(done[e.args[0]], e.attrs[0])
         elif e.op == "sub":
             done[e] = _subtract(*args)
         else:
@@ -54,25 +54,25 @@ def is_pass(e: Expr) -> bool:
     return e.op == "reduce" and (kind_of(e).gathers or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
 
 
-def _normal_result(reduction: Expr, k: int) -> Expr:
+def _normalize_result(reduction: Expr, k: int) -> Expr:
     kind, over, _ = reduction.attrs
     if kind == "sum":
-        return _normal_sum(reduction.args[0], over)
+        return _normalize_sum(reduction.args[0], over)
     means = len(reduction.args) - 1
     if k == 0 or k > means:  # of the logit alone: the logsumexp, and its two parts that follow the means
         return make("soft", over, (), reduction.args[:1])[max(0, k - means)]
-    return _soft_mean(reduction.args[0], reduction.args[k], over)
+    return _normalize_softmax_mean(reduction.args[0], reduction.args[k], over)
 
 
 def _varies_along(e: Expr | None, axis: str) -> bool:
     return e is not None and (e.cols if axis == "cols" else e.rows)
 
 
-def _other_axis(axis: str) -> str:
+def _name_other_axis(axis: str) -> str:
     return "rows" if axis == "cols" else "cols"
 
 
-def _normal_sum(e: Expr, over: str) -> Expr:
+def _normalize_sum(e: Expr, over: str) -> Expr:
     if e.dtype != "float":
         return make("sum", over, (), (e,))[0] if _varies_along(e, over) else apply("mul", e, size(over))
     if e.feature is not None and not e.is_pair:
@@ -80,19 +80,19 @@ def _normal_sum(e: Expr, over: str) -> Expr:
     products, rest = split_products(e)
     if products:
         summed = [_sum_vector(p, over) for p in products]
-        summed += [] if rest is None else [_normal_sum(rest, over)]
+        summed += [] if rest is None else [_normalize_sum(rest, over)]
         return functools.reduce(lambda a, b: apply("add", a, b), summed)
     gap = constructors.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
         free, alone, mid = factors(gap[0], over)
-        value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
+        value = _make_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
         return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
     if parts is None:  # a vector per pair that is no product: numbers at given indices, or engines walk its features
-        return _numbers_at_indices(e, over) or _sum_vector(e, over)
+        return _pick_numbers(e, over) or _sum_vector(e, over)
     sums: dict[Part, Expr] = {}
     for k, u, v in parts:
-        outer, inner = _outer_inner(u, v, over)
+        outer, inner = _split_vector(u, v, over)
         r, c, mid = factors(k, over)
         if inner is not None:
             inner = apply("mul", inner, c)
@@ -126,7 +126,7 @@ def _sum_vector(e: Expr, over: str) -> Expr:
     return functools.reduce(lambda a, b: apply("add", a, b), sums)
 
 
-def _numbers_at_indices(e: Expr, over: str) -> Expr | None:
+def _pick_numbers(e: Expr, over: str) -> Expr | None:
     """Σ where(index == targets, number, 0) with a vector of targets and the folded index: a ``picks``."""
     if e.op != "where" or not constructors.is_constant(e.args[2], 0) or e.args[1].feature is not None:
         return None
@@ -139,7 +139,7 @@ def _numbers_at_indices(e: Expr, over: str) -> Expr | None:
 def _split_many_matches(sums: dict[Part, Expr], over: str) -> list[tuple[Expr, Expr | None, Expr | None, Expr]]:
     """Take out of each part, as sums of their own, the values at vectors of targets (``sums`` is changed).
 
-    A dense part with one target stays whole (see :func:`_plain_sum`); with K of them, comparing K indices in every
+    A dense part with one target stays whole (see :func:`_make_sum`); with K of them, comparing K indices in every
     pair would cost more than the pair, while gathering is K vectors a row. Both sums are accumulated alike and added
     before they are rounded."""
     found: list[tuple[Expr, Expr | None, Expr | None, Expr]] = []
@@ -170,14 +170,14 @@ def _sum_groups(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr
     for keys in groups.values():
         r, outer, inner = keys[0]
         if len(keys) == 1:
-            yield r, outer, inner, _plain_sum(parts[keys[0]], inner, over)
+            yield r, outer, inner, _make_sum(parts[keys[0]], inner, over)
             continue
         products = [apply("mul", parts[k], v) for k in keys if (v := k[2]) is not None]
         whole = functools.reduce(lambda a, b: apply("add", a, b), products)
         yield r, outer, inner, make("sum", over, (), (whole,))[0]
 
 
-def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
+def _split_vector(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
     """The vector that is moved out of the sum, and the one that stays in it."""
     outer, inner = (u, v) if over == "cols" else (v, u)
     if inner is not None and not _varies_along(inner, over):
@@ -188,14 +188,14 @@ def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None
 def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     if not _is_short(k):
-        return _shared_factors(k, over)
+        return _factor_shared(k, over)
     free, alone, rest = ONE, ONE, ONE
     stack = [k]
     while stack:
         f = stack.pop()
         if not _varies_along(f, over):
             free = apply("mul", f, free)
-        elif not _varies_along(f, _other_axis(over)):
+        elif not _varies_along(f, _name_other_axis(over)):
             alone = apply("mul", f, alone)
         elif f.op == "mul" and f.dtype == "float":
             stack += reversed(f.args)
@@ -234,13 +234,13 @@ def _is_short(k: Expr) -> bool:
     return count[k] <= _MANY
 
 
-def _shared_factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+def _factor_shared(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """As :func:`factors`, node by node, so that what is shared stays shared."""
     found: dict[Expr, tuple[Expr, Expr, Expr]] = {}
     for e in topological([k], stop=lambda e: not _is_product(e)):
         if not _varies_along(e, over):
             found[e] = e, ONE, ONE
-        elif not _varies_along(e, _other_axis(over)):
+        elif not _varies_along(e, _name_other_axis(over)):
             found[e] = ONE, e, ONE
         elif not _is_product(e) or (e.op == "div" and e.args[1].is_pair):
             found[e] = ONE, ONE, e
@@ -262,12 +262,12 @@ def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
 
     No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
     """
-    direct = _number_beside(e)
+    direct = _split_number(e)
     if direct is not None:
         return direct
     has: set[Expr] = set()  # the products in which there is such a number
     for n in topological([e], stop=lambda n: n.op != "mul" or n.dtype != "float"):
-        if _number_beside(n) is not None or (n.op == "mul" and not has.isdisjoint(n.args)):
+        if _split_number(n) is not None or (n.op == "mul" and not has.isdisjoint(n.args)):
             has.add(n)
     if e not in has:
         return None
@@ -275,14 +275,14 @@ def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
     while direct is None:
         one, other = e.args if e.args[0] in has else e.args[::-1]
         passed.append(other)
-        e, direct = one, _number_beside(one)
+        e, direct = one, _split_number(one)
     number, rest = direct
     for other in reversed(passed):
         rest = apply("mul", rest, other)
     return number, rest
 
 
-def _number_beside(e: Expr) -> tuple[Expr, Expr] | None:
+def _split_number(e: Expr) -> tuple[Expr, Expr] | None:
     """A product of a number of no axis and something else: the two of them."""
     if e.op != "mul" or e.dtype != "float":
         return None
@@ -292,7 +292,7 @@ def _number_beside(e: Expr) -> tuple[Expr, Expr] | None:
     return None
 
 
-def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
+def _make_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     """Σ mid × vector; where mid is non-zero only at an index, as picks.
 
     A mid with a dense part too (softmax minus one-hot) stays whole: the two may cancel, so they are added pair by pair.
@@ -427,14 +427,14 @@ def _match_index(e: Expr) -> tuple[str, Expr] | None:
     return None
 
 
-def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
+def _normalize_softmax_mean(logit: Expr, value: Expr, over: str) -> Expr:
     """A softmax mean, its value split like a sum: what is free of the folded axis leaves the mean."""
     parts = terms(value) if value.feature is not None else [(value, None, None)]
     if parts is None:
         return make("soft", over, (), (logit, value))[1]
     total = ZERO
     for k, u, v in parts:
-        outer, inner = _outer_inner(u, v, over)
+        outer, inner = _split_vector(u, v, over)
         r, c, mid = factors(k, over)
         weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
         mean = make("soft", over, (), (logit, weighted))[1]

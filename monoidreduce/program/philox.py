@@ -3,7 +3,7 @@
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
 batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs two pairs one multiplication: every row and every two
 neighbouring columns have a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place,
-and the halves of the words' product decide for the two. Words are made once, outside the pairs.
+and the halves of the words' product are the random bits of the two. Words are made once, outside the pairs.
 
 A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from ``BLOCK``
 to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a block's
@@ -34,12 +34,12 @@ _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 
 def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by Philox."""
-    return _numbers(_philox, seed, batch, i, j, out)
+    return _make_numbers(_run_philox, seed, batch, i, j, out)
 
 
 def ticket(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper road."""
-    return _numbers(_ticket, seed, batch, i, j, out)
+    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper hash."""
+    return _make_numbers(_make_ticket, seed, batch, i, j, out)
 
 
 def gumbel(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
@@ -48,7 +48,7 @@ def gumbel(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     return (u.double() if out is None else u).neg_().log1p_().neg_().log_().neg_()
 
 
-def _numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any, out: Any) -> Tensor:
+def _make_numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any, out: Any) -> Tensor:
     """Words as numbers: (word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it.
 
     Never 0 or 1, and fine near 0, so that the tail of an exponential or Gumbel number is there."""
@@ -59,29 +59,31 @@ def _numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any,
     if out is None:
         out = torch.empty(torch.broadcast_shapes(*(p.shape for p in parts)), dtype=torch.float32, device=j.device)
     if out.dim() < 2 or not out.numel():
-        return _number(draw(*parts), out)
+        return _make_number(draw(*parts), out)
     step = max(1, _CHUNK // max(1, out.numel() // out.shape[-2]))
     for at in range(0, out.shape[-2], step):
         rows = slice(at, at + step)
-        _number(draw(*(p[..., rows, :] if p.dim() > 1 and p.shape[-2] > 1 else p for p in parts)), out[..., rows, :])
+        _make_number(
+            draw(*(p[..., rows, :] if p.dim() > 1 and p.shape[-2] > 1 else p for p in parts)), out[..., rows, :]
+        )
     return out
 
 
-def _number(word: Tensor, out: Tensor) -> Tensor:
+def _make_number(word: Tensor, out: Tensor) -> Tensor:
     return out.copy_(word.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24))
 
 
-def _philox(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def _run_philox(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = j & _MASK, i & _MASK, batch & _MASK, torch.zeros_like(seed)
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = _high(p1) ^ c1 ^ k0, p1 & _MASK, _high(p0) ^ c3 ^ k1, p0 & _MASK
+        c0, c1, c2, c3 = _take_high_bits(p1) ^ c1 ^ k0, p1 & _MASK, _take_high_bits(p0) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0
 
 
-def _ticket(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def _make_ticket(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
     low, high, batch = seed & _MASK, (seed >> 32) & _MASK, batch & _MASK
     begin = _mix_bits((_hash_words(low, high, batch) + i * 0x9E3779B9) & _MASK)
     step = _mix_bits((_hash_words(batch, low, high) + i * 0x85EBCA6B) & _MASK) | 1
@@ -96,7 +98,7 @@ def _hash_words(*words: Tensor) -> Tensor:
     return found
 
 
-def _high(product: Tensor) -> Tensor:
+def _take_high_bits(product: Tensor) -> Tensor:
     """The upper 32 bits of a 64-bit product, whose sign bit is just a bit."""
     return (product >> 32) & _MASK
 
@@ -136,7 +138,7 @@ def coin(row: Any, mark: Any, col: Any, out: Any = None) -> Any:
 
 
 def _mix_round(word: Tensor, shift: int, factor: int) -> Tensor:
-    """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
+    """In place: the upper bits are added to the lower (xor), then all are multiplied by an odd number."""
     return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
 
 

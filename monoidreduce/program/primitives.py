@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import bounds, philox
 from . import derivatives as d
 from . import intervals as iv
+from . import philox
 
 aten = torch.ops.aten
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
@@ -603,17 +603,17 @@ PRIMITIVES: dict[str, Primitive] = {p.name: p for p in _ROWS}
 
 # Functions that are short combinations: torch name -> the same in the language.
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    "clamp": lambda x, min=None, max=None: bounds.clamp(x, min, max),
-    "clip": lambda x, min=None, max=None: bounds.clamp(x, min, max),
-    "clamp_min": lambda x, min: bounds.clamp(x, min, None),
-    "clamp_max": lambda x, max: bounds.clamp(x, None, max),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: bounds.inside(x, min_val, max_val),
-    "relu6": lambda x, inplace=False: bounds.inside(x, 0, 6),
+    "clamp": lambda x, min=None, max=None: d.clamp(x, min, max),
+    "clip": lambda x, min=None, max=None: d.clamp(x, min, max),
+    "clamp_min": lambda x, min: d.clamp(x, min, None),
+    "clamp_max": lambda x, max: d.clamp(x, None, max),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: d.inside(x, min_val, max_val),
+    "relu6": lambda x, inplace=False: d.inside(x, 0, 6),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
     "mish": lambda x, inplace=False: x * x.primitive("mish_gate"),
     "softsign": lambda x: x / (1 + torch.abs(x)),
-    "hardsigmoid": lambda x, inplace=False: bounds.inside(x / 6 + 0.5, 0.0, 1.0),
-    "hardswish": lambda x, inplace=False: x * bounds.inside(x / 6 + 0.5, 0.0, 1.0),
+    "hardsigmoid": lambda x, inplace=False: d.inside(x / 6 + 0.5, 0.0, 1.0),
+    "hardswish": lambda x, inplace=False: x * d.inside(x / 6 + 0.5, 0.0, 1.0),
     "celu": lambda x, alpha=1.0, inplace=False: torch.where(
         x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x) / alpha)
     ),
@@ -625,8 +625,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, y, alpha=1: y - alpha * x,
     "frac": lambda x: x - torch.trunc(x),
     "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),
-    "fmax": lambda a, b: bounds.choose_number(torch.maximum, a >= b, a, b),
-    "fmin": lambda a, b: bounds.choose_number(torch.minimum, a <= b, a, b),
+    "fmax": lambda a, b: d.choose_number(torch.maximum, a >= b, a, b),
+    "fmin": lambda a, b: d.choose_number(torch.minimum, a <= b, a, b),
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "isfinite": lambda x: torch.logical_not(torch.logical_or(torch.isnan(x), torch.isinf(x))),
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),

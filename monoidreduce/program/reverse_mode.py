@@ -41,7 +41,7 @@ def backpropagate(
 
     for root, g in seeds:
         give(root, g)
-    useful = _nodes_above([root for root, _ in seeds], targets)
+    useful = _find_nodes_above([root for root, _ in seeds], targets)
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
         if e in targets or e not in cotangent or not e.args or e.is_stored:
             continue  # scales of blocks of features have no gradients
@@ -49,7 +49,7 @@ def backpropagate(
             if e.args[0] in targets:
                 lookups.append((e, cotangent[e]))
             continue
-        for arg, pulled in zip(e.args, _node_cotangents(e, cotangent[e], instead or {}), strict=True):
+        for arg, pulled in zip(e.args, _find_node_cotangents(e, cotangent[e], instead or {}), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -58,7 +58,7 @@ def backpropagate(
     return [cotangent.get(e) for e in wrt]
 
 
-def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
+def _find_nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     """The nodes that depend on a target: only these need a cotangent."""
     found: set[Expr] = set()
     for e in topological(roots, stop=lambda e: e in targets):
@@ -67,7 +67,7 @@ def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _node_cotangents(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
+def _find_node_cotangents(e: Expr, g: Expr, instead: Derivatives) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args

@@ -27,7 +27,7 @@ from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 class Trace:
     """One run of a body on symbols; ``tensors``: the names of the tensors that it can read besides its arguments;
-    ``domain``: the form of the domain that it folds (``domain.py``), None for all pairs."""
+    ``domain``: the form of the domain that it folds (``domains/``), None for all pairs."""
 
     __slots__ = ("domain", "tensors")
 
@@ -434,7 +434,7 @@ def _check_truth_values(name: str, args: Sequence[Expr]) -> None:
         check_truth_values(name, truths)
 
 
-def _polygamma(n: Any, x: Any) -> Any:
+def _apply_polygamma(n: Any, x: Any) -> Any:
     """torch.polygamma(n, x) and x.polygamma(n)."""
     n, x = (x, n) if isinstance(n, Symbol) else (n, x)
     if not isinstance(n, int) or n < 0:
@@ -455,7 +455,7 @@ SPECIAL: dict[str, Callable] = {
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
     "div": _divide, "divide": _divide, "true_divide": _divide,
     "float_power": lambda x, exponent: torch.pow(x * 1.0, exponent),  # integers are raised as floats
-    **{name: _bits(name) for name in BITS}, "polygamma": _polygamma, "logit": _logit,
+    **{name: _bits(name) for name in BITS}, "polygamma": _apply_polygamma, "logit": _logit,
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
     "int": _cast_to("int"), "long": _cast_to("int"), "bool": _cast_to("bool"), "to": _to, "type": _to,
 }  # fmt: skip

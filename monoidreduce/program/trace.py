@@ -33,14 +33,14 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedBody:
     """A program: its output expressions, how to give them back in the body's own shape, and which numbers were
     fixed."""
 
     outputs: tuple[Expr, ...]
     pack: Callable[[Sequence[Any]], Any]
     fixed: frozenset[str]
-    watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
+    watched: WatchedPlaces | None = None  # what was read besides arguments; None: nothing that may change
 
 
 @calls_torch
@@ -49,9 +49,9 @@ def trace(
     parameters: Mapping[str, Parameter],
     dtypes: Mapping[str, str],
     values: Mapping[str, Any],
-    watched: Watched | None = None,
+    watched: WatchedPlaces | None = None,
     domain: tuple | None = None,
-) -> Traced:
+) -> TracedBody:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
     fixed, ``watched`` what it reads besides its arguments, ``domain`` the form of the pairs that exist."""
     tensors = {} if watched is None else watched.tensors
@@ -73,7 +73,7 @@ def trace(
             raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
                 find_place(function)
             )
-        return Traced(outputs, pack, fixed, watched or None)
+        return TracedBody(outputs, pack, fixed, watched or None)
 
 
 def _trace_once(
@@ -201,8 +201,9 @@ def _describe_place(function: Any, name: str, line: int) -> str:
 # A body is traced once and its program cached, so a number that it reads from outside would keep its first value.
 # :func:`watch` lists the places that a body, and the functions it calls, can read such a number from. They are found in
 # the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
-# (``config.scale``, ``settings["window"]``). :meth:`Watched.holds` compares them with what they were; where one has
-# changed, the body is traced again. A tensor in such a place is no number: :attr:`Watched.tensors` has its name.
+# (``config.scale``, ``settings["window"]``). :meth:`WatchedPlaces.holds` compares them with what they were; where one
+# has changed, the body is traced again. A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its
+# name.
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -215,7 +216,7 @@ Read = functools.partial[Any]  # gives what is at a place now; its second argume
 
 
 @dataclass
-class Watched:
+class WatchedPlaces:
     """Places outside of a body that it reads, with what was there when the body was looked at."""
 
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
@@ -233,31 +234,31 @@ class Watched:
             if now is not then and not _is_same(now, then):
                 return False
         for cell, then in self.cells:
-            now = _content(cell)
+            now = _read_content(cell)
             if now is not then and not _is_same(now, then):
                 return False
         for read, then in self.others:
-            now = _value(read)
+            now = _read_value(read)
             if now is not then and not _is_same(now, then):
                 return False
         return True
 
 
-def watch(*functions: Any) -> Watched:
+def watch(*functions: Any) -> WatchedPlaces:
     """The places that these functions, and the functions they call, read; this package's own functions are skipped."""
-    found = Watched()
+    found = WatchedPlaces()
     _Search(found).functions([f for f in functions if not _is_fixed_package(f)])
     return found
 
 
-def _content(cell: types.CellType) -> Any:
+def _read_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return _MISSING
 
 
-def _value(read: Read) -> Any:
+def _read_value(read: Read) -> Any:
     try:
         return read()
     except Exception:
@@ -290,7 +291,7 @@ def _is_fixed_package(function: Any) -> bool:
 class _Search:
     """Searches the bytecode of functions, each function once."""
 
-    def __init__(self, found: Watched):
+    def __init__(self, found: WatchedPlaces):
         self.found = found
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own
@@ -343,7 +344,7 @@ class _Search:
                     self.found.names.append, (function.__globals__, name, root)
                 )
             elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in cells:
-                root = _content(cells[name])
+                root = _read_content(cells[name])
                 read = functools.partial(getattr, cells[name], "cell_contents")
                 note = functools.partial(self.found.cells.append, (cells[name], root))
             elif step.opname.startswith("LOAD_FAST") and first is not None and name == first:
@@ -373,8 +374,8 @@ class _Search:
                 return
             key, is_item, count = following
             name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
-            read = functools.partial(_item if is_item else _attribute, read, key)
-            value, steps = _value(read), steps[count:]
+            read = functools.partial(_read_item if is_item else _read_attribute, read, key)
+            value, steps = _read_value(read), steps[count:]
             note = functools.partial(self.found.others.append, (read, value))
 
 
@@ -394,11 +395,11 @@ def _return_value(value: Any) -> Any:
     return value
 
 
-def _attribute(read: Read, key: str) -> Any:
+def _read_attribute(read: Read, key: str) -> Any:
     return getattr(read(), key)
 
 
-def _item(read: Read, key: Any) -> Any:
+def _read_item(read: Read, key: Any) -> Any:
     return read()[key]
 
 

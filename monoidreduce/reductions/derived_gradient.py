@@ -85,9 +85,9 @@ def local_pullback(monoid: Any, results: Fields, fields: Fields, g: Fields) -> F
     if source == "pullback":
         return dict(monoid.pullback(monoid(**results), monoid(**fields), monoid(**g)).asdict())
     if source == "remove":
-        return _pullback_from_remove(monoid, results, fields, g)
+        return _derive_from_remove(monoid, results, fields, g)
     if not monoid.components:
-        return _pullback_from_trace(monoid, results, fields, g)
+        return _derive_from_trace(monoid, results, fields, g)
     found: Fields = {}
     for one, names in zip(monoid.components, monoid.component_fields, strict=True):
         mine = [{old: values[new] for old, new in names.items()} for values in (results, fields, g)]
@@ -95,25 +95,25 @@ def local_pullback(monoid: Any, results: Fields, fields: Fields, g: Fields) -> F
     return found
 
 
-def _pullback_from_trace(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
+def _derive_from_trace(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     features = {n: expr_of(fields[n]).feature for n in monoid.fields()}
     formulas = _derive(monoid, tuple(features.values()))
     assert not isinstance(formulas, str)
     given = {
-        _leaf(f"{name}/{n}", feature, name == "a"): expr_of(values[n])
+        _make_leaf(f"{name}/{n}", feature, name == "a"): expr_of(values[n])
         for name, values in (("c", results), ("a", fields), ("g", g))
         for n, feature in features.items()
     }
     return {n: None if e is None else Symbol(constructors.substitute((e,), given)[0]) for n, e in formulas.items()}
 
 
-def _pullback_from_remove(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
+def _derive_from_remove(monoid: Any, results: Fields, fields: Fields, g: Fields) -> Fields:
     """D(c, a) g as the derivative of ``combine(a, rest)`` by a, then with ``rest = remove(c, a)`` put in its place."""
     rest = monoid.remove(monoid(**results), monoid(**fields)).asdict()
     values: dict[Expr, Expr] = {}  # of the leaves that stand for the fields of both
     operands = []
     for name, state in (("own", fields), ("rest", rest)):
-        leaves = {n: _leaf(f"{name}/{n}", expr_of(v).feature, True) for n, v in state.items()}
+        leaves = {n: _make_leaf(f"{name}/{n}", expr_of(v).feature, True) for n, v in state.items()}
         values |= {leaves[n]: expr_of(v) for n, v in state.items()}
         operands.append(leaves)
     combined = monoid.combine(*(monoid(**{n: Symbol(e) for n, e in leaves.items()}) for leaves in operands)).asdict()
@@ -151,7 +151,7 @@ def _derive(monoid: Any, features: tuple[Feature, ...]) -> dict[str, Expr | None
     """Per field its cotangent, written with the leaves c/NAME, a/NAME and g/NAME; ``others`` where b cannot be
     eliminated or combine takes no symbols, ``none`` where nothing in it has a derivative."""
     forms = dict(zip(monoid.fields(), features, strict=True))
-    a, b, c, g = ({n: _leaf(f"{side}/{n}", f, side in "ab") for n, f in forms.items()} for side in "abcg")
+    a, b, c, g = ({n: _make_leaf(f"{side}/{n}", f, side in "ab") for n, f in forms.items()} for side in "abcg")
     try:
         combined = _combine_symbols(monoid, a, b)
         pulled = backpropagate([(combined[n], g[n]) for n in forms], list(a.values()), _LOCAL)
@@ -172,7 +172,9 @@ def _combine_symbols(monoid: Any, a: dict[str, Expr], b: dict[str, Expr]) -> dic
 def trace_combine(monoid: Any, features: tuple[Feature, ...]) -> tuple[Expr, ...]:
     """``combine`` of two elements with fields of these features, as an expression per field; of none where it takes
     tensors alone."""
-    a, b = ({n: _leaf(f"{side}/{n}", f, True) for n, f in zip(monoid.fields(), features, strict=True)} for side in "ab")
+    a, b = (
+        {n: _make_leaf(f"{side}/{n}", f, True) for n, f in zip(monoid.fields(), features, strict=True)} for side in "ab"
+    )
     try:
         return tuple(_call_untraced(_combine_symbols, monoid, a, b).values())
     except Exception:  # an operation without a symbolic form
@@ -195,11 +197,11 @@ def saved_by_autograd(monoid: Any, features: tuple[Feature, ...], given: tuple[b
     moving, depends = dict(zip(names, given, strict=True)), dict[Expr, bool]()
     for _ in names:  # a constant field moves from some level on
         for n in order:
-            own = moving[_field_of(n)] if n.op == "leaf" else n.dtype == "float" and any(depends[a] for a in n.args)
+            own = moving[_name_field(n)] if n.op == "leaf" else n.dtype == "float" and any(depends[a] for a in n.args)
             depends[n] = own
         moving = {n: moving[n] or depends[e] for n, e in zip(names, combined, strict=True)}
     saved = {a for n in order if depends[n] and n.args for a in _list_saved(n, depends) if a.dtype == "float"}
-    fields = {_field_of(e): e.feature for e in saved if e.op == "leaf"}
+    fields = {_name_field(e): e.feature for e in saved if e.op == "leaf"}
     first = [f for n, f in fields.items() if given[names.index(n)]]
     others = [e.feature for e in saved if e.op not in ("leaf", "const") and e not in combined]
     return (*first, *fields.values(), *others)
@@ -217,7 +219,7 @@ def _list_saved(n: Expr, depends: Mapping[Expr, bool]) -> Sequence[Expr]:
     return n.args
 
 
-def _field_of(leaf: Expr) -> str:
+def _name_field(leaf: Expr) -> str:
     return str(leaf.attrs[0]).partition("/")[2]
 
 
@@ -259,7 +261,7 @@ def _gather_products(e: Expr, known: Mapping[Expr, Expr]) -> Expr:
     return done[e]
 
 
-def _leaf(name: str, feature: Feature, pair: bool) -> Expr:
+def _make_leaf(name: str, feature: Feature, pair: bool) -> Expr:
     return node("leaf", (), (name,), rows=True, cols=pair, feature=feature, dtype="float")
 
 

@@ -69,7 +69,7 @@ def find_best(
     if bool((one > other if largest else one < other).all()):
         return found
     value, at = found
-    tied = _equal(one, other) & (other != worst(x.dtype, largest))
+    tied = _are_equal(one, other) & (other != worst(x.dtype, largest))
     for part in tied.any(-1).nonzero().split(max(1, _LOOKED_AT // length)):
         rows = part.unbind(-1)
         some, best = x[rows], at[rows]
@@ -77,7 +77,7 @@ def find_best(
         if k < length:
             (cut,) = tied[..., k - 1][rows].nonzero(as_tuple=True)  # the next equals the last
             edge = value[rows][cut, -1:]
-            best[cut] = _first_best(some[cut], edge, k, largest, None if place is None else place[cut])
+            best[cut] = _find_best(some[cut], edge, k, largest, None if place is None else place[cut])
         order = (best if place is None else place.gather(-1, best)).argsort(dim=-1)
         best = best.gather(-1, order)
         value[rows], order = some.gather(-1, best).sort(dim=-1, descending=largest, stable=True)
@@ -93,9 +93,9 @@ def _has_numbers(x: Tensor) -> bool:
     return not modes or all(mode is None for mode in modes)
 
 
-def _first_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
+def _find_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
     """Where the k best of each row are, the first of equals; in no order. ``edge``: the k-th."""
-    better, equal = _is_better(x, edge, largest), _equal(x, edge)
+    better, equal = _is_better(x, edge, largest), _are_equal(x, edge)
     room = k - better.sum(-1, keepdim=True)
     if places is None:
         mine = better | (equal & (equal.cumsum(-1) <= room))
@@ -142,7 +142,7 @@ def _is_better(value: Tensor, edge: Tensor, largest: bool) -> Tensor:
     return found
 
 
-def _equal(one: Tensor, other: Tensor) -> Tensor:
+def _are_equal(one: Tensor, other: Tensor) -> Tensor:
     found = one == other
     return found | (one.isnan() & other.isnan()) if one.is_floating_point() else found
 
@@ -219,7 +219,7 @@ class TopKAccumulator(Accumulator):
             values, places = _sort_by_place(values, places)
         if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
             edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
-            kept = _first_best(values, edge, self.k, self.largest)
+            kept = _find_best(values, edge, self.k, self.largest)
             values, places = values.gather(-1, kept), places.gather(-1, kept)
         value, order = values.sort(dim=-1, descending=self.largest, stable=True)
         self.best[key] = value[..., : self.k].clone(), places.gather(-1, order[..., : self.k])
@@ -247,7 +247,7 @@ class TopKAccumulator(Accumulator):
         most = min(self.k + int(blind.sum(-1).amax()), count - int(beaten.sum(-1).amin()))
         best = key.topk(min(most + 1, count), dim=-1, largest=self.largest)
         edge, after = best.values[..., most - 1 : most], best.values[..., most:]
-        if bool((_equal(edge, after) & ~(edge < least if self.largest else edge > least)).any()):
+        if bool((_are_equal(edge, after) & ~(edge < least if self.largest else edge > least)).any()):
             return x, None  # equal groups: any of them may have the first columns
         chosen = best.indices[..., :most]
         lanes = torch.arange(self.group, device=x.device).unsqueeze(-1) * count

@@ -38,7 +38,7 @@ class VectorLines(Lines):
         self.widths = [0 if f is None else self.tools.pad_width(self.v.spec.width(f)) for f in self.features]
         self.identities = [self.tools.literal(float(value)) for value in self.kind.identity(self.params)]
         self.v.pair_features += sum(self.widths)
-        sides = [[_argument(f"{s}_{n}", f) for n, f in zip(names, self.features, strict=True)] for s in "ab"]
+        sides = [[_make_argument(f"{s}_{n}", f) for n, f in zip(names, self.features, strict=True)] for s in "ab"]
         inner = self.tools.block_function(self.v.spec)
         inner.outer |= {e: str(e.attrs[0]) for side in sides for e in side}
         results = self.kind.combine(self.params, *([Symbol(e) for e in side] for side in sides))
@@ -112,7 +112,7 @@ class VectorLines(Lines):
         return found
 
 
-def _argument(name: str, feature: Any) -> Expr:
+def _make_argument(name: str, feature: Any) -> Expr:
     return node("leaf", (), (name,), rows=False, cols=False, feature=feature, dtype="float")
 
 

@@ -27,7 +27,6 @@ from ..engines.common.block_gradients import differentiate_by_blocks, lack_local
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
-    are_narrow,
     build_gradient_program,
     constant_results,
     detach_views,
@@ -41,9 +40,9 @@ from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from . import dispatch, fused_expressions, saved_row_gradients, torch_operator
-from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, need_gradient
-from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, make_steps
+from . import dispatch, forward_form, fused_expressions, torch_operator
+from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, include_16_bits, need_gradient
+from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, SavedValues, make_steps
 from .torch_replay import FoldReplay
 
 DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
@@ -183,7 +182,7 @@ class ReplayedProgram:
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
-    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> Sequence[Tensor | None]:
+    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: SavedValues) -> Sequence[Tensor | None]:
         """The gradients by their program, step by step."""
         backwards, key = replay.backwards, (needs, saved.given)
         runner = self.gradients.get(key)
@@ -191,7 +190,7 @@ class ReplayedProgram:
             runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
         return backwards.gradients(runner(replay.sizes, backwards.leaves(saved), backwards.other_inputs(saved)))
 
-    def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+    def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: SavedValues) -> list[Tensor | None]:
         """The gradients of a forward that is run once more; differentiable where that is asked for."""
         graph, leaves = torch.is_grad_enabled(), replay.backwards.leaves(saved)
         steps, sizes = self.replays.steps, replay.sizes
@@ -217,7 +216,7 @@ def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     return [(v if isinstance(v, Tensor) else filled(v)).expand(shape).sum() for v in found]
 
 
-class _Replayed(torch.autograd.Function):
+class _ReplayedFunction(torch.autograd.Function):
     """A program by its recorded launches; so is its backward."""
 
     @staticmethod
@@ -240,7 +239,7 @@ class _Replayed(torch.autograd.Function):
         replay, program, numbers, complete, skipped = ctx.kept
         first = len(program.replays.tensors)
         tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
-        needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
+        needs, given = ctx.needs_input_grad[1:], SavedValues(tensors, cotangents, numbers)
         plain = complete and unchanged and not torch.is_grad_enabled()
         launches = replay.backwards.find(needs, given) if plain and dispatch.is_untraced() else None
 
@@ -262,7 +261,7 @@ class _Replayed(torch.autograd.Function):
 
 
 # ``apply`` without its check for transforms, for what is known to have none
-_replay_program: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Replayed).apply
+_replay_program: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _ReplayedFunction).apply
 
 
 # Gradients
@@ -362,7 +361,7 @@ class PassContext:
         """How the forward also saves gradients of its rows, where that pays."""
         if not self.may_save:
             return None
-        return saved_row_gradients.find_form(self.fold, leaves, sizes or self.sizes, self.engine)
+        return forward_form.find_saving_fold(self.fold, leaves, sizes or self.sizes, self.engine)
 
     @property
     def may_save(self) -> bool:
@@ -473,7 +472,7 @@ class _TracedPass(torch.autograd.Function):
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
         context = ctx.context
         leaves, results = load_values(ctx, len(context.fold.outputs))[:2]
-        leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
+        leaves, results = [_drop_tangent(v) for v in leaves], [_drop_tangent(r) for r in results]
         varying = [k for k, constant in enumerate(constant_results(context.fold)) if not constant]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
@@ -533,7 +532,7 @@ def _run_traced_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Te
     return _TracedSavingPass.apply((context, form), *leaves)[: len(form.own)]
 
 
-def _primal(value: Any) -> Any:
+def _drop_tangent(value: Any) -> Any:
     """Without the tangent of the present level, which would call ``jvp`` again."""
     return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
@@ -600,7 +599,7 @@ def _pass_gradients(
         return [zero_gradient(v) if w and g is None else g for v, w, g in zip(leaves, wanted, grads, strict=True)]
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
-    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, are_narrow(leaves))
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers, include_16_bits(leaves))
     runner = context.gradients.get(key)
     if runner is None:
         program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)

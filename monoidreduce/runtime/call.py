@@ -31,8 +31,8 @@ from ..program.compile import compile_program
 from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
-from ..program.trace import Traced, trace, watch
-from . import dispatch, gradient_in_forward, logit_rounding, table_range
+from ..program.trace import TracedBody, trace, watch
+from . import dispatch, forward_form, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
 from .call_cost import DenseOrTiled
@@ -55,7 +55,7 @@ class CallForm(NamedTuple):
 class CallPlan:
     """One traced program on arguments of one kind."""
 
-    traced: Traced
+    traced: TracedBody
     sizes: Sizes
     run: Callable[..., Sequence[Any]]
     sources: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
@@ -65,7 +65,7 @@ class CallPlan:
 
     @staticmethod
     def make(
-        traced: Traced,
+        traced: TracedBody,
         parameters: dict[str, Parameter],
         values: dict[str, Any],
         sizes: Sizes,
@@ -164,7 +164,7 @@ class CallPlan:
         return found
 
 
-def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
+def _name_sufficient_budget(error: BudgetError, traced: TracedBody, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
     """The same error, naming an amount in which all passes of the call fit, and of its backward where one may follow.
 
     A pass knows only its own need; the call would be refused again by the next one.
@@ -188,7 +188,7 @@ def _name_sufficient_budget(error: BudgetError, traced: Traced, inputs: Sequence
 
 
 def _run_by_passes(
-    traced: Traced,
+    traced: TracedBody,
     values: dict[str, Any],
     sizes: Sizes,
     engine: str,
@@ -204,7 +204,7 @@ def _run_by_passes(
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     needed = names_needing_gradient(values)
     if settings.kernels_run_on(sizes.device):
-        program = logit_rounding.mark_exact_folds(program, needed, sizes)
+        program = forward_form.mark_exact_folds(program, needed, sizes)
     without = [n for n in names if program.exact and n not in {*numbers, *needed} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_stepwise_runner(engine, program, numbers, records), sizes)
     packed = ROW_SEQUENCE in names and sizes.device.type == "cpu"  # folded sequence by sequence
@@ -233,7 +233,7 @@ def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes, forms: tuple[
     return functools.partial(with_replay(steps, lambda _, *given: run(*given), forms), sizes)
 
 
-def _run_reference(traced: Traced, sizes: Sizes, total: bool) -> tuple[tuple[str, ...], Callable]:
+def _run_reference(traced: TracedBody, sizes: Sizes, total: bool) -> tuple[tuple[str, ...], Callable]:
     """By the engine ``reference``, which shares nothing with the passes but the arguments: the names of the inputs, and
     what runs on them."""
     names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
@@ -257,7 +257,7 @@ def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any]
     return None if view(value) is value else view
 
 
-def format_results(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+def format_results(found: list[Any], traced: TracedBody, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
     """Results in the evaluator's layout as users hold them."""
     pairs = zip(_copy_aliases(found, _find_aliases(traced.outputs)), traced.outputs, strict=True)
     return [_give_form(from_layout(v, e), output_form(e, sizes, out), sizes) for v, e in pairs]
@@ -266,12 +266,12 @@ def format_results(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dt
 @functools.lru_cache(maxsize=1024)
 def _find_aliases(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
     """The outputs that would be the memory of an input, or of another output: a user may change each in place."""
-    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _source(e).op == "input")
+    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _find_source(e).op == "input")
 
 
-def _source(e: Expr) -> Expr:
+def _find_source(e: Expr) -> Expr:
     """What an output is at most a view of."""
-    return _source(e.args[0]) if e.op in ("cast", "component", "spread") else e
+    return _find_source(e.args[0]) if e.op in ("cast", "component", "spread") else e
 
 
 def _copy_aliases(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
@@ -311,7 +311,7 @@ class Plans:
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
-        self.keys = CallKeys(self._declared_kinds)
+        self.keys = CallKeys(self._list_declared)
         self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
@@ -329,7 +329,7 @@ class Plans:
         vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
         return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
 
-    def _declared_kinds(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
+    def _list_declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
         form = self.form(count, names)
         return None if form is None else form.kinds
 
@@ -348,7 +348,7 @@ class Plans:
         self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
 
 
-TracedFor = tuple[Traced, dict[str, Any]]  # a program, and the numbers that it was traced with
+TracedFor = tuple[TracedBody, dict[str, Any]]  # a program, and the numbers that it was traced with
 
 
 class Programs:
@@ -365,9 +365,9 @@ class Programs:
         self.traces: BoundedCache[tuple, list[TracedFor]] = BoundedCache(_TRACES)
         self._lock = threading.Lock()
 
-    def trace(self, values: dict[str, Any]) -> Traced:
+    def trace(self, values: dict[str, Any]) -> TracedBody:
         """The program for these arguments; whole numbers among them become ``int``."""
-        dtypes, plain = self._kinds(values)
+        dtypes, plain = self._classify_values(values)
         choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)
         key = (tuple(sorted(dtypes.items())), choices)
         for found in self.traces.get(key, ()):
@@ -387,7 +387,7 @@ class Programs:
             known = [one for one in self.traces.get(key, ()) if one is not used]
             self.traces.keep(key, [used, *known[: _FIXED - 1]])
 
-    def _kinds(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    def _classify_values(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """The number class of each argument, and the Python values of those that are no tensors."""
         dtypes: dict[str, str] = {}
         plain: dict[str, Any] = {}

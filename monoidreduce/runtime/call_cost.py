@@ -30,7 +30,7 @@ from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule, settings
-from ..plan.cost import Cost, Part, Scheduled
+from ..plan.cost import Cost, Part, ScheduleCost
 from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
 from ..program import constructors
@@ -69,7 +69,9 @@ def estimate_program(
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
     most = None if settings.launches_kernels_on(sizes.device) else DENSE_LIMIT
     decided = predict_dense(program, inputs, sizes, backward) if closely and fits_one_matrix(program, sizes) else None
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward, own, decided)
+    return Cost(
+        tuple(sorted(found, key=lambda s: s.seconds)), rates, settings.requested_budget(), most, backward, own, decided
+    )
 
 
 def require_gradients(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -104,7 +106,7 @@ def count_matrix_bytes(sizes: Sizes) -> int:
     return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * sizes.compute.itemsize
 
 
-def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
+def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> ScheduleCost | None:
     """The cost of running the program on whole matrices of pairs; None if it has no dense form."""
     if not dense.has_dense_form(program) or not count_matrix_bytes(sizes):
         return None
@@ -120,7 +122,7 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
     held, results = count_matrix_bytes(sizes), found.results
-    return Scheduled("dense", found.flops, found.bytes, found.seconds, held, found.peak, results=results)
+    return ScheduleCost("dense", found.flops, found.bytes, found.seconds, held, found.peak, results=results)
 
 
 def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
@@ -141,7 +143,7 @@ def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
 
 def _estimate_schedule(
     schedule: str, choices: list[Choice], passes: DryRun, cases: list[Case], rates: op_counts.DeviceRates, closely: bool
-) -> Scheduled:
+) -> ScheduleCost:
     """The cost of the call with every fold run by its choice."""
     parts = []
     for fold, case, choice in zip(passes.folds, cases, choices, strict=True):
@@ -156,7 +158,7 @@ def _estimate_schedule(
     seconds = passes.seconds + sum(p.estimate.seconds + HOST * rates.launch for p in parts)
     flops = passes.flops + sum(p.estimate.flops for p in parts)
     moved = passes.bytes + sum(p.estimate.bytes for p in parts)
-    return Scheduled(schedule, flops, moved, seconds, held, peak, tuple(parts))
+    return ScheduleCost(schedule, flops, moved, seconds, held, peak, tuple(parts))
 
 
 def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
@@ -169,7 +171,9 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 # Over ranks
 
 
-def _estimate_over_ranks(base: Scheduled, passes: DryRun, ranks: int, rates: op_counts.DeviceRates) -> list[Scheduled]:
+def _estimate_over_ranks(
+    base: ScheduleCost, passes: DryRun, ranks: int, rates: op_counts.DeviceRates
+) -> list[ScheduleCost]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
     seconds = seconds of one device / ranks + bytes sent / link rate + one launch per fold and rank"""
@@ -201,7 +205,7 @@ def _count_sent(fold: Fold, case: Case, mesh: tuple[int, int] | None, ranks: int
 
 def estimate_total(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, step_class: panel.StepClass
-) -> Scheduled | None:
+) -> ScheduleCost | None:
     """The cost of ``op.total``, which takes gradients from the forward's panels; None if it cannot."""
     made = gradient_in_forward.find_program(outputs, inputs, sizes, step_class)
     if made is None:
@@ -216,7 +220,7 @@ def estimate_total(
     found = cost.estimate_panels(
         case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), 0, budget.PANELS)
     )
-    return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
+    return ScheduleCost("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
 
 
 # The cost of a call over listed pairs: that of the same body over as many columns as lists have on average.
@@ -284,12 +288,12 @@ def as_dense(
     for e in topological(outputs):
         packed = e.op == "eq" and [a.attrs[:1] for a in e.args] == [(ROW_SEQUENCE,), (COL_SEQUENCE,)]
         if e.op in LISTED or packed:
-            replaced[e] = index("col") if e.op == "listed_position" else _everywhere()
+            replaced[e] = index("col") if e.op == "listed_position" else _make_true_condition()
     given = {n: _resize(v, parameters[n], sizes, cols) for n, v in inputs.items()}
     return constructors.substitute(outputs, replaced), given, replace(sizes, cols=cols)
 
 
-def _everywhere() -> Expr:
+def _make_true_condition() -> Expr:
     """A condition that holds for every pair, and that a program is not simplified by: counts stay counts of pairs."""
     pair = constructors.apply("add", index("row"), index("col"))
     return constructors.apply("ge", pair, const(0))
@@ -346,7 +350,7 @@ class DenseOrTiled:
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         if not _are_plain(given):
             return False
-        key = (asks, budget.requested(), budget.shrink_factor(), settings.plan_generation())
+        key = (asks, settings.requested_budget(), settings.shrink_factor(), settings.plan_generation())
         found = self.decided.get(key)
         if found is None or schedule.is_following():
             found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
@@ -360,7 +364,7 @@ def may_be_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, back
     if not fits_one_matrix(program, sizes):
         return False
     found = estimate_dense(program, inputs, sizes, backward)
-    return found is not None and cost.fits_dense(found, budget.requested(), DENSE_LIMIT)
+    return found is not None and cost.fits_dense(found, settings.requested_budget(), DENSE_LIMIT)
 
 
 def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
@@ -371,8 +375,8 @@ def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
         return False
     size = count_matrix_bytes(sizes)
     return (
-        0 < size <= (budget.requested() or DENSE_LIMIT)
-        and budget.shrink_factor() == 1
+        0 < size <= (settings.requested_budget() or DENSE_LIMIT)
+        and settings.shrink_factor() == 1
         and dense.has_dense_form(program)
     )
 
@@ -398,13 +402,13 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     """True if the dense form is allowed and predicted to be faster: asked once for a class of lengths, of its longest,
     whose matrices are the largest. A budget that was given is compared with the call's own."""
     known, longest = _find_inputs(program), sizes
-    if budget.requested() is None:
+    if settings.requested_budget() is None:
         longest = replace(sizes, rows=round_length(sizes.rows), cols=round_length(sizes.cols))
     given = {n: _at_lengths(v, known.get(n), longest) for n, v in inputs.items()}
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (budget.requested(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

@@ -252,6 +252,11 @@ def names_needing_gradient(values: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
 
 
+def include_16_bits(values: Sequence[Any]) -> bool:
+    """Whether any of the values has 16 bits."""
+    return any([isinstance(v, Tensor) and v.dtype in matmul.SIXTEEN for v in values])
+
+
 # Autocast
 #
 # Inside ``torch.autocast`` every floating argument but float64 is cast to the region's type, so that types may be mixed

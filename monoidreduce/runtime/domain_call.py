@@ -62,7 +62,7 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
     given = {n: v for n, v in values.items() if isinstance(v, Tensor) and parameters[n].is_tensor}
     if isinstance(domain, Pages):
         return _bind_pages(parameters, values, given, domain)
-    rows, cols = (_length(parameters, given, axis) for axis in ("rows", "cols"))
+    rows, cols = (_find_length(parameters, given, axis) for axis in ("rows", "cols"))
     if rows is None and isinstance(domain, Edges):
         rows = domain.rowptr.shape[-1] - 1
     if rows is None or cols is None:
@@ -85,9 +85,9 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
 
 
 def _make_sequence(*given: Any) -> Tensor:
-    """One of :func:`_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
+    """One of :func:`_make_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
     *tensors, form, rows, cols, place = given
-    make = functools.partial(_sequences, Jagged(*tensors), rows, cols, len(form) > 2)
+    make = functools.partial(_make_sequences, Jagged(*tensors), rows, cols, len(form) > 2)
     if not is_plain(*tensors):
         return make()[place]
     return bounded_cache.compute_once(("sequences", form, rows, cols, *tensors), make, tensors[0].device)[place]
@@ -101,7 +101,7 @@ def _remember_sequence(*given: Any) -> Callable[..., Tensor]:
 _sequence = recorder.step(_make_sequence, _remember_sequence)
 
 
-def _sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
+def _make_sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:
     """The sequences of rows and columns (of long ones as warp-specialised kernels copy them), and places in them."""
     found = domain.row_sequences(rows), domain.col_sequences(cols)
     places = domain.row_positions(rows).long(), domain.col_positions(cols).long()
@@ -114,7 +114,7 @@ def _is_long(domain: Jagged, rows: int, cols: int) -> bool:
     return domain.device.type == "cuda" and min(traced_length(rows), traced_length(cols)) >= least
 
 
-def _length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], axis: str) -> int | None:
+def _find_length(parameters: Mapping[str, Parameter], given: Mapping[str, Tensor], axis: str) -> int | None:
     """How many rows or columns there are, by the first argument that has them; numbers per pair may be broadcast."""
     several = None
     for name, value in given.items():
@@ -170,7 +170,7 @@ def _bind_pages(
             detail=f"there are {query_heads} heads of rows and {heads} of columns",
             fix="Give a multiple of the columns' heads",
         )
-    rows = _length(parameters, given, "rows")
+    rows = _find_length(parameters, given, "rows")
     domain.check(1 if rows is None else rows, pages * domain.page)
     grouped = query_heads != heads
     split = (heads, query_heads // heads) if grouped else (heads,)

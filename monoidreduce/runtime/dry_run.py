@@ -260,13 +260,13 @@ def track_meta_run(leaves: Sequence[Any], sizes: Sizes) -> Iterator[MetaMemory]:
     Kernels are not launched, and matrix products take the path that they take on a GPU."""
     unseen = (_disable_current_modes(), torch.no_grad(), skip_small_tiles.pause_counting(), triton.skip_launches())
     with contextlib.ExitStack() as stack:
-        for context in (_standing_for(sizes), *unseen):
+        for context in (_stand_for(sizes), *unseen):
             stack.enter_context(context)
         yield stack.enter_context(MetaMemory(leaves))
 
 
 @contextlib.contextmanager
-def _standing_for(sizes: Sizes | None) -> Iterator[None]:
+def _stand_for(sizes: Sizes | None) -> Iterator[None]:
     """Inside the block, CPU or meta tensors stand for those of a call of ``sizes`` on a GPU (unless None)."""
     token = matmul.dry_run_sizes.set(sizes)
     try:
@@ -325,7 +325,7 @@ def dry_run(
         given = {n: scale.constant_tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
         on_gpu = sizes if sizes.device.type == "cuda" else None
-        with _CallCounter(sizes, scale, rates, tensors) as counter, _use_counter(counter), _standing_for(on_gpu):
+        with _CallCounter(sizes, scale, rates, tensors) as counter, _use_counter(counter), _stand_for(on_gpu):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
             values = [v for v in found if v.requires_grad]
             gradients: tuple[Tensor, ...] = ()
@@ -386,7 +386,7 @@ class _CallCounter(ScaledMemory):
             return
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         up = self.scale.up
-        moved = sum(up(_numbers_read(t)) * t.element_size() for t in tensors)
+        moved = sum(up(_count_numbers_read(t)) * t.element_size() for t in tensors)
         made = max((up(t.numel()) for t in tensors), default=0)
         found, rates = self.found, self.rates
         found.bytes += moved
@@ -416,10 +416,10 @@ def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.
     if not fold.gradients:
         return made
     pairs = zip(made, fold.outputs, strict=True)
-    return [(_summed_shape(fold, r, shape, leaves, sizes), dtype) for (shape, dtype), (r, _) in pairs]
+    return [(_sum_shape(fold, r, shape, leaves, sizes), dtype) for (shape, dtype), (r, _) in pairs]
 
 
-def _summed_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
+def _sum_shape(fold: Fold, r: Expr, shape: tuple[int, ...], leaves: Sequence[Any], sizes: Sizes) -> tuple[int, ...]:
     """The shape of a result after the sum over the batch that its kernel makes, if it does."""
     batch = evaluate.summed_batch(fold, r, leaves, sizes)
     real = matmul.dry_run_sizes.get() or sizes
@@ -455,7 +455,7 @@ def _count_flops(name: str, args: tuple, result: Any) -> int | None:
     return None if at is None else 2 * result.numel() * args[at].shape[-1]
 
 
-def _numbers_read(t: Tensor) -> int:
+def _count_numbers_read(t: Tensor) -> int:
     """How many numbers reading a tensor touches: a broadcast dimension is read once."""
     count = 1
     for length, stride in zip(t.shape, t.stride(), strict=True):

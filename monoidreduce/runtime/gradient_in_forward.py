@@ -34,7 +34,7 @@ from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes
-from . import autograd, dispatch, fused_expressions, logit_rounding
+from . import autograd, dispatch, forward_form, fused_expressions
 from .bind import contiguous_strides, output_form
 from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
 from .program_operator import own_tensors
@@ -143,7 +143,7 @@ class _Plan:
 
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
-        if self.is_small and budget.requested() is None and budget.shrink_factor() == 1:
+        if self.is_small and settings.requested_budget() is None and settings.shrink_factor() == 1:
             return True
         room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), 0, budget.PANELS)
         found = self.known.get(room)
@@ -208,12 +208,12 @@ def _run_loss(context: _Context, tensors: Sequence[Tensor]) -> tuple[tuple[Tenso
     grads, waiting = iter(zip(values[count:], program.outputs[count:], strict=True)), {}
     for e, present in zip(context.wanted, context.program.present, strict=True):
         leaf = inputs[str(e.attrs[0])]
-        made = to_gradient(*next(grads), leaf, e, _waiting_type(leaf)) if present else torch.zeros_like(leaf)
+        made = to_gradient(*next(grads), leaf, e, _choose_waiting_type(leaf)) if present else torch.zeros_like(leaf)
         waiting[str(e.attrs[0])] = made
     return tuple(_sum_rows(v, context.sizes) for v in values[:count]), waiting
 
 
-def _waiting_type(leaf: Tensor) -> torch.dtype:
+def _choose_waiting_type(leaf: Tensor) -> torch.dtype:
     """The type in which an unscaled gradient waits: it may leave float16."""
     return torch.float32 if leaf.dtype is torch.float16 else leaf.dtype
 
@@ -267,7 +267,7 @@ def _differentiate_usual(context: _Context, tensors: tuple, needs: tuple, g: Ten
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         usual = compile_program((context.outputs[context.program.loss],))
-        usual = logit_rounding.mark_exact_folds(usual, names_needing_gradient(inputs), context.sizes)
+        usual = forward_form.mark_exact_folds(usual, names_needing_gradient(inputs), context.sizes)
         made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
         (rows,) = made.run(context.sizes, autograd.StepRunner(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
@@ -330,14 +330,14 @@ def _find_sums(name: str) -> Sums:
     return _SUMS[name]
 
 
-def _forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
+def _list_forms(sums: Sums, values: Sequence[Any], sizes: Sizes) -> list[tuple[Form, tuple[int, ...]]]:
     """Shape, type and strides of all that the operator returns."""
     found: list[tuple[Form, tuple[int, ...]]] = []
     for e in sums.outputs:
         found.append((output_form(e, sizes, None, total=True), ()))
     inputs = dict(zip(sums.names, values, strict=True))
     for leaf in [inputs[n] for n in sums.wanted]:
-        found.append(((tuple(leaf.shape), _waiting_type(leaf)), contiguous_strides(leaf.shape)))
+        found.append(((tuple(leaf.shape), _choose_waiting_type(leaf)), contiguous_strides(leaf.shape)))
     return found
 
 
@@ -350,7 +350,7 @@ def _run(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[i
     if known is None:
         sizes, step_class = sums.frame.read_lengths(lengths, device), dispatch.choose_step_class(engine, device)
         plan = _make_plan(sums.outputs, inputs, sizes, step_class, sums.wanted)
-        known = _PLANS.keep(key, (sizes, step_class, plan, _forms(sums, values, sizes)))
+        known = _PLANS.keep(key, (sizes, step_class, plan, _list_forms(sums, values, sizes)))
     sizes, step_class, plan, forms = known
     given = {n: v for n, v in inputs.items() if n not in sums.numbers}
     others = {n: v for n, v in inputs.items() if n in sums.numbers}
@@ -371,7 +371,7 @@ def _run_stepwise(
     with torch.enable_grad():
         given = {n: t.detach().requires_grad_(n in sums.wanted) for n, t in tensors.items()}
         inputs = numbers | given
-        usual = logit_rounding.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.wanted), sizes)
+        usual = forward_form.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.wanted), sizes)
         made = script(usual, frozenset(numbers), False, fused_expressions.row_dot)
         rows = made.run(sizes, autograd.StepRunner(engine), *(inputs[n] for n in made.inputs))
         totals = [_sum_rows(v, sizes) for v in rows]
@@ -382,14 +382,14 @@ def _run_stepwise(
     return [*(t.detach() for t in totals), *found]
 
 
-def _fake(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
+def _make_fake(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     sums = _find_sums(name)
     sizes = sums.frame.read_lengths(lengths, tensors[0].device)
-    forms = _forms(sums, sums.join_values(tensors, numbers), sizes)
+    forms = _list_forms(sums, sums.join_values(tensors, numbers), sizes)
     return [torch.empty_strided(shape, strides, dtype=dtype, device=sizes.device) for (shape, dtype), strides in forms]
 
 
-register_operator(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", _run, _fake)
+register_operator(f"loss_and_gradient(str sums, {VALUES}) -> Tensor[]", _run, _make_fake)
 
 
 class _TracedSum(torch.autograd.Function):

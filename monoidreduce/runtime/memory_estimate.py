@@ -29,7 +29,7 @@ from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
-from ..plan import budget, cost, tiles
+from ..plan import cost, settings, tiles
 from ..plan.panel_layout import PanelLayout, choose_in_budget
 from ..plan.schedule import Choice
 from ..program.expression import Expr
@@ -316,7 +316,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
 def _run_gpu_panels(call: FoldCall, choice: Choice) -> int:
     batch, alone = torch.Size(call.sizes.batch).numel(), replace(call.sizes, batch=())
     own = [v[0] if isinstance(v, Tensor) else v for v in _take_batch(call, 1).leaves]
-    known = budget.requested() is not None or torch.cuda.is_available()
+    known = settings.requested_budget() is not None or torch.cuda.is_available()
     (asked,) = choice.tile("room") or (0 if known else cost.ROOM,)  # free memory of an absent device is unknown
 
     class Step(triton.MetaStep):

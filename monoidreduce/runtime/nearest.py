@@ -68,10 +68,12 @@ def _run(
     return found
 
 
-def _fake(queries: Tensor, ordered: Tensor, order: Tensor, boxes: Tensor, finite: int, k: int, excluded: int | None):
+def _make_fake(
+    queries: Tensor, ordered: Tensor, order: Tensor, boxes: Tensor, finite: int, k: int, excluded: int | None
+):
     shape = (queries.shape[0], k)
     return queries.new_empty(shape), queries.new_empty(shape, dtype=torch.int64)
 
 
 _SCHEMA = "nearest(Tensor queries, Tensor sorted, Tensor order, Tensor boxes, int finite, SymInt k, int? excluded)"
-register_operator(f"{_SCHEMA} -> (Tensor, Tensor)", _run, _fake)
+register_operator(f"{_SCHEMA} -> (Tensor, Tensor)", _run, _make_fake)

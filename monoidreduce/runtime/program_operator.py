@@ -24,17 +24,17 @@ from ..engines import triton
 from ..engines.common import bounded_cache, oom_retry, skip_small_tiles
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import are_narrow, load_values, save_values, zero_gradient
+from ..engines.common.gradient_program import load_values, save_values, zero_gradient
 from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
-from . import dispatch, saved_row_gradients
+from . import dispatch, forward_form
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
-from .dispatch import apply_settings, can_record, need_gradient
+from .dispatch import apply_settings, can_record, include_16_bits, need_gradient
 from .replay import ProgramSteps, make_steps
 from .torch_operator import (
     VALUES,
@@ -105,14 +105,14 @@ class Program:
             found.append(((shape, dtype), output_strides(self.lowered, k, shape, named)))
         if keep:
             fold = self.lowered.passes[0].fold
-            like = [_vector_like(self.out) if e.feature is not None else 0 for e in fold.leaves]
+            like = [_make_vector(self.out) if e.feature is not None else 0 for e in fold.leaves]
             made = narrow_shapes(fold, like, sizes)
             found += [(made[k], contiguous_strides(made[k][0])) for k in self.kept]
         return found
 
 
 @functools.cache
-def _vector_like(dtype: torch.dtype | None) -> Tensor:
+def _make_vector(dtype: torch.dtype | None) -> Tensor:
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -258,7 +258,7 @@ def _keep_replay(
         _replays.keep(asked, (triton.prepared_folds(), tuple(sources), launches))
 
 
-def _fake_forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
+def _make_fake_forward(name: str, tensors: list[Tensor], numbers: list | None, lengths: list[int]) -> list[Tensor]:
     call = _find_call(name)
     sizes = call.frame.read_lengths(lengths, tensors[0].device)
     forms = call.program.forms(call.keep, call.join_values(tensors, numbers), sizes)
@@ -285,7 +285,7 @@ def _backward(
     known = _backwards.find(key)
     if known is None:
         sizes = call.frame.read_lengths(lengths, tensors[0].device)
-        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results), are_narrow(values))
+        gradients = call.steps.gradient(call.needs, call.given, len(call.program.results), include_16_bits(values))
         runner = GradientRunner(gradients, call.engine, can_record(call.engine, sizes))
         leaves = [v for v, need in zip(values, call.needs, strict=True) if need]
         forms: list = [((v.shape, v.dtype), gradient_strides(v)) for v in leaves]
@@ -299,7 +299,7 @@ def _backward(
         return owned
 
 
-def _fake_backward(name: str, tensors: list[Tensor], numbers: list | None, *rest: Any) -> list[Tensor]:
+def _make_fake_backward(name: str, tensors: list[Tensor], numbers: list | None, *rest: Any) -> list[Tensor]:
     call = _find_call(name)
     leaves = [v for v, need in zip(call.join_values(tensors, numbers), call.needs, strict=True) if need]
     return [v.new_empty_strided(v.shape, gradient_strides(v)) for v in leaves]
@@ -333,8 +333,8 @@ def _has_strides(t: Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
-register_operator(_FORWARD, _forward, _fake_forward)
-register_operator(_BACKWARD, _backward, _fake_backward)
+register_operator(_FORWARD, _forward, _make_fake_forward)
+register_operator(_BACKWARD, _backward, _make_fake_backward)
 
 
 # Programs that something traces: by which operators they enter its graph.
@@ -360,7 +360,7 @@ class TracedProgram:
         if dispatch.are_plain(values) or dispatch.is_transformed() or not self._has_operators(values):
             return self.run_stepwise(*values)
         if torch.is_grad_enabled() and need_gradient(values):
-            return list(_Traced.apply(self, *values))[: len(self.steps.program.outputs)]
+            return list(_TracedFunction.apply(self, *values))[: len(self.steps.program.outputs)]
         return run_forward(self.program, self.steps.engine, False, values, self.sizes)
 
     def _has_operators(self, values: Sequence[Any]) -> bool:
@@ -371,11 +371,11 @@ class TracedProgram:
             return True
         fold = steps.program.passes[0].fold
         asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
-        if saved_row_gradients.find_form(fold, asking, fix_lengths(sizes), steps.engine) is not None:
+        if forward_form.find_saving_fold(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:
-            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs), are_narrow(values))
+            steps.gradient(needs, (True,) * len(steps.program.outputs), len(fold.outputs), include_16_bits(values))
         except NoGradientError:  # torch may have one
             return False
         return True
@@ -410,7 +410,7 @@ class TracedProgram:
         return [zero_gradient(v) if n and g is None else g for v, n, g in zip(values, needs, made, strict=True)]
 
 
-class _Traced(torch.autograd.Function):
+class _TracedFunction(torch.autograd.Function):
     """A program by its operators."""
 
     @staticmethod

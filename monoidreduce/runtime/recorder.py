@@ -32,23 +32,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..engines.common.torch_code import FunctionWriter, define, tuple_text
 from ..engines.eager.cpp.compiled_fold import CompiledFold
 from ..program.primitives import PRIMITIVES
-from ..program.trace import Watched
+from ..program.trace import WatchedPlaces
 from .replay import CallViews, View, Views
 
 
-def _getters(names: str) -> set[Any]:
+def _find_getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
-def _methods(names: str) -> set[Any]:
+def _find_methods(names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names.split()}
 
 
 # Calls that make no tensor and whose answer is decided by the kind of a tensor: they are not recorded. A layer may also
 # read what the keys of its ops hold, a fold what its own key holds.
 _READS = frozenset(
-    _getters("device dtype is_cuda is_meta is_nested is_quantized is_sparse layout ndim shape")
-    | _methods("__len__ dim is_complex is_floating_point is_neg numel size stride")
+    _find_getters("device dtype is_cuda is_meta is_nested is_quantized is_sparse layout ndim shape")
+    | _find_methods("__len__ dim is_complex is_floating_point is_neg numel size stride")
 )
 _LAYER_READS, _FOLD_READS = _READS | {Tensor.data_ptr}, _READS | {Tensor.is_contiguous}
 # Calls that make or change tensors in a form that is decided by the kind of their arguments. Functions, methods,
@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
         returned = self.name_tensors(results)
         if self.failed:
             return None
-        lines, later = [f"return {self._text(returned)}"], names_in(returned)
+        lines, later = [f"return {self._write_value(returned)}"], names_in(returned)
         for step in reversed(self.steps):
             if step.needed or not later.isdisjoint(step.made):
                 read = names_in((step.args, step.kwargs))
@@ -207,20 +207,23 @@ class Recorder(TorchFunctionMode):
         return define("call", self.values, [*checks, *lines[::-1]], self.writer.scope)
 
     def _step_text(self, step: Step) -> str:
-        given = [*map(self._text, step.args), *(f"{key}={self._text(value)}" for key, value in step.kwargs.items())]
+        given = [
+            *map(self._write_value, step.args),
+            *(f"{key}={self._write_value(value)}" for key, value in step.kwargs.items()),
+        ]
         made = ", ".join(step.made) if step.returns_one else "".join(f"{name}, " for name in step.made)
         return f"{made}{' = ' if made else ''}{self.writer.hold(step.run, step.run)}({', '.join(given)})"
 
-    def _text(self, value: Any) -> str:
+    def _write_value(self, value: Any) -> str:
         """A value in the text: a name, or put together of some, or fixed."""
         if type(value) is Name:
             return value
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{self.writer.hold(k)}: {self._text(v)}' for k, v in value.items())}}}"
+            return f"{{{', '.join(f'{self.writer.hold(k)}: {self._write_value(v)}' for k, v in value.items())}}}"
         if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
+            return f"[{', '.join(map(self._write_value, value))}]"
         if isinstance(value, tuple) and names_in(value):
-            parts = tuple_text(map(self._text, value))
+            parts = tuple_text(map(self._write_value, value))
             return f"{self.writer.hold(type(value))}{parts}" if hasattr(value, "_fields") else parts
         return self.writer.hold(value)
 
@@ -260,7 +263,7 @@ class LayerRecorder(Recorder):
         self.tensors: dict[Name, Tensor] = {}  # kept until the recording ends: launches are fixed on them
         self.views: dict[Name, tuple[View, Step]] = {}  # tensors that are views of the first argument of a step
         self.plans: dict[Step, OpPlan] = {}  # the steps that are ops
-        self.watched: list[Watched] = []  # what bodies read besides their values
+        self.watched: list[WatchedPlaces] = []  # what bodies read besides their values
         super().__init__(values)
 
     def name(self, t: Tensor, name: Name) -> Name:
@@ -280,14 +283,14 @@ class LayerRecorder(Recorder):
         if plan.traced.watched is not None:
             self.watched.append(plan.traced.watched)
         inputs = [values[at] if view is None else self._run_view(view, values[at]) for at, view in plan.sources]
-        with self._paused():
+        with self._pause():
             found = plan.run_program(*inputs)
         self.plans[self.add_step(plan.run_program, inputs, {}, tuple(found), needed=True)] = plan
         return plan.traced.pack(found)
 
     def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
         """Run a function of ours: one step likewise, unless it makes no tensor. ``faster``: see :func:`step`."""
-        with self._paused():
+        with self._pause():
             found = run(*given)
             again = None if faster is None else faster(*given)
         if isinstance(found, Tensor):
@@ -296,14 +299,14 @@ class LayerRecorder(Recorder):
 
     def _run_view(self, view: Callable[[Any], Any], value: Any) -> Any:
         """An argument as its op's input, with all batch dimensions."""
-        with self._paused():
+        with self._pause():
             found = view(value)
         if isinstance(found, Tensor) and self.find_name(found) is None:
             self._note_view(super().add_step(view, (value,), {}, found), (value,), found, reshapes=True)
         return found
 
     def _note_view(self, step: Step, args: Sequence[Any], found: Tensor, reshapes: bool = False) -> None:
-        with self._paused():
+        with self._pause():
             view = View.of(step.run, args, found, reshapes)
         if view is not None and step.made:
             self.views[step.made[0]] = view, step
@@ -329,7 +332,7 @@ class LayerRecorder(Recorder):
         views = CallViews(
             tuple(chain for _, chain in before), tuple(tuple(view for view, _ in users) for users in after)
         )
-        inputs, given = self._tensors(step.args), self._tensors([value for value, _ in before])
+        inputs, given = self._insert_tensors(step.args), self._insert_tensors([value for value, _ in before])
         fixed = plan.fix(inputs, given, views) if any(views.inputs) or any(views.outputs) else None
         if fixed is None:
             step.run = plan.fix(inputs) or step.run
@@ -339,7 +342,7 @@ class LayerRecorder(Recorder):
             for _, user in users:  # the step makes what this one did
                 (step.made[k],), user.made = user.made, []
 
-    def _tensors(self, values: Sequence[Any]) -> list[Any]:
+    def _insert_tensors(self, values: Sequence[Any]) -> list[Any]:
         """Values with the tensors in the places of their names."""
         return [self.tensors[v] if type(v) is Name else v for v in values]
 
@@ -366,7 +369,7 @@ class LayerRecorder(Recorder):
         return found
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _pause(self) -> Iterator[None]:
         """What happens inside is not recorded."""
         self.paused, before = True, self.paused
         try:

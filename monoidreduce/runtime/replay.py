@@ -32,7 +32,7 @@ from ..engines import auto, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
-from ..engines.common.gradient_program import GradientProgram, are_narrow
+from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
@@ -40,8 +40,8 @@ from ..program.expression import Expr, topological
 from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
-from . import dispatch, saved_row_gradients
-from .dispatch import ENGINES, PLAIN, apply_settings
+from . import dispatch, forward_form
+from .dispatch import ENGINES, PLAIN, apply_settings, include_16_bits
 
 MOST = 64  # recordings of one pass, program or backward
 _PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels
@@ -385,8 +385,8 @@ class ForwardReplays:
         """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
         keep more for a backward."""
         pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        keeps = saved_row_gradients.has_many_pairs(sizes) and any(
-            saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
+        keeps = forward_form.has_many_pairs(sizes) and any(
+            forward_form.may_save_row_gradients(p.fold) for p in self.steps.program.passes
         )
         return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
 
@@ -398,9 +398,9 @@ class ForwardReplays:
         tensors = [made.names[k] for k in self.tensors]
         names = triton.ReplayNames(made.names, tensors, made.returned, kept)
         launches = triton.ProgramReplay(recorded, names, sizes)
-        if saved_row_gradients.has_many_pairs(sizes) and not launches.holds_little:
+        if forward_form.has_many_pairs(sizes) and not launches.holds_little:
             return None
-        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, are_narrow(values))
+        backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
         has_forms = tuple(recorded.forms[name] for name in made.returned) == self.forms
@@ -448,7 +448,7 @@ class ForwardReplay:
     has_forms: bool  # its outputs have the shapes and types that users expect
 
 
-class Saved(NamedTuple):
+class SavedValues(NamedTuple):
     """What a backward is given: the inputs that are tensors, the outputs and (if there is one) the buffer of what was
     kept; a cotangent per output; the inputs that are numbers."""
 
@@ -506,7 +506,7 @@ class BackwardReplays:
         # of the last backward: the types of its tensors, what reads them, its needs and numbers, what is read of these
         self.last: tuple[list[type], Any, tuple | None, tuple] = ([], None, None, ())
 
-    def find(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
+    def find(self, needs: Needs, saved: SavedValues) -> triton.ProgramReplay | None:
         """The recording for tensors like these, made now if there is none; None where there can be none."""
         given = (*saved.tensors, *saved.cotangents)
         types, read, state, signs = self.last
@@ -529,13 +529,13 @@ class BackwardReplays:
         """The gradients that are needed as a program of the inputs, the pass's results and the cotangents given."""
         return self.steps.gradient(needs, given, len(self.results), self.narrow)
 
-    def leaves(self, saved: Saved) -> list[Any]:
+    def leaves(self, saved: SavedValues) -> list[Any]:
         """The program's inputs in their order."""
         tensors, numbers = iter(saved.tensors), iter(saved.numbers)
         found = [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
         return found if self.views is None else self.views.enter(found)
 
-    def cotangents(self, saved: Saved) -> list[Tensor | None]:
+    def cotangents(self, saved: SavedValues) -> list[Tensor | None]:
         """The cotangents of the program's outputs."""
         return list(saved.cotangents) if self.views is None else self._undo_outputs(saved.cotangents)
 
@@ -551,7 +551,7 @@ class BackwardReplays:
         pairs = zip(self.views.outputs, found, strict=True)
         return [undo_views(chain, t) if chain and t is not None else t for chain, t in pairs]
 
-    def other_inputs(self, saved: Saved) -> list[Any]:
+    def other_inputs(self, saved: SavedValues) -> list[Any]:
         """What gradient programs are given besides the forward's inputs: the pass's results, and the cotangents."""
         first, returned = len(self.steps.inputs) - len(saved.numbers), self.steps.script.returned
         outputs: Sequence[Any] = saved.tensors[first : first + len(returned)]
@@ -562,7 +562,7 @@ class BackwardReplays:
         cotangents = [g.expand(shape) if total and g is not None else g for g in self.cotangents(saved)]
         return [*(known[name] for name in self.results), *cotangents]
 
-    def _describe_computed_numbers(self, needs: Needs, saved: Saved) -> tuple:
+    def _describe_computed_numbers(self, needs: Needs, saved: SavedValues) -> tuple:
         """What kernels look at in the numbers that a backward computes from those it is given, whose own signs are
         fixed."""
         if not saved.numbers:
@@ -577,7 +577,7 @@ class BackwardReplays:
         arithmetic, places = self.arithmetic[key]
         return () if arithmetic is None else triton.describe_numbers(arithmetic(*[saved.numbers[k] for k in places]))
 
-    def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
+    def _record(self, needs: Needs, saved: SavedValues) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)
         steps = make_steps(self.steps.engine, made.program, made.numbers)
         pool = [*self.leaves(saved), *self.other_inputs(saved)]
@@ -602,7 +602,7 @@ class BackwardReplays:
             if form[0] != leaf.shape:  # of heads that are shared
                 summed[str(grads[place])] = tuple(leaf.shape)
         used = dict(zip(made.sources, steps.script.names, strict=True))
-        inputs, tensors, parts = self._names(used, saved)
+        inputs, tensors, parts = self._name_saved(used, saved)
         if recorded.read_by_host & parts.keys():
             return None
         seen, copied = self._looks(used, saved, recorded.read_by_host)
@@ -615,7 +615,7 @@ class BackwardReplays:
         return launches if launches.holds_little else None
 
     def _looks(
-        self, used: Mapping[int, str], saved: Saved, looked: set[str]
+        self, used: Mapping[int, str], saved: SavedValues, looked: set[str]
     ) -> tuple[dict[str, Look], dict[str, Look]]:
         """What makes the tensors that kernels look at, or that only copies are, of those that are saved."""
         if self.views is None:
@@ -635,7 +635,9 @@ class BackwardReplays:
         chains = {used[k]: look for k, (look, _) in there.items()}
         return _split_looks(chains, {used[k]: t for k, (_, t) in there.items()}, looked)
 
-    def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
+    def _name_saved(
+        self, used: dict[int, str], saved: SavedValues
+    ) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the
         inputs of the gradient program are called there, by their places among leaves and others."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)

@@ -41,7 +41,7 @@ def guard(outputs: tuple[Expr, ...], sizes: Sizes) -> Callable[[Mapping[str, Any
     if not counts or not is_untraced() or not _has_pairs(sizes):
         return None
     pending = [c for c in counts if not _is_inside(c[0], sizes, {})]
-    plain = [c for c in pending if not _inputs(c)]
+    plain = [c for c in pending if not _name_inputs(c)]
     for c in plain:
         _count(c, replace(sizes, batch=()), {})
     rest = [c for c in pending if c not in plain]
@@ -61,7 +61,7 @@ class _Guard:
 
     def __init__(self, counts: list[tuple[Expr, Expr]], sizes: Sizes):
         self.counts, self.sizes = counts, sizes
-        self.names = [_inputs(c) for c in counts]
+        self.names = [_name_inputs(c) for c in counts]
         self.passed: BoundedCache[tuple, bool] = BoundedCache(_CHECKS)
 
     def __call__(self, values: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ def _has_pairs(sizes: Sizes) -> bool:
     return all(type(n) is int and n > 0 for n in (sizes.rows, sizes.cols, *sizes.batch))
 
 
-def _inputs(count: tuple[Expr, Expr]) -> list[str]:
+def _name_inputs(count: tuple[Expr, Expr]) -> list[str]:
     return [e.attrs[0] for e in topological([count[1]]) if e.op == "input"]
 
 

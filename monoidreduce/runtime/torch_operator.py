@@ -126,18 +126,18 @@ def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
     # type and one layout for all engines
-    forms = _forms(known, engine, leaves, sizes)
+    forms = _list_forms(known, engine, leaves, sizes)
     found = sum_gradients(known, found, leaves, sizes)
     return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
-def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
+def _make_fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _open_arguments(fold, *given)
-    forms = _forms(known, engine, leaves, sizes)
+    forms = _list_forms(known, engine, leaves, sizes)
     return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in forms]
 
 
-def _forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
+def _list_forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
     kernels = engine in ("auto", "triton") and settings.kernels_run_on(sizes.device)
     return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
 
@@ -194,7 +194,7 @@ def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]
     return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
-register_operator(_SCHEMA, _run, _fake)
+register_operator(_SCHEMA, _run, _make_fake)
 
 
 def move_batch_to_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:

@@ -106,7 +106,7 @@ def _generate_reader(
     parts, checks = ["form", "engine", "more"], []
     for k, (kind, declaration) in enumerate(zip(kinds, declared, strict=True)):
         name = f"v{k}"
-        found = _key_parts(kind, declaration, tensors)
+        found = _list_key_parts(kind, declaration, tensors)
         if found is None:
             return None
         parts += [part.format(name) for part in found]
@@ -120,7 +120,7 @@ def _is_tensor(kind: type, declaration: str) -> bool:
     return kind in dispatch.PLAIN and declaration != STATIC
 
 
-def _key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
+def _list_key_parts(kind: type, declaration: str, tensors: Sequence[str]) -> Sequence[str] | None:
     """What is read of a value of this type, besides the type; None where that cannot be said cheaply."""
     if declaration == STATIC:
         return ("{0}",) if kind.__hash__ is not None else None

@@ -183,6 +183,6 @@ def test_a_large_problem_is_never_held_whole():
     score = node("leaf", (), ("x0",), rows=True, cols=True, feature=None, dtype="float")
     best = reduce_node("topk", "cols", (2048, True), (score,))
     sizes = Sizes(4096, 32768, (), {}, torch.device("cpu"), torch.float32)
-    rows, cols = large_topk._panel_shape(best, sizes, 4096, 32768)
+    rows, cols = large_topk._choose_panel_shape(best, sizes, 4096, 32768)
     assert rows <= 1024 and cols == 32768
-    assert large_topk._panel_shape(best, sizes, 64, 4096) == (64, 4096)  # little is
+    assert large_topk._choose_panel_shape(best, sizes, 64, 4096) == (64, 4096)  # little is

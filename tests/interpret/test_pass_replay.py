@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.kernels import row_kernels
-from monoidreduce.plan import budget
+from monoidreduce.plan import settings
 from monoidreduce.plan.schedule import follow
 from monoidreduce.plan.settings import EnvironmentVariable
 from monoidreduce.runtime import autograd, dispatch, fused_expressions, replay
@@ -248,7 +248,7 @@ def test_what_is_asked_decides_again(monkeypatch):
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
         assert dispatch.launch_key() is None
-    with follow({}), budget.shrink():
+    with follow({}), settings.shrink_memory():
         assert dispatch.launch_key() is None
 
 

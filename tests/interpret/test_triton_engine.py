@@ -21,7 +21,7 @@ from monoidreduce.engines import eager, triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.eager import tile_code
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import compiler, tile_ranges
+from monoidreduce.engines.triton.codegen import compiler, kernel_spec
 from monoidreduce.engines.triton.kernels import fold_kernel as launch
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
@@ -231,11 +231,11 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
                 first, whole_first, whole_last, again_first, again_last, last = places
                 for f in range(-(-lengths[1] // blocks[1])):
                     known = _ranges(fold, which, values, lengths, blocks, b, t, f)
-                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.whole_tile_conditions(fold)}
+                    truths = {c: tile_code.interval(c, dict(known)) for c in kernel_spec.whole_tile_conditions(fold)}
                     if whole_first <= f < whole_last or again_first <= f < again_last:
                         assert all(
                             truths[c] == (float(want),) * 2
-                            for c, want in tile_ranges.whole_tile_conditions(fold).items()
+                            for c, want in kernel_spec.whole_tile_conditions(fold).items()
                         )
                     if not first <= f < last:
                         assert any(truths[c] == (0.0, 0.0) for c in truths)

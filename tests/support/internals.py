@@ -163,7 +163,7 @@ def set_pair_thresholds(
     targets = {
         "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY": many,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.VERY_MANY": very_many,
-        "monoidreduce.runtime.saved_row_gradients.MANY": saved_row_gradients,
+        "monoidreduce.runtime.forward_form.MANY": saved_row_gradients,
         "monoidreduce.engines.triton.schedules.vector_conversions.MANY_FLOAT32": float32_split,
     }
     for target, value in targets.items():
@@ -385,5 +385,5 @@ def set_candidates(patch: Patch, candidates: Callable) -> None:
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:
     """``form(fold, leaves, sizes, engine)``: how a pass saves its row gradients, or None."""
-    patch.setattr("monoidreduce.runtime.saved_row_gradients.find_form", form)
+    patch.setattr("monoidreduce.runtime.forward_form.find_saving_fold", form)
     patch.setattr("monoidreduce.runtime.autograd.PassContext.may_save", True)

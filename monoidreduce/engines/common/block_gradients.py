@@ -134,7 +134,7 @@ class Blocks:
 
     def fill_cotangents(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents, with zeros for those that are not given."""
-        return [self._zeros(k) if g is None else g for k, g in enumerate(cotangents)]
+        return [self._make_zeros(k) if g is None else g for k, g in enumerate(cotangents)]
 
     # Blocks
 
@@ -149,13 +149,13 @@ class Blocks:
 
     def leaf_slice(self, k: int, value: Tensor, kept: slice, folded: slice) -> Tensor:
         e = self.fold.leaves[k]
-        for axis, here in self._axes(e, value):
+        for axis, here in self._find_axes(e, value):
             at = kept if (axis == "rows") == self.over_cols else folded
             value = value.narrow(here, at.start, at.stop - at.start)
         return value
 
     @staticmethod
-    def _axes(e: Expr, value: Tensor) -> list[tuple[str, int]]:
+    def _find_axes(e: Expr, value: Tensor) -> list[tuple[str, int]]:
         """The axes along which a leaf is cut, and where they are; an axis of size 1 of an argument per pair is not."""
         last = value.dim() - 1 - (e.feature is not None)
         axes = [("rows", last - e.cols)] if e.rows else []
@@ -164,7 +164,7 @@ class Blocks:
 
     def cut_axis(self, k: int, like: Tensor, kept: bool) -> int | None:
         """Where leaf k is cut along the kept or the folded axis; None where it is not, and its gradients add up."""
-        found = {(axis == "rows") == self.over_cols: at for axis, at in self._axes(self.fold.leaves[k], like)}
+        found = {(axis == "rows") == self.over_cols: at for axis, at in self._find_axes(self.fold.leaves[k], like)}
         return found.get(kept)
 
     def function(self, order: int, kept: slice, folded: slice) -> Function:
@@ -176,7 +176,7 @@ class Blocks:
             if k not in self.differentiable
         }
         names = [str(self.fold.leaves[k].attrs[0]) for k in self.differentiable]
-        sizes = self._block_sizes(rows, cols)
+        sizes = self._make_block_sizes(rows, cols)
         r = self.reduction
 
         def block(*values: Tensor) -> tuple[Tensor, ...]:
@@ -199,14 +199,14 @@ class Blocks:
         kind, params = kind_of(self.reduction), self.reduction.attrs[2]
         return _add_tangents(lambda *stacked: tuple(kind.fold(params, stacked, 0)), order)
 
-    def _block_sizes(self, rows: slice, cols: slice) -> Sizes:
+    def _make_block_sizes(self, rows: slice, cols: slice) -> Sizes:
         shard = self.sizes.shard
         own = Shard(Axis((((0, self.sizes.rows),),)), Axis((((0, self.sizes.cols),),))) if shard is None else shard
         kept = Axis((_cut_ranges(own.rows.own, rows),), whole=own.rows.total)
         place = Shard(kept, Axis((_cut_ranges(own.cols.own, cols),), whole=own.cols.total), batch=own.batch)
         return replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start, shard=place)
 
-    def _zeros(self, k: int) -> Tensor:
+    def _make_zeros(self, k: int) -> Tensor:
         feature, _ = outputs_of(self.reduction)[k]
         length = self.sizes.rows if self.over_cols else self.sizes.cols
         tail = () if feature is None else (self.sizes.of(str(feature)),)
@@ -228,14 +228,14 @@ def cut_axes(r: Expr, sizes: Sizes, kept: int, folded: int, order: int = 0) -> t
 
     Where all folded indices of some kept ones fit in a block, its pairs are computed once, and twice where they do not:
     so blocks are long and narrow."""
-    room = budget.allowed_bytes(lambda: free_memory(sizes.device)) // _held_bytes(r, sizes, order)
+    room = budget.allowed_bytes(lambda: free_memory(sizes.device)) // _count_held_bytes(r, sizes, order)
     count = max(1, torch.Size(sizes.batch).numel())
-    room = min(room, (_CACHED if sizes.device.type == "cpu" else _FILLED) // (_state_numbers(r, sizes) * count))
+    room = min(room, (_CACHED if sizes.device.type == "cpu" else _FILLED) // (_count_state_numbers(r, sizes) * count))
     block = max(1, min(folded, _BLOCK))
     while block > _LEAST_BLOCK and room // _count_elements(folded, block) < min(_LEAST_KEPT, kept):
         block //= 2
     block = -(-folded // -(-folded // block)) if folded else block  # equally long, but for the last
-    return _slices(kept, max(1, room // _count_elements(folded, block))), _slices(folded, block)
+    return _cut_slices(kept, max(1, room // _count_elements(folded, block))), _cut_slices(folded, block)
 
 
 def _count_elements(folded: int, block: int) -> int:
@@ -243,24 +243,24 @@ def _count_elements(folded: int, block: int) -> int:
     return block if block >= folded else block + -(-folded // block)
 
 
-def _state_numbers(r: Expr, sizes: Sizes) -> int:
-    return sum(_widths(r, [f for f, _ in outputs_of(r)], sizes))
+def _count_state_numbers(r: Expr, sizes: Sizes) -> int:
+    return sum(_list_widths(r, [f for f, _ in outputs_of(r)], sizes))
 
 
-def _widths(r: Expr, features: Iterable[Feature], sizes: Sizes) -> list[int]:
+def _list_widths(r: Expr, features: Iterable[Feature], sizes: Sizes) -> list[int]:
     """The numbers of vectors with these features; of those that are none of the fold's, the widest field's."""
     own = [a.feature for a in r.args if a.feature is not None]
     widest = max((sizes.of(str(f)) for f in own), default=1)
     return [1 if f is None else sizes.of(str(f)) if f in own else widest for f in features]
 
 
-def _held_bytes(r: Expr, sizes: Sizes, order: int = 0) -> int:
+def _count_held_bytes(r: Expr, sizes: Sizes, order: int = 0) -> int:
     """Bytes that differentiating a fold holds for one element of every batch element: the elements, what autograd saves
     of all levels of their tree, and the elements' cotangents. With tangents there is twice as much of everything."""
     features, given = tuple(a.feature for a in r.args), tuple(a.op != "const" for a in r.args)
     saved = saved_by_autograd(r.attrs[2][0], features, given)
     elements = [f for f, own in zip(features, given, strict=True) if own]
-    numbers = 2 * sum(_widths(r, elements, sizes)) + sum(_widths(r, saved, sizes)) + _OF_PAIRS
+    numbers = 2 * sum(_list_widths(r, elements, sizes)) + sum(_list_widths(r, saved, sizes)) + _OF_PAIRS
     return sizes.compute.itemsize * numbers * 3**order * max(1, torch.Size(sizes.batch).numel())
 
 
@@ -268,7 +268,7 @@ def describe_blocks(r: Expr, sizes: Sizes) -> tuple[int, int, int]:
     """The kept and folded indices of a block, and the bytes that differentiating it holds."""
     kept, folded = (sizes.rows, sizes.cols) if r.attrs[1] == "cols" else (sizes.cols, sizes.rows)
     (one, *_), (block, *_) = cut_axes(r, sizes, kept, folded)
-    return one.stop, block.stop, one.stop * _count_elements(folded, block.stop) * _held_bytes(r, sizes)
+    return one.stop, block.stop, one.stop * _count_elements(folded, block.stop) * _count_held_bytes(r, sizes)
 
 
 def estimate_gradient(fold: Fold, sizes: Sizes, rates: DeviceRates) -> cost.Estimate:
@@ -287,7 +287,7 @@ def estimate_gradient(fold: Fold, sizes: Sizes, rates: DeviceRates) -> cost.Esti
     return cost.Estimate(flops, 3 * wide * numbers, seconds + calls * rates.launch, held, held)
 
 
-def _slices(length: int, size: int) -> list[slice]:
+def _cut_slices(length: int, size: int) -> list[slice]:
     return [slice(at, min(length, at + size)) for at in range(0, length, size)] or [slice(0, 0)]
 
 
@@ -330,7 +330,7 @@ def _add_tangents(function: Function, order: int) -> Function:
 def run_blocks(job: Blocks, order: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The fold, block by block."""
     kept_slices, folded_slices = job.cut_both_axes(order)
-    found = [_merge(job, order, _block_states(job, order, values, kept, folded_slices)) for kept in kept_slices]
+    found = [_merge(job, order, _make_block_states(job, order, values, kept, folded_slices)) for kept in kept_slices]
     joined = []
     for k, parts in enumerate(zip(*found, strict=True)):
         feature, _ = outputs_of(job.reduction)[k % len(outputs_of(job.reduction))]
@@ -338,7 +338,7 @@ def run_blocks(job: Blocks, order: int, values: Sequence[Tensor]) -> tuple[Tenso
     return tuple(joined)
 
 
-def _block_states(
+def _make_block_states(
     job: Blocks, order: int, values: Sequence[Tensor], kept: slice, folded: Sequence[slice]
 ) -> list[tuple[Tensor, ...]]:
     return [job.function(order, kept, at)(*job.slices_of(values, kept, at)) for at in folded]
@@ -364,8 +364,8 @@ def differentiate_blocks(
         g = tuple(job.result_slice(c, k, kept) for k, c in enumerate(cotangents))
         given = [g]
         if len(folded_slices) > 1:
-            states = zip(*_block_states(job, order, values, kept, folded_slices), strict=True)
-            pulled = _vjp(job.merge(order), [torch.stack(ts) for ts in states], g)
+            states = zip(*_make_block_states(job, order, values, kept, folded_slices), strict=True)
+            pulled = _apply_transposed(job.merge(order), [torch.stack(ts) for ts in states], g)
             given = list(zip(*(t.unbind() for t in pulled), strict=True))
         grads = [
             _differentiate_block(job, order, asked, values, kept, at, own)
@@ -389,10 +389,10 @@ def _differentiate_block(
             given[n] = value
         return block(*given)
 
-    return _vjp(function, [cut[n] for n in asked], g)
+    return _apply_transposed(function, [cut[n] for n in asked], g)
 
 
-def _vjp(function: Function, values: Sequence[Tensor], g: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _apply_transposed(function: Function, values: Sequence[Tensor], g: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The transposed derivative of ``function`` at ``values``, applied to ``g``; nothing of it stays recorded."""
     if torch._C._are_functorch_transforms_active():  # which know their own derivatives alone
         found: tuple[Tensor, ...] = torch.func.vjp(function, *values)[1](g)
@@ -483,7 +483,7 @@ class _Gradient(torch.autograd.Function):
             return (None,) * (1 + count + len(g))
         both = (*values, *_fill_tangents(_scatter(directions, call.asked, count), values))
         asked = tuple(n for n in range(count) if needs[n])
-        moved = _hessian(call, asked, both, g) if asked else ()
+        moved = _differentiate_twice(call, asked, both, g) if asked else ()
         push_forward = _Fold.apply(call.next(), *both)[-len(g) :] if any(needs[count:]) else (None,) * len(g)
         return None, *_scatter(moved, asked, count), *push_forward
 
@@ -492,12 +492,14 @@ class _Gradient(torch.autograd.Function):
         """Jᵀ ġ, and the derivative of Jᵀ g along the values' tangents: a Hessian is symmetric."""
         call, count = ctx.call, ctx.call.values
         values, g = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        moved = _hessian(call, call.asked, (*values, *_fill_tangents(tangents[:count], values)), g)
+        moved = _differentiate_twice(call, call.asked, (*values, *_fill_tangents(tangents[:count], values)), g)
         linear = _Gradient.apply(call, *values, *_fill_tangents(tangents[count:], g))
         return tuple(map(torch.add, moved, linear))
 
 
-def _hessian(call: _Call, asked: tuple[int, ...], both: Sequence[Tensor], g: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _differentiate_twice(
+    call: _Call, asked: tuple[int, ...], both: Sequence[Tensor], g: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """The gradient of ⟨g, Ṗ⟩ by the values numbered ``asked``."""
     found: tuple[Tensor, ...] = _Gradient.apply(call.next(asked), *both, *(torch.zeros_like(c) for c in g), *g)
     return found

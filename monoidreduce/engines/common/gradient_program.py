@@ -21,7 +21,6 @@ from ...program.expression import Expr
 from ...program.gradient import collect_weights, differentiate_fold
 from ...program.lower import Fold, Lowered, name_gradients
 from ...reductions import KINDS
-from .matmul import SIXTEEN
 from .torch_code import inputs, missing
 
 
@@ -70,11 +69,6 @@ class GradientProgram:
             grads[k] = zero_gradient(leaf) if e is None else to_gradient(value, e, leaf, self.leaves[k])
             fits = fits and grads[k] is value
         return grads, fits
-
-
-def are_narrow(values: Sequence[Any]) -> bool:
-    """Whether any of the values has 16 bits."""
-    return any([isinstance(v, Tensor) and v.dtype in SIXTEEN for v in values])
 
 
 @functools.lru_cache(maxsize=4096)

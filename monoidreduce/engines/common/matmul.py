@@ -25,23 +25,22 @@ SIXTEEN = (torch.float16, torch.bfloat16)
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
+# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
+# read). Called directly, since it runs in every call and the public property takes four times as long.
+_read_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
 
 def float32_precision() -> str:
     """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
     chosen = settings.current.get().precision
     if chosen is not None:
         return chosen
-    if _PRECISION is None:
+    if _read_precision is None:
         return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    said = _PRECISION("cuda", "matmul")
+    said = _read_precision("cuda", "matmul")
     if said == "none":
-        said = _PRECISION("generic", "all")
+        said = _read_precision("generic", "all")
     return "tf32" if said == "tf32" else "ieee"
-
-
-# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
-# read). Called directly, since it runs in every call and the public property takes four times as long.
-_PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 @functools.cache
@@ -187,7 +186,7 @@ def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
 
 def _multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == y.dtype == out.dtype:
-        torch.mm(_make_feature_major(x) if _copies_first(x, out) else x, y.mT, out=out)
+        torch.mm(_make_feature_major(x) if _should_copy_first(x, out) else x, y.mT, out=out)
     elif x.device.type == "cuda" and x.dtype == y.dtype and _supports_float32_output() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
     elif not out.is_meta:  # cast a few columns at a time
@@ -201,7 +200,7 @@ _CAST_COLUMNS = 4096
 _COPY_RATIO = 16  # the output must be this many times larger than x for the transposed copy to be cheap
 
 
-def _copies_first(x: Tensor, out: Tensor) -> bool:
+def _should_copy_first(x: Tensor, out: Tensor) -> bool:
     return _TRANSPOSE_FIRST and x.device.type == "cpu" and _COPY_RATIO * x.numel() <= out.numel()
 
 

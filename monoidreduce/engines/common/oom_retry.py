@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
-from ...plan import budget
+from ...plan import budget, settings
 from ...program.lower import Fold
 from ...reductions import kind_of
 from .evaluate import Sizes, result_form
@@ -40,7 +40,7 @@ def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fo
 def run_smaller(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
     """The second attempt of :func:`run_with_retry`."""
     try:
-        with budget.shrink():
+        with settings.shrink_memory():
             return run(*given)
     except Exception as error:
         if not isinstance(error, BudgetError) and not is_out_of_memory(error):
@@ -87,7 +87,7 @@ def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: 
 
 
 def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_result_bytes(fold, sizes))}"
+    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_count_result_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 
@@ -109,7 +109,7 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _result_bytes(fold: Fold, sizes: Sizes) -> int:
+def _count_result_bytes(fold: Fold, sizes: Sizes) -> int:
     """Bytes of a fold's results: the least memory it needs."""
     forms = [result_form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

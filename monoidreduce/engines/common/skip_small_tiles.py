@@ -29,7 +29,7 @@ class skip_below(contextlib.ContextDecorator):
 
     A gradient multiplies numbers of pairs with vectors: dx_i = Σ_j c_ij y_j and dy_j = Σ_i c_ij x_i. A tile of 128
     rows × 128 columns (less at the edges) is left out of such a sum where all its |c_ij| < ``bound`` × C, with C the
-    largest |c_ij| that has been met: on a GPU that of the same panel, in tiles of torch of all tiles so far. So it
+    largest |c_ij| seen so far: on a GPU that of the same panel, in tiles of torch of all tiles so far. So it
     means the same for a sum, a mean or a scaled loss, and every entry of a gradient is off by less than
 
         |Δ dx_i| < bound · C · Σ_j |y_j|  and  |Δ dy_j| < bound · C · Σ_i |x_i|,
@@ -75,7 +75,7 @@ class skip_below(contextlib.ContextDecorator):
 
     @property
     def kept(self) -> float:
-        """The share of tiles that was contracted; 1.0 where none was met."""
+        """The share of tiles that was contracted; 1.0 where there was none."""
         kept = self._kept + sum(int(count) for count in self._counts.values())
         return kept / self.tiles if self.tiles else 1.0
 

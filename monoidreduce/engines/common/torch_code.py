@@ -127,7 +127,7 @@ def group_elementwise(
 
 def _group_axis(axis: str, order: Sequence[Expr], roots: Sequence[Expr], least: int) -> ElementwiseGroup | None:
     inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
-    inside -= _blocked_nodes(order, inside)
+    inside -= _find_blocked(order, inside)
     if sum(_CALLS.get(e.op, 1) for e in inside) < least:
         return None
     used = {a for e in order if e not in inside for a in e.args}
@@ -137,7 +137,7 @@ def _group_axis(axis: str, order: Sequence[Expr], roots: Sequence[Expr], least: 
     return _with_numbered_leaves(axis, outputs, fed), fed, outputs
 
 
-def _blocked_nodes(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
+def _find_blocked(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
     """The nodes that depend on a node outside which itself depends on one of these: they cannot be in one kernel."""
     waiting: set[Expr] = set()
     tainted: set[Expr] = set()
@@ -243,7 +243,7 @@ def script(
 
     ``grouped``: the elementwise arithmetic of rows, or of columns, between two passes is one step, run by
     ``folder.run_elementwise``."""
-    writer = Writer(numbers, frozenset() if grouped or row_dot is None else _products(program), row_dot)
+    writer = Writer(numbers, frozenset() if grouped or row_dot is None else _find_products(program), row_dot)
     # A scale that leaves its product is a call of its own: as a kernel, the program is nothing but launches
     stored = any(e.is_stored for p in program.passes for e in p.feeds)
     least = 1 if stored else _MIN_CALLS
@@ -258,7 +258,7 @@ def script(
     return writer.script(inputs(program), program.outputs, "folder")
 
 
-def _products(program: Lowered) -> frozenset[Expr]:
+def _find_products(program: Lowered) -> frozenset[Expr]:
     """The products of two vectors of rows, or of columns, that are only ever summed over their features: such a product
     is never written out."""
     roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
@@ -441,14 +441,14 @@ def _run_alone(own: Script, order: tuple[int, ...], sizes: Sizes, *given: Any) -
 def missing(have: Expr, want: Expr) -> tuple[int, ...]:
     """Where to insert the axes that ``want`` has and ``have`` has not, the last first."""
     found, after = [], 0
-    for wanted, there in ((_vector(want), _vector(have)), (want.cols, have.cols), (want.rows, have.rows)):
+    for wanted, there in ((_is_vector(want), _is_vector(have)), (want.cols, have.cols), (want.rows, have.rows)):
         after += wanted
         if wanted and not there:
             found.append(-after)
     return tuple(found)
 
 
-def _vector(e: Expr) -> bool:
+def _is_vector(e: Expr) -> bool:
     return e.feature is not None
 
 
@@ -547,7 +547,7 @@ def _spread(e: Expr) -> Callable[[Sizes, Value], Tensor]:
     return evaluate
 
 
-def _lookup(e: Expr) -> Callable[[Sizes, Value, Value], Tensor]:
+def _make_lookup(e: Expr) -> Callable[[Sizes, Value, Value], Tensor]:
     return lambda sizes, table, index: look_up(table, index, e.rows + e.cols)
 
 
@@ -560,5 +560,5 @@ _OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
     "spread": _spread,
     "einsum": lambda e: functools.partial(einsum, e),
     "part": lambda e: functools.partial(part, e),
-    "lookup": _lookup,
+    "lookup": _make_lookup,
 }

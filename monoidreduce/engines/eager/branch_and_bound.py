@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import budget
+from ...plan import settings
 from ...plan import tiles as plan
 from ...program.constructors import ONE, interval
 from ...program.expression import Expr, size, topological
@@ -100,7 +100,7 @@ def run_by_distance(
 def _is_faster(fold: Fold, sizes: Sizes) -> bool:
     if sizes.device.type != "cpu" or min(sizes.rows, sizes.cols) < MIN_POINTS or not torch.Size(sizes.batch).numel():
         return False
-    if budget.requested() is not None or budget.shrink_factor() > 1:  # the order of points is memory too
+    if settings.requested_budget() is not None or settings.shrink_factor() > 1:  # the order of points is memory too
         return False
     return all(d is not None and sizes.of(str(d.args[0].feature)) <= FEW_FEATURES for d in _find_distances(fold))
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import budget
+from ...plan import settings
 from ...program.constructors import ONE
 from ...program.expression import Expr
 from ...program.lower import Fold
@@ -82,7 +82,11 @@ def fits(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     least = MIN_BATCHED if kept <= MOST_BOXED and torch.Size(sizes.batch).numel() > 1 else MIN_POINTS
     if not kept or folded < least or not 0 < sizes.of(found[0]) <= MOST_FEATURES:
         return False
-    if budget.requested() is not None or budget.shrink_factor() > 1 or matmul.dry_run_sizes.get() is not None:
+    if (
+        settings.requested_budget() is not None
+        or settings.shrink_factor() > 1
+        or matmul.dry_run_sizes.get() is not None
+    ):
         return False
     if skip_small_tiles.active() is not None or not torch.Size(sizes.batch).numel():
         return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import budget
+from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
@@ -143,7 +143,7 @@ class _DirectionRun:
         bytes_kept, bytes_unit = self._count_bytes()
         elements = max(1, math.prod(self.layout.shared_sizes))  # which engines in torch run one after the other
         room = min(_CACHE * elements, _DEVICE // 4) if self.sizes.device.type == "cpu" else _DEVICE
-        room = min(room, (budget.requested() or room)) // budget.shrink_factor()
+        room = min(room, (settings.requested_budget() or room)) // settings.shrink_factor()
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._count_spare_units(bytes_unit))
         results = [self._make_empty(r) for r in self.reductions]

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...plan import budget, panel_layout
+from ...plan import panel_layout, settings
 from ...program.compile import compile_program
 from ...program.constructors import apply, substitute
 from ...program.expression import Expr, node, result, topological
@@ -241,7 +241,7 @@ def pad_features(
     copies = sum(v.numel() // v.shape[-1] * more[str(e.feature)] * 2 for e, v in zip(nodes, given, strict=True))
     results = [e for e in program.outputs if e.feature is not None and str(e.feature) in odd]
     copies += sum((sizes.rows if e.rows else sizes.cols) * more[str(e.feature)] * 2 for e in results)
-    room = (limit or budget.requested() or 0) // budget.shrink_factor()
+    room = (limit or settings.requested_budget() or 0) // settings.shrink_factor()
     if room and copies > room // 2:
         return inputs, sizes, limit
     padded = {

@@ -40,7 +40,7 @@ Axes = tuple[Key, ...]
 _TOLERANCE = 1e-5  # of sums of numbers: replicas may differ in their last digits, two batches differ in the first
 
 
-class Unplaced(NamedTuple):
+class UnplacedAxis(NamedTuple):
     """A sharded axis of a tensor whose placement over mesh dimension ``dim`` nobody said."""
 
     name: str
@@ -66,7 +66,7 @@ def describe_arguments(values: Mapping[str, Any], axes: Mapping[str, Axes], dims
 
 
 def agree_on_sizes(
-    unplaced: Sequence[Unplaced], description: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
+    unplaced: Sequence[UnplacedAxis], description: str, groups: Mapping[int, Group], dim_name: Callable[[int], str]
 ) -> dict[tuple[str, int], str]:
     """For each (name, mesh dimension) what the tensor is along its sharded axis: "one" for all, the "whole", or a
     rank's "own" shard; a collective call.
@@ -77,7 +77,7 @@ def agree_on_sizes(
     whole = sum(1 << k for k, u in enumerate(unplaced) if u.size == u.whole)
     own = sum(1 << k for k, u in enumerate(unplaced) if u.size == u.own)
     problem: ShardError | None = None
-    for m in _rounds(list(groups)):
+    for m in _list_rounds(list(groups)):
         try:
             given = agreement.PairShards(own=own, shared=whole, wide=(one,))
             headers = agreement.exchange_headers(
@@ -113,7 +113,7 @@ def check_replicated(
     names = sorted({name for name, _ in same})
     sums = torch.cat([_sum_numbers(values[name]) for name in names])
     wrong = 0  # 1 + the number of the first that differs
-    for m in _rounds(list(groups)):
+    for m in _list_rounds(list(groups)):
         message = torch.cat([sums.new_tensor([wrong]), sums])
         device = agreement.header_device(groups[m])
         found = shard.all_gather(message.to(device), groups[m]).cpu()
@@ -134,7 +134,7 @@ def check_replicated(
         )
 
 
-def _rounds(dims: list[int]) -> list[int]:
+def _list_rounds(dims: list[int]) -> list[int]:
     """The mesh dimensions to exchange over, so that what is found in any of them is known to every rank at the end."""
     return [*dims, *dims[:-1]]
 
@@ -171,7 +171,7 @@ def are_traced(values: list[Any]) -> bool:
 
 def run_on_dtensors(parameters: Mapping[str, Any], values: Mapping[str, Any], run: _Run) -> Any:
     """Run an op on DTensors: ``run(local values)`` gives outputs' expressions, values, sizes and the packing."""
-    axes = {n: _parameter_axes(parameters[n], v) for n, v in values.items() if isinstance(v, Tensor)}
+    axes = {n: _list_axes(parameters[n], v) for n, v in values.items() if isinstance(v, Tensor)}
     call = PlacedCall.of(axes, values)
     local = call.to_local()
     per_pair = [n for n in call.axes if parameters[n].axis == "pairs"]
@@ -292,12 +292,14 @@ class PlacedCall:
         for axis, group in (("rows", around.rows), ("cols", around.cols)):
             if group is None:
                 continue
-            m = next((m for m in range(self.mesh.ndim) if _ranks(self.mesh.get_group(m)) == _ranks(group)), None)
+            m = next(
+                (m for m in range(self.mesh.ndim) if _read_ranks(self.mesh.get_group(m)) == _read_ranks(group)), None
+            )
             other = [k for k in wanted[axis] if k != m]
             if other:
                 raise ShardError(
-                    detail=f"mr.shard divides {axis} over the ranks {_ranks(group)}, but a DTensor divides them over "
-                    f"mesh dimension {self._dim_name(other[0])}",
+                    detail=f"mr.shard divides {axis} over the ranks {_read_ranks(group)}, but a DTensor divides them "
+                    f"over mesh dimension {self._dim_name(other[0])}",
                     fix=f"Name that dimension in mr.shard({axis}=...), or leave it out",
                 )
             if m is None:
@@ -382,7 +384,7 @@ class PlacedCall:
         """What mesh dimension m shards of a tensor."""
         return self.roles.key_at(m, self.axes[name])
 
-    def _find_unplaced(self, used: list[int]) -> list[Unplaced]:
+    def _find_unplaced(self, used: list[int]) -> list[UnplacedAxis]:
         """Sharded axes of tensors whose placement over that mesh dimension nobody said."""
         found = []
         for name, axes in self.axes.items():
@@ -394,7 +396,7 @@ class PlacedCall:
                     known = self._whole_size(key) is not None
                     shared = key[0] == "batch" or {("rows", 0), ("cols", 0)} <= {*axes}
                     own, total = (own, whole) if known else (size, None)
-                    found.append(Unplaced(name, m, key[0], size, own, total, shared and size == 1))
+                    found.append(UnplacedAxis(name, m, key[0], size, own, total, shared and size == 1))
         return found
 
     def _redistribute(self, name: str) -> Tensor:
@@ -437,8 +439,10 @@ def _find_mesh(dtensor: Any, tensors: Mapping[str, Any]) -> tuple[Any, dict[str,
     root = getattr(meshes[first], "_get_root_mesh", lambda: meshes[first])()
     dims: dict[str, tuple[int, ...]] = {}
     for mesh in (meshes[first], root):
-        own = {_ranks(mesh.get_group(m)): m for m in range(mesh.ndim)}
-        found = {n: [own.get(_ranks(other.get_group(m))) for m in range(other.ndim)] for n, other in meshes.items()}
+        own = {_read_ranks(mesh.get_group(m)): m for m in range(mesh.ndim)}
+        found = {
+            n: [own.get(_read_ranks(other.get_group(m))) for m in range(other.ndim)] for n, other in meshes.items()
+        }
         dims = {n: tuple(m for m in found.get(n, ()) if m is not None) for n in tensors}
         outside = [n for n, at in found.items() if None in at]
         if not outside:
@@ -449,7 +453,7 @@ def _find_mesh(dtensor: Any, tensors: Mapping[str, Any]) -> tuple[Any, dict[str,
     )
 
 
-def _ranks(group: Group) -> tuple[int, ...]:
+def _read_ranks(group: Group) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -468,7 +472,7 @@ def _pick_dims(rows: Mapping[int, int], cols: Mapping[int, int]) -> dict[str, in
 # Ops
 
 
-def _parameter_axes(p: Any, value: Tensor) -> Axes:
+def _list_axes(p: Any, value: Tensor) -> Axes:
     """The axes of an op's argument: batch dimensions, rows or columns or both, features."""
     own: Axes = tuple((axis, 0) for axis in AXES.get(p.axis, ()))
     at = value.dim() - len(p.tail)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
-from ...plan import budget, settings
+from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ..common import matmul
@@ -207,7 +207,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
         sizes.compute,
         sizes.device,
         matmul.float32_precision(),
-        budget.requested() is None,
+        settings.requested_budget() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),
         *describe_numbers([v for v in leaves if not isinstance(v, Tensor)]),

@@ -27,7 +27,7 @@ from ...errors import ArgumentError, StreamError, shown
 from ...op import Op, op
 from ...plan import communication, schedule, settings
 from ...plan.communication import ClusterCost
-from ...plan.cost import Scheduled
+from ...plan.cost import ScheduleCost
 from ...plan.schedule import Choice
 from ...program.expression import topological
 from ...program.lower import Pass
@@ -358,7 +358,7 @@ def estimate(
     }
     called = Called(fold, {**given, **options}) if isinstance(fold, Op) else call_layer(fold, {**given, **options})
     cost = called.op.cost(**called.given, backward=False, device=device)
-    found: Scheduled = next(s for s in cost.schedules if s.schedule not in ("dense", "total"))
+    found: ScheduleCost = next(s for s in cost.schedules if s.schedule not in ("dense", "total"))
     state = sum(communication.states(p.case.fold, p.case.of, p.case.wide)["cols"].bytes for p in found.parts)
     passes, seconds = max(1, len(found.parts)), found.seconds
     here_too = torch.device(device).type == "cpu" or torch.cuda.is_available()

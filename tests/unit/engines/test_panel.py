@@ -235,13 +235,13 @@ def test_what_is_no_budget(given):
     ("given", "expected"), [(7, 7), ("64MB", 64_000_000), ("1.5 GiB", 3 * 2**29), ("8kb", 8000), ("512", 512)]
 )
 def test_budgets_are_read(given, expected):
-    assert budget.requested() is None
+    assert settings.requested_budget() is None
     with mr.budget(given):
-        assert budget.requested() == expected
+        assert settings.requested_budget() == expected
         with mr.budget("1MB"):
-            assert budget.requested() == 10**6
-        assert budget.requested() == expected
-    assert budget.requested() is None
+            assert settings.requested_budget() == 10**6
+        assert settings.requested_budget() == expected
+    assert settings.requested_budget() is None
 
 
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
@@ -262,7 +262,9 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     seen = []
     original = budget.allowed_bytes
     monkeypatch.setattr(
-        budget, "allowed_bytes", lambda *a: seen.append((budget.requested(), settings.now().precision)) or original(*a)
+        budget,
+        "allowed_bytes",
+        lambda *a: seen.append((settings.requested_budget(), settings.now().precision)) or original(*a),
     )
     with mr.use(engine="panel", precision="tf32"), mr.budget("2MB"):
         loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()

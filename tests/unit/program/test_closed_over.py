@@ -96,8 +96,8 @@ def test_numbers_that_are_equal_but_not_the_same(ones):
     value = float("nan")
     assert sign(*ones).isnan().all()
     value = float("nan")  # another object
-    programs = sum(map(len, sign._traces.values()))
-    assert sign(*ones).isnan().all() and sum(map(len, sign._traces.values())) == programs
+    programs = sum(map(len, sign._programs.traces.values()))
+    assert sign(*ones).isnan().all() and sum(map(len, sign._programs.traces.values())) == programs
 
 
 def test_attributes(ones):
@@ -194,13 +194,13 @@ def test_what_is_kept_is_bounded(ones):
 
     for value in range(40):
         assert layer(*ones, 1).item() == 6.0 + value
-    assert sum(map(len, layer._traces.values())) <= 32
+    assert sum(map(len, layer._programs.traces.values())) <= 32
     for k in range(100):
         assert layer(*ones, k).item() == 6.0 * k + value
-    (programs,) = layer._traces.values()
+    (programs,) = layer._programs.traces.values()
     assert len(programs) <= 32
     assert layer(*ones, 99).item() == 594.0 + value
-    assert layer._traces and next(iter(layer._traces.values()))[0][1] == {"k": 99}
+    assert layer._programs.traces and next(iter(layer._programs.traces.values()))[0][1] == {"k": 99}
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])

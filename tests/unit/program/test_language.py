@@ -812,9 +812,9 @@ class Counted:
     def __call__(self, *args, **kwargs):
         """The result, and how many new traces it took (a trace runs the body twice)."""
         before = self.runs
-        known = sum(map(len, self.op._traces.values()))
+        known = sum(map(len, self.op._programs.traces.values()))
         result = self.op(*args, **kwargs)
-        new = sum(map(len, self.op._traces.values())) - known
+        new = sum(map(len, self.op._programs.traces.values())) - known
         assert (self.runs > before) == (new > 0)
         return result, new
 

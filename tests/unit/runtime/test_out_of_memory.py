@@ -16,7 +16,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.common import matmul, oom_retry
-from monoidreduce.plan import budget, tiles
+from monoidreduce.plan import budget, settings, tiles
 from monoidreduce.plan.settings import Settings, current, now
 from monoidreduce.runtime import autograd
 from tests.support import ROOT, internals
@@ -68,7 +68,7 @@ def gradients(args, y):
     return torch.autograd.grad(y.square().sum(), args)
 
 
-def settings():
+def read_settings():
     return now(), torch.is_grad_enabled()
 
 
@@ -79,7 +79,7 @@ def close(a, b):
 def test_a_smaller_plan_is_tried_and_gives_the_same(seed):
     args = drawn(seed)
     expected = [attention(*args), *gradients(args, attention(*args))]
-    before = settings()
+    before = read_settings()
     with Watch(args) as easy:
         attention(*args)
     with SmallDevice(easy.peak // 2, args) as device:
@@ -88,13 +88,13 @@ def test_a_smaller_plan_is_tried_and_gives_the_same(seed):
     with SmallDevice(easy.peak // 2, [*args, y]) as device:
         found = gradients(args, y)
     assert device.refused >= 1 and all(close(a, b) for a, b in zip(found, expected[1:], strict=True))
-    assert settings() == before
+    assert read_settings() == before
 
 
 def test_what_does_not_fit_at_all_is_a_typed_error(seed):
     args = drawn(seed)
     kept = [a.detach().clone() for a in args]
-    before = settings()
+    before = read_settings()
     with (
         SmallDevice(1000, args) as device,
         pytest.raises(mr.OutOfMemoryError, match="1100 rows and 1200 col") as caught,
@@ -102,7 +102,7 @@ def test_what_does_not_fit_at_all_is_a_typed_error(seed):
         attention(*args)
     assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, MemoryError)
     assert "CUDA out of memory" in str(caught.value) and device.refused == 2
-    assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True)) and settings() == before
+    assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True)) and read_settings() == before
     assert close(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2])  # and all is well afterwards
 
 
@@ -179,7 +179,7 @@ def failing(times, error):
         mistake = next(left, None)
         if mistake is not None:
             raise mistake
-        return budget.shrink_factor()
+        return settings.shrink_factor()
 
     return lambda fold, leaves, sizes: oom_retry.run_with_retry(run, (fold, leaves, sizes), sizes, fold)
 
@@ -194,10 +194,10 @@ def folded():
 @pytest.mark.parametrize("error", SAID, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
 def test_every_way_of_saying_it_is_understood(error, folded):
     assert failing(0, error)(*folded) == 1
-    assert failing(1, error)(*folded) == budget.SHRINK
+    assert failing(1, error)(*folded) == settings.SHRINK
     with pytest.raises(mr.OutOfMemoryError):
         failing(2, error)(*folded)
-    assert budget.shrink_factor() == 1
+    assert settings.shrink_factor() == 1
 
 
 @pytest.mark.parametrize(
@@ -228,33 +228,33 @@ def test_the_real_allocator():
 
 def test_less_room_makes_smaller_tiles():
     whole = tiles.choose(1, 4096, 4096)
-    with budget.shrink():
+    with settings.shrink_memory():
         less = tiles.choose(1, 4096, 4096)
-    assert less.rows * less.cols * budget.SHRINK == whole.rows * whole.cols
+    assert less.rows * less.cols * settings.SHRINK == whole.rows * whole.cols
 
 
 def test_a_budget_is_a_block_a_decorator_and_a_default(monkeypatch):
     monkeypatch.delenv(budget.VARIABLE, raising=False)
-    assert budget.requested() is None
+    assert settings.requested_budget() is None
     mr.budget.default("32MB")
-    assert budget.requested() == 32_000_000
+    assert settings.requested_budget() == 32_000_000
     with mr.budget("16MB"):
-        assert budget.requested() == 16_000_000
+        assert settings.requested_budget() == 16_000_000
 
         @mr.budget(1000)
         def inner():
-            return budget.requested()
+            return settings.requested_budget()
 
-        assert inner() == 1000 and inner() == 1000 and budget.requested() == 16_000_000
+        assert inner() == 1000 and inner() == 1000 and settings.requested_budget() == 16_000_000
     mr.budget.default(None)
-    assert budget.requested() is None
+    assert settings.requested_budget() is None
     with mr.use(budget="8MB"):
-        assert budget.requested() == 8_000_000
+        assert settings.requested_budget() == 8_000_000
     with pytest.raises(mr.ArgumentError, match="much"), mr.use(budget="much"):
         pass
-    assert budget.requested() is None and current.get() == Settings()
+    assert settings.requested_budget() is None and current.get() == Settings()
     monkeypatch.setenv(budget.VARIABLE, "1.5 GiB")
-    assert budget.requested() == 3 * 2**29
+    assert settings.requested_budget() == 3 * 2**29
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "much", "0MB", 1.5, None])

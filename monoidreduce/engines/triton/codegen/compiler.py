@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ....program.expression import Expr, are_several, letters, topological
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import few_rows, k_loop, kernel_text, listed, tile_ranges
+from . import few_rows, k_loop, kernel_spec, kernel_text, listed
 from .expressions import ExpressionWriter
 from .kernel_spec import LoopBodies, Spec, pad_width
 from .kernel_text import (
@@ -78,7 +78,7 @@ def run_passes(spec: Spec) -> Passes:
     """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
     writer = listed.ListedWriter(spec) if spec.listed else ExpressionWriter(spec)
     reductions = [make_lines(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
-    conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+    conditions = kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds else {}
     if spec.listed and not listed.walks_twice(spec):
         tile_range = listed.write_tile_range(writer)
         loops = listed.join_loop(spec, write_tile_body(writer, reductions, {}, masked=True))
@@ -107,7 +107,7 @@ def run_passes(spec: Spec) -> Passes:
 
 def write_function(spec: Spec, body: list[str], shifts: int = 0, helpers: Sequence[str] = ()) -> str:
     """The text of a kernel with this body."""
-    used = _used_leaves(spec)
+    used = _list_used_leaves(spec)
     return kernel_text.write_function(spec, _name(spec), used, list_arguments(spec, used, shifts), body, helpers)
 
 
@@ -126,7 +126,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
     return Kernel(
         name=_name(spec),
         text=text,
-        leaves=tuple(_used_leaves(spec)),
+        leaves=tuple(_list_used_leaves(spec)),
         folded=tuple(folded),
         shifts=tuple(writer.shifts),
         widths=BlockWidths(
@@ -161,7 +161,7 @@ def _name(spec: Spec) -> str:
     return f"fold_over_{spec.over}"
 
 
-def _used_leaves(spec: Spec) -> list[Expr]:
+def _list_used_leaves(spec: Spec) -> list[Expr]:
     """The leaves that a kernel reads, in the order of its arguments."""
     under = {
         *topological([*spec.fold.reductions, *spec.fold.scales]),

@@ -19,8 +19,7 @@ from ....program.expression import Expr, are_several, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
-from .exponents import LOG2E, factor_out, literal
-from .integer_widths import BITS, IntegerBounds
+from .arithmetic import BITS, LOG2E, IntegerBounds, factor_out, literal
 from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen
 
 _TYPED = (  # need typed constants

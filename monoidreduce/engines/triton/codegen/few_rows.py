@@ -25,7 +25,7 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold, is_idle
 from ....program.philox import DRAWS
 from ....reductions import FastForm, all_have
-from . import tile_ranges
+from . import kernel_spec
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
 
@@ -43,19 +43,19 @@ class Limit(NamedTuple):
 def find_limits(fold: Fold, over: str) -> tuple[Limit, ...] | None:
     """The limits that a fold's conditions are made of; None where some condition is not."""
     found: list[Limit] = []
-    for c in tile_ranges.whole_tile_conditions(fold):
-        limits = [_match(atom, over) for atom in _atoms(c)]
+    for c in kernel_spec.whole_tile_conditions(fold):
+        limits = [_match(atom, over) for atom in _split_condition(c)]
         if None in limits or not all(is_idle(r, {c: const(False)}) for r in fold.reductions):
             return None
         found += [limit for limit in limits if limit is not None]
     return tuple(dict.fromkeys(found))
 
 
-def _atoms(condition: Expr) -> list[Expr]:
+def _split_condition(condition: Expr) -> list[Expr]:
     """The conditions that all must hold."""
     if condition.op != "logical_and":
         return [condition]
-    return [atom for a in condition.args for atom in _atoms(a)]
+    return [atom for a in condition.args for atom in _split_condition(a)]
 
 
 def _match(c: Expr, over: str) -> Limit | None:

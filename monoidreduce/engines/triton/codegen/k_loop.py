@@ -44,7 +44,7 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
 def rounds_products(spec: Spec) -> bool:
     """True when products are rounded as a panel would hold them.
 
-    So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
+    So a gradient reads them, unless its own products are as exact (``runtime/forward_form.py``). Kinds that select
     pairs see products as exact as they are.
     """
     sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)
@@ -118,7 +118,7 @@ def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     total = v.bind(product_key(kept, folded), f"tl.zeros([KEPT, FOLDED], tl.{kind or 'float32'})", True)
     if kept in v.spec.descriptor_dims and folded in v.spec.descriptor_dims:
         blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
-        v.inside += _loop(total, v.spec.width(kept.feature), blocks, kind)
+        v.inside += _write_loop(total, v.spec.width(kept.feature), blocks, kind)
     else:
         _by_pointers(v, kept, folded, total, kind)
     if kind == "int32":
@@ -132,7 +132,7 @@ def write_rounding(total: str) -> str:
     return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 
-def _loop(total: str, width: int, blocks: list[str], eight: str = "") -> list[str]:
+def _write_loop(total: str, width: int, blocks: list[str], eight: str = "") -> list[str]:
     return [f"for d in range(0, {width}, {DEPTH}):", f"    {write_dot(total, blocks, eight)}"]
 
 
@@ -149,15 +149,15 @@ def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str, eigh
     width = v.spec.width(kept.feature)
     lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
     sides, whole = ((kept, "kept"), (folded, "folded")), width // DEPTH * DEPTH
-    blocks = [_block(v, e, side, lane, bool(eight)) for e, side in sides]
-    v.inside += _loop(total, whole, [block("d", "") for block in blocks], eight)
+    blocks = [_make_block_writer(v, e, side, lane, bool(eight)) for e, side in sides]
+    v.inside += _write_loop(total, whole, [block("d", "") for block in blocks], eight)
     if width > whole:
         mask = f", mask=({lane} < {width - whole})[None, :], other="
         ends = [block(str(whole), mask + v.spec.zero(e)) for block, (e, _) in zip(blocks, sides, strict=True)]
         v.inside.append(write_dot(total, ends, eight))
 
 
-def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
+def _place_vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     """Where the vectors of a tile begin (what lies beyond the end reads the last), their stride, their type."""
     name, outside = str(e.attrs[0]), side == "kept" or v.masked
     at = f"tl.minimum({side}_at, {side}_size - 1)" if outside else f"{side}_at"
@@ -165,12 +165,12 @@ def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, s
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _block(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> Callable[[str, str], str]:
+def _make_block_writer(v: ExpressionWriter, e: Expr, side: str, lane: str, stored: bool) -> Callable[[str, str], str]:
     """What writes a block of a tile's vectors, from a feature on and with a mask; ``stored``: as they are stored."""
     wanted = v.operand_type()
     if e.packing is not None:
         return lambda at, mask: packed_vectors.write_block(v, e, at, DEPTH, wanted)
-    vectors, stride, kind = _vectors(v, e, side, lane)
+    vectors, stride, kind = _place_vectors(v, e, side, lane)
 
     def write(at: str, mask: str) -> str:
         text = f"tl.load({vectors} + {at} * {stride}{mask})"

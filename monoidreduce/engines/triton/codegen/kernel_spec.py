@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from ....program.constructors import contractions
 from ....program.expression import Expr, topological
-from ....program.lower import Fold
+from ....program.lower import Fold, conditions
+from ....program.normal_form import split_index_match
 from ....reductions import kind_of
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
 NARROW = 64  # features up to which vectors are one block: MMAs are not what takes the time
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")  # vectors stored with scales
 WIDEST = 256  # features beyond which accumulators do not fit in registers
+_MOST_CONDITIONS = 4  # that bounds are computed from
 
 
 Slices = tuple[tuple[int, int], ...]  # of a vector's features: the first one, and how many
@@ -275,6 +277,27 @@ class LoopBodies(NamedTuple):
     delayed: list[str]  # after it: the product that its last tile left to the next
     check_guess: list[str]  # whether guessed maxima were near enough; if not, all tiles are left to the second loop
     cut_tile: list[str]  # of the second loop, with masks
+
+
+@lru_cache(maxsize=1024)
+def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
+    """The conditions that bounds are computed from, and the truth that whole tiles are written for.
+
+    One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
+    false almost everywhere. So is what is given per pair: its ranges would be read from all pairs.
+    """
+    chosen: dict[Expr, bool] = {}
+    for c in conditions(fold):
+        if len(chosen) == _MOST_CONDITIONS:
+            break
+        if any(e.op == "leaf" and e.is_pair for e in topological([c])):
+            continue
+        hot, _ = split_index_match(c)
+        if hot is None:
+            chosen[c] = True
+        elif not any(e.op == "leaf" for e in topological([hot[1]])):
+            chosen[c] = False
+    return chosen
 
 
 @lru_cache(maxsize=4096)

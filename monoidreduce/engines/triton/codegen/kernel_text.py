@@ -22,7 +22,6 @@ from ....reductions.base import Lines
 from . import (
     device_functions,
     k_loop,
-    list_functions,
     listed,
     quick_functions,
     random_functions,
@@ -310,10 +309,10 @@ def count_held(text: str, names: set[str]) -> int:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py`` and the four files beside it, by name, in their order; a quick form
+    """The functions of ``device_functions.py`` and the three files beside it, by name, in their order; a quick form
     without a native one is followed by the same function with native forms inside."""
     written: dict[str, str] = {}
-    for module in (device_functions, quick_functions, special_functions, random_functions, list_functions):
+    for module in (device_functions, quick_functions, special_functions, random_functions):
         source = inspect.getsource(module)
         lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]

@@ -21,7 +21,7 @@ from .expressions import ExpressionWriter
 from .kernel_spec import ONCE, TINY, LoopBodies, Spec
 
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
-_LOAD = re.compile(r"\w+_block\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
+_LOAD = re.compile(r"\w+_write_entry\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
 
 
 def list_arguments(spec: Spec) -> tuple[list[str], list[str]]:
@@ -142,7 +142,7 @@ def _write_window(spec: Spec) -> list[str]:
 
 def tile_of_step(spec: Spec, step: str) -> str:
     """The tile of the folded axis that a step along the list computes; beyond the axis where the list is empty."""
-    tiles = _tiles(spec)
+    tiles = _write_tile_count(spec)
     block = f"tl.cast(tl.load(items + tl.where(positions > 0, list_first + {step} // {tiles}, 0)), tl.int32)"
     return f"tl.where(positions > 0, {block} * {tiles} + {step} % {tiles}, tl.cdiv(folded_size, FOLDED))"
 
@@ -220,9 +220,11 @@ def write_first(spec: Spec, t: str) -> list[str]:
     if listed.role == "combine":
         return []
     if listed.gathered:
-        spot = f"({t} * FOLDED + {_steps(spec)})" if listed.each else f"{t} * FOLDED + tl.arange(0, FOLDED)"
-        return [f"ahead = tl.load(items + list_first + {_block(spec, f'({spot})')}, mask={spot} < positions, other=0)"]
-    return [f"ahead = tl.load(items + list_first + {t} // {_tiles(spec)}, mask={t} < end, other=0)"]
+        spot = f"({t} * FOLDED + {_write_positions(spec)})" if listed.each else f"{t} * FOLDED + tl.arange(0, FOLDED)"
+        return [
+            f"ahead = tl.load(items + list_first + {_write_entry(spec, f'({spot})')}, mask={spot} < positions, other=0)"
+        ]
+    return [f"ahead = tl.load(items + list_first + {t} // {_write_tile_count(spec)}, mask={t} < end, other=0)"]
 
 
 def write_place(spec: Spec) -> list[str]:
@@ -240,14 +242,14 @@ def write_place(spec: Spec) -> list[str]:
         inner = f" * {size} + spot % {size}" if size > 1 else ""
         cut = " & (folded_lane < folded_size)" if size > 1 else ""
         return [
-            f"spot = t * FOLDED + {_steps(spec)}",
+            f"spot = t * FOLDED + {_write_positions(spec)}",
             f"folded_lane = ahead.to(INT){inner}",
             "later = spot + FOLDED",
-            f"ahead = tl.load(items + list_first + {_block(spec, 'later')}, mask=later < positions, other=0)",
+            f"ahead = tl.load(items + list_first + {_write_entry(spec, 'later')}, mask=later < positions, other=0)",
             f"folded_in = (spot < positions){cut}",
             f"folded_at = {'spot' if listed.logical else 'folded_lane.to(tl.int32)'}",
         ]
-    tiles, length = _tiles(spec), "positions" if listed.logical else "folded_size"
+    tiles, length = _write_tile_count(spec), "positions" if listed.logical else "folded_size"
     return [
         f"start = ahead.to(tl.int32) * {listed.folded_block} + t % {tiles} * FOLDED",
         f"ahead = tl.load(items + list_first + tl.minimum(t + 1, end - 1) // {tiles})",
@@ -256,17 +258,17 @@ def write_place(spec: Spec) -> list[str]:
     ]
 
 
-def _tiles(spec: Spec) -> str:
+def _write_tile_count(spec: Spec) -> str:
     """How many tiles a block has."""
     return f"({spec.listing.folded_block} // FOLDED)"
 
 
-def _steps(spec: Spec) -> str:
+def _write_positions(spec: Spec) -> str:
     """The positions of a tile, from its first one on: along a list, or along each of several."""
     return "tl.arange(0, FOLDED)[None, :]" if spec.listing.each else "tl.arange(0, FOLDED)"
 
 
-def _block(spec: Spec, spot: str) -> str:
+def _write_entry(spec: Spec, spot: str) -> str:
     """Which entry of a list a position lies in."""
     return spot if spec.listing.folded_block == 1 else f"{spot} // {spec.listing.folded_block}"
 
@@ -331,7 +333,7 @@ class ListedWriter(ExpressionWriter):
         """Which entry of the lists each folded index of a tile belongs to: one number where all belong to one.
 
         Entries count from the batch element's first one, or with ``of_all`` from the first of all elements."""
-        place = f"t // {_tiles(self.spec)}" if not self.listed.gathered else _block(self.spec, "spot")
+        place = f"t // {_write_tile_count(self.spec)}" if not self.listed.gathered else _write_entry(self.spec, "spot")
         entry = f"list_first + {place}"
         if self.listed.entries:
             entry = f"tl.load(entries + {entry}{', mask=folded_in, other=0' if self.listed.gathered else ''})"

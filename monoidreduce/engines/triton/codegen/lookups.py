@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....program.expression import Expr
-from .exponents import literal
+from .arithmetic import literal
 from .kernel_spec import Unsupported
 
 BAND_ROOM = 128  # entries beyond both ends of a band: as much as a tile reaches beyond the last row or column

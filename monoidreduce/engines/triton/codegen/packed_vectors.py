@@ -35,11 +35,11 @@ def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, wanted: str
         text, kind = (f"both_halves({text})", "int8") if bits == 4 else (text, kind)
     float_type = "float64" if v.spec.compute == "float64" else "float32"
     text = widen(text, kind, float_type)
-    text = f"{text} * {_scales(v, e, first, size, block, float_type)}" if block else text
+    text = f"{text} * {_load_scales(v, e, first, size, block, float_type)}" if block else text
     return f"({text})" if wanted == float_type else f"({text}).to(tl.{wanted})"
 
 
-def _scales(v: ExpressionWriter, e: Expr, first: str, size: int, block: int, float_type: str) -> str:
+def _load_scales(v: ExpressionWriter, e: Expr, first: str, size: int, block: int, float_type: str) -> str:
     """The scales of a block of features, one for each."""
     (scale,) = e.args
     blocks, length = v.spec.width(scale.feature), "FOLDED" if v.spec.folds(e) else "KEPT"

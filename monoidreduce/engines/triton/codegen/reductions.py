@@ -13,7 +13,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import MIX, OUTER, is_product
 from ....reductions import kind_of, outputs_of
 from ....reductions.base import Lines, Tools
-from .exponents import literal
+from .arithmetic import literal
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, pad_width, widen
 from .several import block_of
@@ -193,7 +193,7 @@ def move_factors_to_weight(c: Contraction) -> Contraction:
         vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]
         if number.feature is not None or vector.op not in ("leaf", "mul"):
             break
-        c = Contraction(_times(c.weight, number), vector)
+        c = Contraction(_multiply_into(c.weight, number), vector)
     return c
 
 
@@ -208,7 +208,7 @@ def find_plain_sum(r: Expr) -> Contraction | None:
     return found[0] if len(found) == 1 and not found[0].walk and found[0].minus is None else None
 
 
-def _times(weight: Expr, number: Expr) -> Expr:
+def _multiply_into(weight: Expr, number: Expr) -> Expr:
     """weight × number, the number multiplied to the innermost factor, which other weights may share."""
     others: list[Expr] = []
     while weight.op == "mul" and weight.args[0].is_pair:
@@ -372,7 +372,7 @@ def pair_vector(v: ExpressionWriter, e: Expr) -> str:
         raise Unsupported("a monoid with vector fields, over lists or many features")
     for n in topological([e], stop=lambda n: n.feature is None):
         if _find_vectors(v, n) is None:
-            v.bind((n, "vectors"), _vector_text(v, n), True)
+            v.bind((n, "vectors"), _write_vector(v, n), True)
     return str(_find_vectors(v, e))
 
 
@@ -380,7 +380,7 @@ def _find_vectors(v: ExpressionWriter, e: Expr) -> str | None:
     return v.inner.get((e, "vectors")) or v.outer.get((e, "vectors"))
 
 
-def _vector_text(v: ExpressionWriter, e: Expr) -> str:
+def _write_vector(v: ExpressionWriter, e: Expr) -> str:
     if e.feature is None:
         text = v.number(e)
         return f"tl.expand_dims({text}, 2)" if e.rows or e.cols else text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ....program.expression import Expr, are_several, letters
 from ....program.primitives import PRIMITIVES
 from ....program.several import DOTS
-from .exponents import literal
+from .arithmetic import literal
 from .kernel_spec import TINY, WIDEST, Unsupported, pad_width
 
 if TYPE_CHECKING:

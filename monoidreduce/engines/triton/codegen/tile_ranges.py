@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, topological
-from ....program.lower import Fold, conditions, is_idle
-from ....program.normal_form import split_index_match
+from ....program.lower import Fold, is_idle
+from .kernel_spec import whole_tile_conditions
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a split visits, as a kernel finds it: the first splits may have one tile more than the last
@@ -31,29 +31,7 @@ SPLIT_RANGE = [
     "begin = turns // parts * part + tl.minimum(part, turns % parts)",
     "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
 ]
-_MOST_CONDITIONS = 4
 _MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the folded axis are taken together
-
-
-@functools.lru_cache(maxsize=1024)
-def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
-    """The conditions that bounds are computed from, and the truth that whole tiles are written for.
-
-    One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
-    false almost everywhere. So is what is given per pair: its ranges would be read from all pairs.
-    """
-    chosen: dict[Expr, bool] = {}
-    for c in conditions(fold):
-        if len(chosen) == _MOST_CONDITIONS:
-            break
-        if any(e.op == "leaf" and e.is_pair for e in topological([c])):
-            continue
-        hot, _ = split_index_match(c)
-        if hot is None:
-            chosen[c] = True
-        elif not any(e.op == "leaf" for e in topological([hot[1]])):
-            chosen[c] = False
-    return chosen
 
 
 @functools.lru_cache(maxsize=1024)
@@ -112,7 +90,7 @@ def _find_edges(fold: Fold, chosen: Mapping[Expr, bool], ranges: _Ranges) -> Any
         state = _where(low == high, _long(low), 2)
         codes = codes * 3 + state
         whole = whole & (state == int(truth))
-    active, shape = ~_idle_table(fold, ranges.device)[codes], (codes.shape[0], kept_tiles, groups)
+    active, shape = ~_make_idle_table(fold, ranges.device)[codes], (codes.shape[0], kept_tiles, groups)
     active = active if active.shape == shape else _expand(active, shape)
     at = ranges.count_up(0, groups, 1)
     whole = whole & active & ((at + 1) * ranges.steps[1] <= folded)
@@ -128,7 +106,7 @@ def _find_edges(fold: Fold, chosen: Mapping[Expr, bool], ranges: _Ranges) -> Any
 
 
 @functools.lru_cache(maxsize=1024)
-def _idle_table(fold: Fold, device: Any) -> Any:
+def _make_idle_table(fold: Fold, device: Any) -> Any:
     found = list_idle_codes(fold)
     return numpy.array(found) if device is None else torch.tensor(found, device=device)
 
@@ -321,7 +299,7 @@ def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low:
 
 def _as_truth(x: Range) -> Range:
     surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
-    return _truth_range(surely, never)
+    return _make_truth_range(surely, never)
 
 
 def _as_float(x: Range) -> Range:
@@ -343,30 +321,30 @@ def _as_integer(x: Range) -> Range:
     return Range(_where(far, _INT64.min, low), _where(far, _INT64.max, high), 2**63)
 
 
-def _truth_range(surely: Any, never: Any) -> Range:
+def _make_truth_range(surely: Any, never: Any) -> Range:
     return Range(_double(surely), _double(~never))
 
 
-def _span(ends: Iterable[Any]) -> Range:
+def _span_corners(ends: Iterable[Any]) -> Range:
     """The range of these corners."""
     every = list(ends)
     return Range(functools.reduce(_minimum, every), functools.reduce(_maximum, every))
 
 
-def _less(x: Range, y: Range) -> Range:
-    return _truth_range(x.high < y.low, x.low >= y.high)
+def _compare_less(x: Range, y: Range) -> Range:
+    return _make_truth_range(x.high < y.low, x.low >= y.high)
 
 
-def _less_equal(x: Range, y: Range) -> Range:
-    return _truth_range(x.high <= y.low, x.low > y.high)
+def _compare_less_equal(x: Range, y: Range) -> Range:
+    return _make_truth_range(x.high <= y.low, x.low > y.high)
 
 
-def _equal(x: Range, y: Range) -> Range:
+def _compare_equal(x: Range, y: Range) -> Range:
     same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
-    return _truth_range(same, (x.high < y.low) | (x.low > y.high))
+    return _make_truth_range(same, (x.high < y.low) | (x.low > y.high))
 
 
-def _not(x: Range) -> Range:
+def _negate(x: Range) -> Range:
     low, high, _ = _as_truth(x)
     return Range(1 - high, 1 - low)
 
@@ -375,28 +353,28 @@ def _shift_right(x: Range, count: Range) -> Range:
     """Monotone in each argument: the ends are among those of the four corners. A count below 0 shifts all bits out."""
     least = _where(count.low < 0, 0, _where(count.low > 63, 63, count.low))
     most = _where((count.low < 0) | (count.high > 63), 63, count.high)
-    return _span(_right_shift(a, b) for a in x[:2] for b in (least, most))
+    return _span_corners(_right_shift(a, b) for a in x[:2] for b in (least, most))
 
 
 _RULES: dict[str, Callable[..., Range]] = {
     "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
     "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
     "neg": lambda x: Range(-x.high, -x.low),
-    "mul": lambda x, y: _span(a * b for a in x[:2] for b in y[:2]),
+    "mul": lambda x, y: _span_corners(a * b for a in x[:2] for b in y[:2]),
     "abs": lambda x: Range(
         _where((x.low <= 0) & (x.high >= 0), 0, _minimum(abs(x.low), abs(x.high))), _maximum(abs(x.low), abs(x.high))
     ),
     "minimum": lambda x, y: Range(_minimum(x.low, y.low), _minimum(x.high, y.high)),
     "maximum": lambda x, y: Range(_maximum(x.low, y.low), _maximum(x.high, y.high)),
-    "lt": _less,
-    "le": _less_equal,
-    "gt": lambda x, y: _less(y, x),
-    "ge": lambda x, y: _less_equal(y, x),
-    "eq": _equal,
-    "ne": lambda x, y: _not(_equal(x, y)),
+    "lt": _compare_less,
+    "le": _compare_less_equal,
+    "gt": lambda x, y: _compare_less(y, x),
+    "ge": lambda x, y: _compare_less_equal(y, x),
+    "eq": _compare_equal,
+    "ne": lambda x, y: _negate(_compare_equal(x, y)),
     "logical_and": lambda x, y: Range(*map(_minimum, _as_truth(x)[:2], _as_truth(y)[:2])),
     "logical_or": lambda x, y: Range(*map(_maximum, _as_truth(x)[:2], _as_truth(y)[:2])),
-    "logical_not": _not,
+    "logical_not": _negate,
     "detach": lambda x: x,
     "stretches": lambda x: x,
     "bitwise_right_shift": _shift_right,

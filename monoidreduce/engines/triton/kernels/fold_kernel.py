@@ -26,8 +26,8 @@ from ....reductions.best import worst
 from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, few_rows, k_loop, kernel_text, tile_ranges
-from ..codegen.integer_widths import SMALL
+from ..codegen import compiler, few_rows, k_loop, kernel_spec, kernel_text, tile_ranges
+from ..codegen.arithmetic import SMALL
 from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
@@ -495,7 +495,7 @@ class FoldLaunch:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;
         ``then``: what else writes to the results, before top-k lists are sorted."""
         outputs = [allocate() for allocate in self.allocators]
-        if self.keeps_pairs and tile_ranges.whole_tile_conditions(self.fold):  # tiles may be skipped
+        if self.keeps_pairs and kernel_spec.whole_tile_conditions(self.fold):  # tiles may be skipped
             r = self.fold.reductions[0]
             outputs[0].fill_(worst(outputs[0].dtype, r.attrs[2][1]))
         if self.grid and not self.launch_into(outputs, leaves, merged):

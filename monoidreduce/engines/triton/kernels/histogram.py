@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....program.constructors import apply, is_along_diagonals, split_index
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
@@ -259,7 +259,7 @@ class DiagonalLaunch(FoldLaunch):
             self.number is None
             or not is_along_diagonals(index)
             or bytes_ > _MOST_BYTES
-            or budget.requested() is not None
+            or settings.requested_budget() is not None
         ):
             raise Unsupported("a gradient of rows has no numbers in common with that of the table")
         self.places = DiagonalIndex(index, fold.leaves, sizes, self.table_size)
@@ -281,7 +281,6 @@ class DiagonalLaunch(FoldLaunch):
     def _lay_out_results(self) -> None:
         super()._lay_out_results()
         rows, cols = (-(-n // GROUP_ROWS) for n in (2 * GROUP_ROWS * self.tiles, self.lengths[1]))
-        self.strips, self.folded_tiles = rows, cols
         self.outputs.append(((math.prod(self.batch), rows, cols, SUMS), torch.float32))
         self.allocators.append(Allocator(self.outputs[-1], self.sizes.device))
 

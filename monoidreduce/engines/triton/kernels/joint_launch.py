@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....plan.tiles import Tile
 from ....program.constructors import ONE
 from ....program.expression import Expr, topological
@@ -286,7 +286,7 @@ def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     joins = (
         schedule is not None
         and hardware.runs_warp_specialized(own.sizes.device)
-        and budget.requested() is None
+        and settings.requested_budget() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1
         and not other.spec.split

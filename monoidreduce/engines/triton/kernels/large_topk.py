@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ....plan import budget
+from ....plan import budget, settings
 from ....program.constructors import find_listed
 from ....program.expression import Expr, reduce_node
 from ....program.lower import Fold
@@ -71,7 +71,7 @@ def _select(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> list[Te
     over = r.attrs[1]
     kept, folded = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
     engine = functools.partial(_select_once, launch=launch)
-    step, length = _panel_shape(r, sizes, kept, folded)
+    step, length = _choose_panel_shape(r, sizes, kept, folded)
     if step >= kept and length >= folded:
         return engine(fold, leaves, sizes)
     parts = []
@@ -100,12 +100,12 @@ def _select_once(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> li
     return [values, places]
 
 
-def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, int]:
+def _choose_panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, int]:
     """How many kept and folded indices a panel has; raises BudgetError where no panel fits."""
     k, batch = r.attrs[2][0], max(1, math.prod(sizes.batch))
 
     def bytes_of(length: int) -> int:
-        return batch * _row_bytes(r, sizes, length)
+        return batch * _count_row_bytes(r, sizes, length)
 
     least = bytes_of(min(folded, _LEAST * k))
     room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), least)
@@ -113,7 +113,7 @@ def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, in
         raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(least), bytes=least)
     if bytes_of(folded) <= room:
         row = max(1, bytes_of(folded))
-        most = kept if budget.requested() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
+        most = kept if settings.requested_budget() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
         return max(1, min(kept, room // row, most)), max(folded, 1)
     length = max(min(folded, _LEAST * k), folded * room // bytes_of(folded))
     while bytes_of(length) > room:  # strips of short rows take more for each number
@@ -121,7 +121,7 @@ def _panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[int, in
     return 1, length
 
 
-def _row_bytes(r: Expr, sizes: Sizes, length: int) -> int:
+def _count_row_bytes(r: Expr, sizes: Sizes, length: int) -> int:
     """Bytes that a row of a panel takes, and what is selected of it."""
     item = sizes.compute.itemsize if outputs_of(r)[0][1] == "float" else 8
     return length * item + extra_bytes(length, r.attrs[2][0], item)
@@ -131,10 +131,10 @@ def estimate_bytes(fold: Fold, sizes: Sizes) -> int:
     """Bytes alive at once while the only reduction of ``fold`` is selected, its results included."""
     (r,) = fold.reductions
     kept, folded = (sizes.rows, sizes.cols) if r.attrs[1] == "cols" else (sizes.cols, sizes.rows)
-    step, length = _panel_shape(r, sizes, kept, folded)
+    step, length = _choose_panel_shape(r, sizes, kept, folded)
     item = sizes.compute.itemsize if outputs_of(r)[0][1] == "float" else 8
     results = math.prod(sizes.batch) * kept * r.attrs[2][0] * (item + 8)
-    panels = math.prod(sizes.batch) * step * _row_bytes(r, sizes, length)
+    panels = math.prod(sizes.batch) * step * _count_row_bytes(r, sizes, length)
     return panels + results * (1 if step >= kept and length >= folded else 2)
 
 
@@ -368,7 +368,9 @@ def extra_bytes(cols: int, k: int, item: int) -> int:
     held = _HELD[key]
     if k > held // _SHARE:
         return cols * (item + 8)
-    strips = 0 if cols <= held // 2 else key * -(-cols // _strip(cols, held)) + 4 * k + (key + 4) * _room(k)
+    strips = (
+        0 if cols <= held // 2 else key * -(-cols // _choose_strip(cols, held)) + 4 * k + (key + 4) * _count_room(k)
+    )
     return strips + k * (2 * key + 12)
 
 
@@ -376,7 +378,7 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
     """Keys ``[rows, room]`` of at least k numbers of each row, the k best among them, in the order of their columns;
     their columns; and how many they are."""
     (rows, cols), device = matrix.shape, matrix.device
-    strip, room = _strip(cols, held), _room(k)
+    strip, room = _choose_strip(cols, held), _count_room(k)
     strips = -(-cols // strip)
     empty = functools.partial(torch.empty, device=device)
     maxima, least = empty(rows, strips, dtype=kind), empty(rows, dtype=kind)
@@ -394,11 +396,11 @@ def _collect(matrix: Tensor, k: int, held: int, kind: torch.dtype, constants: di
     return keys, places, counts
 
 
-def _strip(cols: int, held: int) -> int:
+def _choose_strip(cols: int, held: int) -> int:
     """Columns of a strip: as few as leave no more strips than a program instance holds."""
     return power_of_two(-(-cols // held))
 
 
-def _room(k: int) -> int:
+def _count_room(k: int) -> int:
     """Numbers of a row that may be collected: random ones are little more than k."""
     return 2 * power_of_two(k)

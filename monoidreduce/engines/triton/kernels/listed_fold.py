@@ -56,7 +56,7 @@ class PreparedListedFold:
         tables = [("cols", one) for one in list_histograms(fold)]
         for over, part in [*list_kernels(fold, sizes)[1], *tables]:
             own = lists(over)
-            shape = _strides(own.batch, sizes.batch)
+            shape = _find_strides(own.batch, sizes.batch)
             values, batch, layouts, (steps,) = merge_batches(fold, leaves, sizes, (shape,))
             used = {*topological([*part.reductions, *part.scales])}
             small = replace(part, leaves=tuple(e for e in part.leaves if e in used))
@@ -117,7 +117,7 @@ class PreparedListedFold:
         self, one: ListedLaunch, leaves: Sequence[Any], lists: Lists, tensors: tuple[Tensor, ...]
     ) -> dict[Expr, Any]:
         """The leaves of a launch with merged batch dimensions, and the tensors of the lists."""
-        strides = _strides(lists.batch, self.sizes.batch)
+        strides = _find_strides(lists.batch, self.sizes.batch)
         values, *_ = merge_batches(self.fold, leaves, self.sizes, (strides,))
         return {**{e: values[e] for e in one.fold.leaves}, LISTS: tensors}
 
@@ -149,7 +149,7 @@ def _split_long_lists(
     windows = ListedLaunch(fold, values, batch, sizes, {}, replace(work, role="windows"))
 
     def make(joined: Fold, parts: list[Tensor], among: Sizes, numbers: int) -> ListedLaunch:
-        strides = _strides(lists.batch, sizes.batch)
+        strides = _find_strides(lists.batch, sizes.batch)
         values, batch, _, (steps,) = merge_batches(joined, parts, among, (strides,))
         combining = replace(work, steps=steps, entries=0, role="combine", numbers=numbers)
         return ListedLaunch(joined, values, batch, among, {}, combining)
@@ -170,7 +170,7 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
             raise Unsupported("a vector does not vary along the folded axis")
 
 
-def _strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+def _find_strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     """How many lists further each dimension of the call's batch leads; 0 where lists are shared."""
     own = (1,) * (len(batch) - len(own)) + own
     steps = [math.prod(own[k + 1 :]) for k in range(len(own))]
@@ -207,14 +207,14 @@ def _prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFo
     return _prepare(fold, leaves, sizes, lists)[0]
 
 
-def _domain_places(fold: Fold) -> tuple[int, ...]:
+def _find_domain_places(fold: Fold) -> tuple[int, ...]:
     """The places of the domain's tensors among the leaves."""
     assert fold.domain is not None
     return tuple(fold.leaves.index(a) for a in fold.domain.args)
 
 
 def _find_domain(fold: Fold, leaves: Sequence[Any]) -> list[Tensor]:
-    return [leaves[k] for k in _domain_places(fold)]
+    return [leaves[k] for k in _find_domain_places(fold)]
 
 
 def _read_domain(fold: Fold, tensors: Sequence[Tensor], sizes: Sizes, over: str) -> Lists:
@@ -252,7 +252,7 @@ class ListedFold:
 
     def __init__(self, fold: Fold, sizes: Sizes, local: LocalFold, ready: PreparedListedFold):
         self.fold, self.sizes, self.local, self.ready = fold, sizes, local, ready
-        self.order, self.asked = range(len(fold.outputs)), _domain_places(fold)
+        self.order, self.asked = range(len(fold.outputs)), _find_domain_places(fold)
         self.found: dict[tuple[str, bool], tuple[Callable[..., tuple], bool]] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:

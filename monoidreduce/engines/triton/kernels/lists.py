@@ -107,14 +107,16 @@ def make_lists(form: tuple, tensors: Sequence[Tensor], sizes: Sizes, over: str) 
     if form[0] == "pages":  # the table as it is: sequence s has the pages from s * most on
         most = domain.tensors()[0].shape[-1]
         table, lengths = (t.contiguous() for t in domain.tensors())
-        offsets = (_multiples.__wrapped__ if is_capturing(table) else _multiples)(most, len(lengths) + 1, table.device)
+        offsets = (_list_multiples.__wrapped__ if is_capturing(table) else _list_multiples)(
+            most, len(lengths) + 1, table.device
+        )
         return Lists(offsets, table.view(-1), 0, form[1], tuple(tensors[1].shape), True, lengths)
     found = domain.listing(sizes.rows, sizes.cols) if over == "cols" else domain.transposed(sizes.rows, sizes.cols)
     return read_lists(found, sizes.rows if over == "cols" else sizes.cols)
 
 
 @functools.lru_cache(maxsize=64)
-def _multiples(step: int, count: int, device: torch.device) -> Tensor:
+def _list_multiples(step: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * step
 
 

@@ -152,7 +152,7 @@ def _is_made_of_leaves(r: Expr) -> bool:
         return False
     if any(e.packing is not None for e in topological(r.args)):
         return False
-    if r.attrs[0] != "picks" and (_operands(r) is None or (r.args[2] is ONE and _gathers(r))):
+    if r.attrs[0] != "picks" and (_find_operands(r) is None or (r.args[2] is ONE and _gathers(r))):
         return False  # numbers in their order are torch's own
     for e in topological([value], stop=lambda e: e.op in PRODUCTS):
         if e.op in PRODUCTS:
@@ -216,7 +216,7 @@ def run(r: Expr, pairs: Pairs, raised: bool) -> Tensor:
     if r.attrs[0] == "picks":
         inside = (place >= 0) & (place < (pairs.sizes.cols if by_rows else pairs.sizes.rows))
         return torch.where(inside, weight, 0.0)
-    operands = _operands(r)
+    operands = _find_operands(r)
     assert operands is not None  # see has_kernel
     which, *leaves = operands
     if vector is ONE:
@@ -238,7 +238,7 @@ def estimate_bytes(r: Expr, values: Mapping[Expr, Any], sizes: Sizes, batch: tup
     side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     width, pairs = 1 if feature is None else sizes.of(str(feature)), batch[-1] * side * matches
-    leaves: Sequence[Expr] = () if feature is None else (_operands(r) or ())[1:]
+    leaves: Sequence[Expr] = () if feature is None else (_find_operands(r) or ())[1:]
     item = 4 if raised or not leaves else max(values[e].element_size() for e in leaves)
     if r.attrs[0] == "picks":
         width = matches
@@ -268,7 +268,7 @@ def _is_vector(e: Expr) -> bool:
     return e.op == "leaf" and e.feature is not None and e.rows != e.cols
 
 
-def _operands(r: Expr) -> tuple[int, Expr, Expr] | None:
+def _find_operands(r: Expr) -> tuple[int, Expr, Expr] | None:
     """What is summed, as the kernels know it (``vectors_at``), with the vectors of the axis that holds the targets and
     of the other one; None where it is something else."""
     vector, by_rows = r.args[2], _by_rows(r)

@@ -261,21 +261,24 @@ def merge_batches(
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
     wanted = [
-        [0 if own == 1 < n else s for n, own, s in zip(sizes.batch, shape, _dense(shape, strides), strict=False)]
+        [
+            0 if own == 1 < n else s
+            for n, own, s in zip(sizes.batch, shape, _drop_broadcast_dims(shape, strides), strict=False)
+        ]
         for shape, strides, _ in found.values()
     ]
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     tensors = [v for v in leaves if isinstance(v, Tensor)]
     merged, views, steps = evaluate.merge_batch_dims(sizes.batch, tensors, [*wanted, *others])
     layouts = {
-        key: ResultLayout(shape, strides, summed, (*own, _dense(shape, strides)[rank]))
+        key: ResultLayout(shape, strides, summed, (*own, _drop_broadcast_dims(shape, strides)[rank]))
         for (key, (shape, strides, summed)), own in zip(found.items(), steps, strict=False)
     }
     values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
     return values, merged, layouts, steps[len(found) :]
 
 
-def _dense(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:
+def _drop_broadcast_dims(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:
     return strides or tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
@@ -320,7 +323,7 @@ def _share_one_launch(
 def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
     """In the order in which they run: labels that are gathered, then the fold of each kernel with its direction."""
     widens = any(spec_from_tensors.pays_widening(e, "cols", fold.leaves, sizes) for e in fold.leaves if e.is_stored)
-    found = _directions(fold, widens)
+    found = _split_directions(fold, widens)
     return [r for *_, picks in found for r in picks], [
         (o, f) for o, part, _ in found for f in _fit_registers(part, sizes)
     ]
@@ -343,7 +346,7 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
+def _split_directions(fold: Fold, widens: bool = False) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
     """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one; with ``widens``,
     where columns are widened before the launch, all labels: beside scales, their kernel has no registers for them."""
     found = []
@@ -377,7 +380,7 @@ def gather_labels(
         for where in evaluate.iterate_outer(batch):
             pairs = known.get(where)
             if pairs is None:
-                pairs = known[where] = pick.Pairs(_chunk(values, where), sizes, batch[-1])
+                pairs = known[where] = pick.Pairs(_take_chunk(values, where), sizes, batch[-1])
             found.append(pick.run(r, pairs, raised))
         return found[0] if len(batch) == 1 else torch.stack(found).view(*batch, *found[0].shape[1:])
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
@@ -385,11 +388,11 @@ def gather_labels(
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
     for where in evaluate.iterate_outer(batch):
-        run_pick(r, _chunk(values, where), sizes, batch[-1], out[where], elements)
+        run_pick(r, _take_chunk(values, where), sizes, batch[-1], out[where], elements)
     return out
 
 
-def _chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
+def _take_chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, Any]:
     """The leaves of one index into the looped batch dimensions."""
     return {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
 
@@ -494,7 +497,7 @@ def record(
             results, launches = folder(step.what, leaves)
         else:
             asked = {k: (types or {})[name] for k, name in enumerate(names) if name in (types or {})}
-            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1], asked)
+            results, launches = _compute_side(step.what, leaves, sizes, total and step is steps[-1], asked)
         if not results or not (launches or is_collecting()):
             return None
         for one in launches or ():
@@ -504,7 +507,7 @@ def record(
     return recorded if recorded.read_by_host <= given else None  # of what is made on the way addresses alone are known
 
 
-def _side(
+def _compute_side(
     side: Elementwise, leaves: list[Any], sizes: Sizes, total: bool, types: Mapping[int, torch.dtype]
 ) -> tuple[Sequence[Tensor], Sequence[StepLaunches] | None]:
     try:

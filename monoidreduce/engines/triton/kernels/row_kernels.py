@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.evaluate import Allocator
-from ..codegen.exponents import LOG2E
+from ..codegen.arithmetic import LOG2E
 from ..codegen.kernel_spec import power_of_two
 from ..launch import hardware
 from ..launch.jit_module import Kernels
@@ -80,7 +80,7 @@ def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    room, relaunch = _one(labels.device), None
+    room, relaunch = _allocate_one(labels.device), None
 
     def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
         nonlocal relaunch
@@ -95,7 +95,7 @@ def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
 
 
 @functools.cache
-def _one(device: torch.device) -> Allocator:
+def _allocate_one(device: torch.device) -> Allocator:
     return Allocator(((), torch.float32), device)
 
 

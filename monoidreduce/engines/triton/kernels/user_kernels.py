@@ -67,17 +67,17 @@ class Layer:
                 detail=f"{self.name}: {name} is no @triton.jit function, another tile function is",
                 fix="Write all of them in Triton, or all in torch",
             )
-        inputs, products = sum(self.sides), _arity(self.binary_reduce) // 2
+        inputs, products = sum(self.sides), _count_arguments(self.binary_reduce) // 2
         counts = {"proj_fold": inputs + 1, "binary_reduce": 2 * products, "proj_fold_bwd": inputs + 2 * products + 1}
-        if _arity(function) != counts[name]:
+        if _count_arguments(function) != counts[name]:
             raise ArgumentError(
-                detail=f"{self.name}: {name} takes {_arity(function)} arguments, not {counts[name]}",
+                detail=f"{self.name}: {name} takes {_count_arguments(function)} arguments, not {counts[name]}",
                 fix="proj_fold(*a, *b, inside), binary_reduce(*p, *p), proj_fold_bwd(*a, *b, *p, *gp, inside)",
             )
 
     def forward(self, inputs: Tensors) -> Tensors:
         """The product of every row."""
-        rows, cols = self._lengths(inputs)
+        rows, cols = self._find_lengths(inputs)
         a, b = inputs[: self.sides[0]], inputs[self.sides[0] :]
         start = self._check_start(self.init(a, b), rows)
         out = tuple(torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in start)
@@ -97,7 +97,7 @@ class Layer:
             fix = "Give proj_fold_bwd=, or use the result under torch.no_grad()"
             raise NoGradientError(detail=f"{self.name} was made without a backward", fix=fix)
         gp = [p.new_zeros(()).expand(p.shape) if g is None else g for g, p in zip(given, product, strict=True)]
-        lengths = self._lengths(inputs)
+        lengths = self._find_lengths(inputs)
         grads: list[Tensor | None] = [None] * len(inputs)
         for over, first, count in (("cols", 0, self.sides[0]), ("rows", self.sides[0], self.sides[1])):
             wanted = [k for k in range(first, first + count) if needs[k]]
@@ -115,7 +115,7 @@ class Layer:
                 grads[k] = grad
         return tuple(grads)
 
-    def _lengths(self, inputs: Tensors) -> tuple[int, int]:
+    def _find_lengths(self, inputs: Tensors) -> tuple[int, int]:
         count = sum(self.sides)
         if len(inputs) != count or not all(isinstance(x, Tensor) for x in inputs):
             words = f"{self.sides[0]} row and {self.sides[1]} column tensors"
@@ -139,7 +139,7 @@ class Layer:
         return a.pop(), b.pop()
 
     def _check_start(self, product: Any, rows: int) -> Tensors:
-        count = _arity(self.binary_reduce) // 2
+        count = _count_arguments(self.binary_reduce) // 2
         good = isinstance(product, (tuple, list)) and len(product) == count
         if not good or not all(isinstance(p, Tensor) and _fits(p) and len(p) == rows for p in product):
             detail = f"{self.name}: init returned no tuple of {count} tensors of {rows} rows"
@@ -164,7 +164,7 @@ class Layer:
         floating = tuple(f.tensor.is_floating_point() for f in fields[: sum(self.sides)])
         names = ("proj_fold", "binary_reduce") if what == "fold" else ("proj_fold_bwd",)
         functions = tuple((n, getattr(self, n)) for n in names)
-        text = _text(what, self.name, tuple(f.form for f in fields), over, floating, wanted)
+        text = _write_text(what, self.name, tuple(f.form for f in fields), over, floating, wanted)
         arguments: list[Any] = list(out)
         for f in fields:
             arguments += [f.tensor, *f.tensor.stride()]
@@ -209,7 +209,7 @@ def _fits(x: Tensor) -> bool:
     return x.dim() == 1 or (x.dim() == 2 and 0 < x.shape[1] <= WIDEST)
 
 
-def _arity(function: Any) -> int:
+def _count_arguments(function: Any) -> int:
     """How many arguments a kernel function must be given."""
     return sum(p.default is p.empty for p in inspect.signature(function.fn).parameters.values())
 
@@ -251,7 +251,7 @@ _TYPES = {torch.bool: "int1"}  # the others have torch's names
 
 
 @functools.lru_cache(maxsize=1024)
-def _text(
+def _write_text(
     what: str, name: str, forms: tuple[Form, ...], over: str, floating: tuple[bool, ...], wanted: tuple[int, ...]
 ) -> str:
     """The text of a kernel around the user's functions, which it finds in its module by their role's name."""
@@ -260,7 +260,7 @@ def _text(
     strides = [n for f in forms for n in (f"{f.name}_ptr", f"{f.name}_s", *([f"{f.name}_f"] if f.width else []))]
     arguments = [*(f"{o}_out" for o in outs), *strides, "kept_size", "folded_size"]
     inputs = forms[: len(floating)]
-    before, step = _fold(forms, inputs) if what == "fold" else _gradient(forms, inputs, floating, wanted)
+    before, step = _fold(forms, inputs) if what == "fold" else _write_gradient(forms, inputs, floating, wanted)
     inside = "kept_in[:, None] & folded_in[None, :]" if over == "cols" else "folded_in[:, None] & kept_in[None, :]"
     stored = {f.name: f.width for f in forms} | {f"g{k}": inputs[k].width for k in wanted}
     lines = [
@@ -304,7 +304,7 @@ def _fold(forms: tuple[Form, ...], inputs: tuple[Form, ...]) -> tuple[list[str],
     ]
 
 
-def _gradient(
+def _write_gradient(
     forms: tuple[Form, ...], inputs: tuple[Form, ...], floating: tuple[bool, ...], wanted: tuple[int, ...]
 ) -> tuple[list[str], list[str]]:
     """What every tile gives the wanted inputs, added up."""

@@ -39,7 +39,7 @@ def find_copied_leaves(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Ex
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
     vectors = tuple(e for e in vectors if not are_several(e))
     fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
-    return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
+    return tuple(_find_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 
 
 def keep_vectors(fold: Fold, found: tuple) -> tuple:
@@ -53,7 +53,7 @@ def can_copy_vectors(v: Tensor) -> bool:
     return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
 
 
-def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., bool]) -> tuple[int, ...] | None:
+def _find_dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., bool]) -> tuple[int, ...] | None:
     if not isinstance(v, Tensor) or not v.numel():
         return None
     found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))

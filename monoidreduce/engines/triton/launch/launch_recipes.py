@@ -174,7 +174,7 @@ class Buffer:
         self.name, self.forms, self.strides, self.places, size = name, forms, strides, dict[str, int](), 0
         for tensor, (shape, dtype) in forms.items():
             self.places[tensor] = size
-            size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
+            size += -(-_count_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
         self.size = size
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
@@ -184,11 +184,11 @@ class Buffer:
 
     def _view(self, rest: Tensor, name: str) -> Tensor:
         shape, dtype = self.forms[name]
-        flat, strides = rest[: _bytes(shape, dtype)].view(dtype), self.strides.get(name)
+        flat, strides = rest[: _count_bytes(shape, dtype)].view(dtype), self.strides.get(name)
         return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _count_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -238,10 +238,10 @@ class ProgramReplay:
         shown = [name for name in names.returned if name is not None]
         self.kept = Buffer("kept", {name: forms[name] for name in kept}, strides)
         self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *kept)}, strides)
-        most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
+        most = max(_LITTLE, sum(_count_bytes(*forms[name]) for name in shown) // 16)
         # step by step, intermediate results would be released sooner; not so the parts of one fold, which are its last
         cut = [one for one in recorded.launches if all(name.endswith("_parts") for name in one.outputs)]
-        alive = sum(_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
+        alive = sum(_count_bytes(*form) for form in cut[0].recipe.outputs) if len(cut) == 1 else 0
         self.holds_little = self.between.size - alive <= most
         self.constants, self.seen = dict(recorded.constants), views.seen
         self.last_found: dict[Callable[..., tuple], LastFound] = {}  # by what they call: the same for all launches

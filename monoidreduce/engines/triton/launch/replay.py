@@ -127,7 +127,7 @@ Step = Operation | Launch | NumberStep
 
 def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> Operation:
     """The step that allocates a dense tensor as the storage ``name``; ``strides``: None for a contiguous one."""
-    place = Place(name, 0, dtype, shape, strides or _contiguous(shape))
+    place = Place(name, 0, dtype, shape, strides or _make_strides(shape))
     return Operation(_aten.empty_strided.default, (shape, place.stride), {"dtype": dtype}, (place,), False)
 
 
@@ -148,7 +148,7 @@ def places(value: Any) -> Iterator[Place]:
 
 
 @functools.cache
-def _kind(func: Any) -> str:
+def _classify(func: Any) -> str:
     """What there is to record of one of torch's operations."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return "composite"
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kind = _kind(func)
+        kind = _classify(func)
         if kind == "composite":
             with self:
                 return func.decompose(*args, **(kwargs or {}))
@@ -206,13 +206,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, kind: str, args: tuple, named: dict[str, Any], result: Any) -> None:
-        given = [self.place(v) for v in _tensors((args, named))]
+        given = [self.place(v) for v in _find_tensors((args, named))]
         is_fixed = all(p.store in self.fixed for p in given)
         if func is _READS and is_fixed:
             return
         if kind == "varies":
             raise NotRecordable(f"{func} may turn out otherwise")
-        writes, made = kind == "writes", tuple(self._place_result(t, is_fixed) for t in _tensors(result))
+        writes, made = kind == "writes", tuple(self._place_result(t, is_fixed) for t in _find_tensors(result))
         if writes and not is_fixed:
             self.fixed -= {p.store for p in given}
         if writes or any(made):
@@ -417,7 +417,7 @@ class _Writer(FunctionWriter):
         if step.function in _ALLOCATES and place is not None and _is_dense(place):
             assert place.dtype is not None
             form = (place.shape, place.dtype)
-            strides = None if place.stride == _contiguous(place.shape) else place.stride
+            strides = None if place.stride == _make_strides(place.shape) else place.stride
             model = Allocator(form, self.device, strides).model
             self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
             return
@@ -442,7 +442,7 @@ class _Writer(FunctionWriter):
                 given += self._write_constants(same)
                 given.append(self._argument(value, encoded.get(at)))
                 same = []
-                at += _width(value)
+                at += _count_arguments(value)
             else:
                 same.append(value)
                 at += 1
@@ -457,8 +457,8 @@ class _Writer(FunctionWriter):
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
-            templates += [v.template] if type(v) is Descriptor else [None] * _width(v)
-        key = (id(relaunch), *(_form(v) for v in templates if v is not None))
+            templates += [v.template] if type(v) is Descriptor else [None] * _count_arguments(v)
+        key = (id(relaunch), *(_describe_descriptor(v) for v in templates if v is not None))
         if key not in self.encoded:
             self.encoded[key] = relaunch.open_descriptors(templates)
         return self.encoded[key]
@@ -478,7 +478,8 @@ class _Writer(FunctionWriter):
             return self._value(value)
         address = self._address(value.base)
         if encoded is None:
-            return f"descriptor({self.hold(value.template, ('template', _form(value.template)))}, {address})"
+            template = self.hold(value.template, ("template", _describe_descriptor(value.template)))
+            return f"descriptor({template}, {address})"
         return f"*{self.hold(encoded, id(encoded))}[{address}]"
 
     def _address(self, place: Place) -> str:
@@ -539,12 +540,12 @@ class _Writer(FunctionWriter):
         return self.hold(value, ("float", repr(value)) if type(value) is float else id(value))
 
 
-def _width(value: Any) -> int:
+def _count_arguments(value: Any) -> int:
     """How many arguments of a kernel a value is."""
     return value.places if type(value) is LaunchTimeArguments else 1
 
 
-def _form(template: Any) -> tuple:
+def _describe_descriptor(template: Any) -> tuple:
     """What tells descriptors apart."""
     more = (getattr(template, name, None) for name in ("padding", "layout"))
     return type(template), *map(tuple, (template.shape, template.strides, template.block_shape)), *more
@@ -561,15 +562,15 @@ def _is_dense(place: Place) -> bool:
     return True
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for v in value:
-            yield from _tensors(v)
+            yield from _find_tensors(v)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        yield from _find_tensors(tuple(value.values()))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import budget, panel_layout
+from ....plan import budget, panel_layout, settings
 from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
 from ...common import matmul, skip_small_tiles
@@ -379,7 +379,7 @@ class MemoryPlan:
 
     def choose_default_layout(self) -> PanelLayout | None:
         """The layout that would be chosen now, without an explicit budget."""
-        if self._small_layout is not None and budget.requested() is None and budget.shrink_factor() == 1:
+        if self._small_layout is not None and settings.requested_budget() is None and settings.shrink_factor() == 1:
             return self._small_layout
         free = functools.partial(matmul.free_memory, self.sizes.device)
         return panel_layout.choose_in_budget(self.choose_layout, free, self.least_bytes())[1]

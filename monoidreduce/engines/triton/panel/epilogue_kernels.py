@@ -31,7 +31,7 @@ from ....program.expression import Expr, topological
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
 from ..codegen import k_loop, kernel_text
-from ..codegen.exponents import LOG2E, literal
+from ..codegen.arithmetic import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reductions import TOOLS, LabelColumnWriter
@@ -149,7 +149,7 @@ def _write_tiles(
 ) -> list[str]:
     """Every tile's K loop, and its epilogue by halves: ``weigh`` computes one, ``store`` writes it. Scalars of rows are
     read first."""
-    name = v.inner[_product_key(epilogue)]
+    name = v.inner[_make_product_key(epilogue)]
     rounding = k_loop.write_rounding(name) if k_loop.rounds_products(v.spec) else None  # halves are rounded instead
     first = [line for line in first if line != rounding]
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *write_strips(v, epilogue, weigh, store)]
@@ -178,7 +178,7 @@ def write_strips(
     lines = []
     for k in range(count):
         v.loop(v.masked)
-        v.inner[_product_key(epilogue)] = f"scores{k}"
+        v.inner[_make_product_key(epilogue)] = f"scores{k}"
         weight = weigh(k)
         lines += [
             f"start = turn * FOLDED + {k} * HALF",
@@ -191,7 +191,7 @@ def write_strips(
     return lines
 
 
-def _product_key(epilogue: Epilogue) -> tuple:
+def _make_product_key(epilogue: Epilogue) -> tuple:
     return k_loop.product_key(*find_operands(find_product(epilogue)))
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....plan.panel_layout import InPlaceLayout, PanelLayout
 from ....program.expression import Expr
 from ....program.lower import Fold, Lowered
@@ -60,7 +60,7 @@ class _Recording:
 
     def is_current(self, is_bounded: bool) -> bool:
         """True when the loop would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
-        return self.plans == _plans() and (
+        return self.plans == _list_plans() and (
             is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
         )
 
@@ -81,11 +81,11 @@ _SEEN_ONCE: BoundedCache[tuple, bool] = BoundedCache(1024)  # most are not seen 
 def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> list[Any]:
     """What ``walk`` returns, by a replay where there is one; ``limit``: bytes that it may take, 0: as many as there
     are."""
-    key = _key(program, inputs, sizes, limit)
+    key = _make_key(program, inputs, sizes, limit)
     loop = None if key is None else _LOOPS.find(key) or _find_from_second_run(key, program)
     if loop is None or loop.failed:
         return walk(program, inputs, sizes, limit)
-    is_bounded = bool(limit) or budget.requested() is not None
+    is_bounded = bool(limit) or settings.requested_budget() is not None
     for known in loop.recordings:
         if known.is_current(is_bounded):
             found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
@@ -95,13 +95,21 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
     return _record(loop, walk, inputs, sizes, limit)
 
 
-def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple | None:
+def _make_key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple | None:
     """All that a loop over panels depends on but its tiles; None where it may depend on more."""
-    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
+    if settings.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), limit, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [
+        id(program),
+        limit,
+        settings.requested_budget(),
+        sizes.rows,
+        sizes.cols,
+        sizes.device,
+        sizes.compute,
+    ]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):
@@ -129,11 +137,11 @@ def _record(loop: _Loop, walk: Walk, inputs: Mapping[str, Any], sizes: Sizes, li
     if replay is None:
         loop.failed = True
     else:
-        loop.recordings.append(_Recording(replay, _plans(), choices))
+        loop.recordings.append(_Recording(replay, _list_plans(), choices))
     return found
 
 
-def _plans() -> tuple:
+def _list_plans() -> tuple:
     """The tiles of all kernels on panels."""
     return (*epilogue.PLANS.values(), *epilogue.SHALLOW.values(), *row_kernel.PLANS.values())
 
@@ -192,7 +200,7 @@ class KernelStep:
         self.directions = _BOTH  # those that the panel is folded over
         self.stored: Callable[[Panel, Sizes], PanelWeights] | None = None  # the panel's weights, where they are stored
         self.filled: tuple[Any, set[Expr]] = (None, set())  # a panel, and its inner products that are there
-        self.kernels = _row_kernels(self.loop)
+        self.kernels = _list_row_kernels(self.loop)
         self.panel_sizes: dict[tuple[int, int], Sizes] = {}
 
     # The order of panels
@@ -433,7 +441,7 @@ def _gather_scalars(scalars: tuple[Expr, ...]) -> list[ElementwiseGroup]:
 
 
 @functools.lru_cache(maxsize=256)
-def _row_kernels(loop: PanelLoop) -> dict[tuple, row_kernel.PreparedKernel]:
+def _list_row_kernels(loop: PanelLoop) -> dict[tuple, row_kernel.PreparedKernel]:
     """The kernels of a loop that were written so far."""
     return {}
 

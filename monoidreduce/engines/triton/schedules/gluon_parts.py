@@ -377,7 +377,7 @@ class TileOrder:
             return listed.tile_of_step(self.spec, step)
         if self.spec.folded_batch_dim is not None:
             step = f"({step} // {self.spec.folded_batch_text})"
-        return self._whole(_after_nearest(step) if self.sloped else step)
+        return self._whole(_skip_nearest(step) if self.sloped else step)
 
     def cut(self, step: str = "step") -> str:
         """The tile of a step, where it is not."""
@@ -399,7 +399,7 @@ class TileOrder:
             if not self.spec.bounds and not self.backwards:
                 return self.whole(step)
             return f"tl.where({step} < whole_steps, {self.whole(step)}, {self.cut(step)})"
-        whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
+        whole = self._whole(f"tl.where({step} > 0, {_skip_nearest(step)}, nearest)" if self.sloped else step)
         return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
 
     def enter(self, tile: str, mask: bool = True) -> list[str]:
@@ -421,7 +421,7 @@ class TileOrder:
         return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step
 
 
-def _after_nearest(step: str) -> str:
+def _skip_nearest(step: str) -> str:
     """Steps after the first skip the tile that it computed."""
     return f"({step} - tl.where({step} > nearest, 0, 1))"
 

@@ -154,7 +154,7 @@ def choose_few_plan(
     if asked:
         return asked
     family = family or FAMILY
-    widest = next((w for w in FEW if _widest(kernel) <= w), max(FEW))
+    widest = next((w for w in FEW if _find_widest(kernel) <= w), max(FEW))
     block = min(MOST_FEW, max(16, 1 << (lengths[0] - 1).bit_length()))
     stored = FEW_STORED_PAGES if pages else FEW_STORED
     folded, warps, stages = (stored if widens else FEW)[widest]
@@ -214,20 +214,20 @@ def _look_up(kernel: Kernel, item: int, family: Family, copies: bool) -> KernelP
     if item == 1:
         return _EIGHT_BITS
     if kernel.traits.pieces:
-        return KernelPlan(*family.tile(_float32_split_kind(kernel)), rendering=Rendering(copies))
+        return KernelPlan(*family.tile(_find_float32_split_kind(kernel)), rendering=Rendering(copies))
     if kernel.traits.several and item == 2 and not (kernel.widths.state or kernel.widths.stored):
         return KernelPlan(*family.tile("several vectors, 16 bits"), rendering=Rendering(copies))
-    copied = COPIED.get(_copied_kind(kernel)) if copies and item == 2 else None
+    copied = COPIED.get(_find_copied_kind(kernel)) if copies and item == 2 else None
     return (
         KernelPlan(*copied, rendering=Rendering.DESCRIPTORS)
         if copied
-        else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
+        else KernelPlan(*family.tile(_find_loaded_kind(kernel, item)))
     )
 
 
-def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
+def _find_copied_kind(kernel: Kernel) -> tuple[int, int, str]:
     """The key of the table for copied blocks: the widest features, how many sums of them are held, what is done."""
-    widest = _widest(kernel)
+    widest = _find_widest(kernel)
     alone = kernel.widths.kept_blocks <= 1 or kernel.widths.state >= 2 * widest
     how = _describe_work(kernel, widest)
     how += "" if alone else " apart" if kernel.traits.sums_other_block and how == "plain" else " gradient"
@@ -244,15 +244,15 @@ def _describe_work(kernel: Kernel, widest: int) -> str:
     return "gated" if kernel.widths.folded > 2 * widest else "plain"
 
 
-def _widest(kernel: Kernel) -> int:
+def _find_widest(kernel: Kernel) -> int:
     return max(kernel.widths.kept // max(kernel.widths.kept_blocks, 1), kernel.widths.state // 2, 16)
 
 
-def _loaded_kind(kernel: Kernel, item: int) -> str:
+def _find_loaded_kind(kernel: Kernel, item: int) -> str:
     """The key of the table for loaded blocks: what a kernel holds."""
     if not kernel.widths.folded and not kernel.widths.state:
         return "few features"
-    widest = _widest(kernel)
+    widest = _find_widest(kernel)
     if item == 8:
         return "float64" if widest <= 128 else "float64, wide"
     if item == 4:
@@ -261,7 +261,7 @@ def _loaded_kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _float32_split_kind(kernel: Kernel) -> str:
+def _find_float32_split_kind(kernel: Kernel) -> str:
     """The key of the table for float32 vectors that are multiplied in 16-bit pieces."""
     widths, traits = kernel.widths, kernel.traits
     found = "float32, halves" if traits.pieces == 2 else "float32, thirds"

@@ -18,7 +18,7 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, tile_ranges
+from ..codegen import k_loop, kernel_spec, tile_ranges
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, pad_width, pair_vector_leaves, specialize
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import hardware
@@ -70,7 +70,7 @@ def describe_fold(
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
     wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
-    conditions = tile_ranges.whole_tile_conditions(fold)
+    conditions = kernel_spec.whole_tile_conditions(fold)
     shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
     short = few and _is_softmax(fold) and every >= _SHORT_PAIRS
@@ -112,7 +112,7 @@ def describe_fold(
         narrow=str(narrow)[6:] if narrow else None,
         rank=len(batch),
         bounds=bool(conditions),
-        lanes=max([0, *(sizes.of(str(e.feature)) for e in _vectors(fold))]) <= TINY,
+        lanes=max([0, *(sizes.of(str(e.feature)) for e in _find_vectors(fold))]) <= TINY,
         guess=narrow in _GUESSED and not wide and not short,
         exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         unrounded=fold.exact,
@@ -157,7 +157,7 @@ def pays_widening(e: Expr, over: str, leaves: Iterable[Expr], sizes: Sizes) -> b
     if all(v.is_stored for v in leaves if v.feature is not None):  # products of 8 bits
         return False
     width = sizes.of(str(e.feature))
-    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or budget.requested() is not None:
+    if width <= WIDEST or kept < _WIDENED or math.prod(sizes.batch) > 1 or settings.requested_budget() is not None:
         return False
     return 2 * length * width <= budget.allowed_bytes(lambda: matmul.free_memory(sizes.device))
 
@@ -212,7 +212,7 @@ def busy_share(instances: int, many: int) -> float:
 @functools.lru_cache(maxsize=1024)
 def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
     """The leaves that a fold's conditions read."""
-    return tuple(e for e in topological(tile_ranges.whole_tile_conditions(fold)) if e.op == "leaf")
+    return tuple(e for e in topological(kernel_spec.whole_tile_conditions(fold)) if e.op == "leaf")
 
 
 def walks_are_short(spec: Spec) -> bool:
@@ -222,7 +222,7 @@ def walks_are_short(spec: Spec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _vectors(fold: Fold) -> tuple[Expr, ...]:
+def _find_vectors(fold: Fold) -> tuple[Expr, ...]:
     """The vectors that a fold computes with."""
     return tuple(e for e in topological(fold.reductions) if e.feature is not None and e not in fold.tables)
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import budget
+from ....plan import settings
 from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
@@ -160,7 +160,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and budget.requested() is None and hardware.splits_float32(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and hardware.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
@@ -171,16 +171,16 @@ def _split_fold(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | N
     if not used or others & wide:
         return None
     pairs = [p for p in distances if p[0] in wide]
-    norms = {e: _new_leaf(e, "norm", None) for p in pairs for e in p}
-    wholes = {e: _new_leaf(e, "whole", e.feature) for p in pairs for e in p} if exact else {}
+    norms = {e: _make_leaf(e, "norm", None) for p in pairs for e in p}
+    wholes = {e: _make_leaf(e, "whole", e.feature) for p in pairs for e in p} if exact else {}
     centres: dict[Expr, Expr] = {}
     if len(pairs) == 1 and not products & set(pairs[0]) and gaps <= {*pairs}:
         centres = dict.fromkeys(pairs[0], pairs[0][1])
     elif pairs:  # a product would lose infinities
         return None
     alone = not products & wide and not gaps
-    scales = {e: _new_leaf(e, "scale", None) for p in pairs for e in p} if alone else {}
-    changed = {constructors.sqdist(*p): _square(p, norms, scales) for p in pairs}
+    scales = {e: _make_leaf(e, "scale", None) for p in pairs for e in p} if alone else {}
+    changed = {constructors.sqdist(*p): _expand_square(p, norms, scales) for p in pairs}
     reductions = constructors.substitute(fold.reductions, changed)
     leaves = (*fold.leaves, *norms.values(), *scales.values(), *wholes.values())
     splits = tuple(Split(e, norms.get(e), scales.get(e), wholes.get(e), centres.get(e)) for e in used)
@@ -188,11 +188,11 @@ def _split_fold(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | N
     return Rewritten(replace(fold, leaves=leaves, reductions=reductions), splits, 2 if alone else 3, near)
 
 
-def _new_leaf(e: Expr, what: str, feature: str | int | None) -> Expr:
+def _make_leaf(e: Expr, what: str, feature: str | int | None) -> Expr:
     return node("leaf", (), (f"{e.attrs[0]}_{what}",), rows=e.rows, cols=e.cols, feature=feature, dtype="float")
 
 
-def _square(pair: tuple[Expr, Expr], norms: Mapping[Expr, Expr], scales: Mapping[Expr, Expr]) -> Expr:
+def _expand_square(pair: tuple[Expr, Expr], norms: Mapping[Expr, Expr], scales: Mapping[Expr, Expr]) -> Expr:
     """|x|² + |y|² - 2⟨x, y⟩."""
     x, y = pair
     product, twice = constructors.dot(x, y), const(2.0)

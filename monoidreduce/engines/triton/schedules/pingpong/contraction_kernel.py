@@ -177,17 +177,18 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
     return kernel_text.Kernel(name, text, (), hand_scheduled=True, consumers=2)
 
 
-def _slot(piece: int) -> str:
+def _write_slot(piece: int) -> str:
     return f"FIRST + {piece % SCHEDULE.slots}"
 
 
-def _corner(piece: int) -> str:
+def _write_corner(piece: int) -> str:
     run, at = SCHEDULE.pieces[piece]
     return f"row + {run} * KEPT, col + {at}"
 
 
 def _load_piece(piece: int) -> str:
-    return f"load_piece(out_box, staging.index({_slot(piece)}), loaded.index({_slot(piece)}), {_corner(piece)})"
+    slot, corner = _write_slot(piece), _write_corner(piece)
+    return f"load_piece(out_box, staging.index({slot}), loaded.index({slot}), {corner})"
 
 
 def _store_pieces(narrow: str, add: bool) -> list[str]:
@@ -195,14 +196,14 @@ def _store_pieces(narrow: str, add: bool) -> list[str]:
     slots, count = SCHEDULE.slots, len(SCHEDULE.pieces)
     found = [f"piece{2 * r}, piece{2 * r + 1} = halved(sum{r})" for r in range(SCHEDULE.runs)]
     for k in range(count):
-        slot, uses = _slot(k), -(-(count - k % slots) // slots)  # how often a tile uses this slot
+        slot, uses = _write_slot(k), -(-(count - k % slots) // slots)  # how often a tile uses this slot
         found.append(f"piece{k} = tl.convert_layout(piece{k}, PIECE)")
         if add:
             found.append(f"mbarrier.wait(loaded.index({slot}), (done * {uses} + {k // slots}) & 1)")
             found.append(f"piece{k} += staging.index({slot}).load(PIECE).to(tl.float32)")
         else:
             found.append(f"tma.store_wait({slots - 1})")
-        found.append(f"store_piece(out_box, staging.index({slot}), {_corner(k)}, piece{k}.to(tl.{narrow}))")
+        found.append(f"store_piece(out_box, staging.index({slot}), {_write_corner(k)}, piece{k}.to(tl.{narrow}))")
         later = k - 1 + slots
         if add and k > 0 and later < count:
             found += ["tma.store_wait(1)", _load_piece(later)]

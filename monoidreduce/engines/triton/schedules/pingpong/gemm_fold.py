@@ -262,7 +262,7 @@ def write_gemm(
     body = gluon.fill(
         _K_LOOP + template,
         **holes,
-        **_tile_holes(wide, blocks),
+        **_fill_tile_holes(wide, blocks),
         parameters=partitions.parameters(),
         **lines,
     )
@@ -294,7 +294,7 @@ def write_gemm(
 ORDER_INIT = ["for k in tl.static_range(2):", "    mbarrier.init(order.index(k), count=1)"]
 
 
-def _tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
+def _fill_tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
     """What a wide tile has besides: a block more to copy and to multiply."""
     scores, extra_ring = ("score, extra_score", "extra_ring, ") if wide else ("score", "")
     zeros = f"tl.zeros([KEPT, {TILE}], tl.float32, SCORES)"

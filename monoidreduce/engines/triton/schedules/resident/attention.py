@@ -23,9 +23,9 @@ from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import compiler, kernel_text, listed, tile_ranges
+from ...codegen import compiler, kernel_spec, kernel_text, listed
+from ...codegen.arithmetic import literal
 from ...codegen.dropout import DropoutFactor, match_dropout_factor
-from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -117,7 +117,7 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
         return None
     queries, values = (spec.slices(e.feature) for e in (operands.queries, operands.values))
     widths = [sum(size for _, size in slices) for slices in (queries, values)]
-    numbers = len(_ringed_numbers(spec))
+    numbers = len(_list_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
     for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
@@ -220,7 +220,7 @@ class _Text:
         self.stored = spec.is_stored_softmax
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
-        v.ringed = _ringed_numbers(spec)
+        v.ringed = _list_ringed_numbers(spec)
         v.dropout = (
             match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
         )
@@ -238,7 +238,7 @@ class _Text:
             soft.headroom, soft.above = _LARGEST, -_GUESSED
         self.ends = spec.listed is not None and spec.listed.ends  # the last block of a list is cut
         limited = self.ends and listed.find_upper_limits(spec) is not None
-        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
+        self.truths = kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds or limited else {}
         logit = substitute_truths(soft.reduction.args[0], self.truths)
         forms = self.guesses and not self.stored  # cheaper forms of a logit reckon with the range of bfloat16
         self.softcap = match_softcap(soft, logit) if forms else None
@@ -612,7 +612,7 @@ class _Text:
         return found
 
 
-def _ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
+def _list_ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
     """The numbers of folded indices that the producer loads: each thread of a group needs a quarter of them."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
     return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:NUMBER_RINGS]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen import compiler, kernel_spec, kernel_text
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import substitute_truths
 from .. import gluon_parts as gluon
@@ -266,7 +266,7 @@ class _Text:
         for e in self.kept:
             smem = [f"{leaf_name(e)}_kept.index({group})"]
             load += self.rows.load(v.pointer(e), e, features, spec.slices(e.feature), smem)
-        truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+        truths = kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds else {}
         whole, cut = self._step(truths, False, self.order.whole()), self._step({}, True, self.order.cut())
         results = self._results()
         self.generated += [*self._write_opening(), *v.before, *whole, *cut]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from .....program.expression import Expr
 from .....reductions.softmax import SoftmaxLines
-from ...codegen.exponents import LOG2E, factor_out, literal
+from ...codegen.arithmetic import LOG2E, factor_out, literal
 
 Coefficient = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 
@@ -68,15 +68,15 @@ class SoftcapPolynomial:
         else 0. A gain that float32 rounds to nothing does not apply."""
         n, gain = self.soft.name, COEFFICIENTS[0]
         total = f"tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES)) * steps"
-        holds = f"in_polynomial_range({total} * 8.0, {n}_top, {self._reach()}, folded_size * 64.0)"
+        holds = f"in_polynomial_range({total} * 8.0, {n}_top, {self._name_reach()}, folded_size * 64.0)"
         return f"tl.where((tl.max(tl.where({holds}, 0, 1)) == 0) & ({gain} * {gain} > 0.0), 1, 0)"
 
     def was_right(self) -> str:
         """True when a row's total proves that the polynomial was right, or it was not used."""
         n = self.soft.name
-        return f"(in_polynomial_range({n}_total, {n}_top, {self._reach()}, folded_size) | ({n}_capped == 0))"
+        return f"(in_polynomial_range({n}_total, {n}_top, {self._name_reach()}, folded_size) | ({n}_capped == 0))"
 
-    def _reach(self) -> str:
+    def _name_reach(self) -> str:
         """The name of the largest logit, times log2(e), for which the polynomial stands."""
         text = f"tl.minimum({self.factor} * {literal(_REACH)}, {literal(_MOST)})"
         return self.soft.v.bind((self.core, "reach"), text, False)
@@ -116,7 +116,9 @@ def match_softcap(soft: SoftmaxLines, logit: Expr) -> SoftcapPolynomial | None:
     if not all(v.spec.is_number(e) for e, _ in [*numbers, *more]):
         return None
     text = v.factor(factor * LOG2E, *numbers)
-    return SoftcapPolynomial(soft, core, _coefficient(inner, more), _coefficient(factor * LOG2E, numbers), text)
+    return SoftcapPolynomial(
+        soft, core, _make_coefficient(inner, more), _make_coefficient(factor * LOG2E, numbers), text
+    )
 
 
 def match_alibi(soft: SoftmaxLines, logit: Expr) -> AlibiLine | None:
@@ -151,7 +153,7 @@ def evaluate_coefficient(coefficient: Coefficient, value_of: Callable[[Expr], fl
     return found if abs(found) < _LARGEST else 0.0
 
 
-def _coefficient(factor: float, numbers: list[tuple[Expr, bool]]) -> Coefficient:
+def _make_coefficient(factor: float, numbers: list[tuple[Expr, bool]]) -> Coefficient:
     return factor, tuple((e, -1 if over else 1) for e, over in numbers)
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
-from ...codegen import kernel_text, tile_ranges
+from ...codegen import kernel_spec, kernel_text
+from ...codegen.arithmetic import literal
 from ...codegen.dropout import match_dropped_weight
-from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -172,7 +172,7 @@ class _Text:
         v, spec, plain = self.v, self.spec, self.plain
         names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
         whole = self._step(
-            tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, self.order.whole()
+            kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, self.order.whole()
         )
         cut = self._step({}, True, self.order.cut())
         load = []

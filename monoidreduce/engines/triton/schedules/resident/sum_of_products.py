@@ -19,9 +19,9 @@ import torch
 from .....plan.tiles import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen import compiler, kernel_spec, kernel_text
+from ...codegen.arithmetic import literal
 from ...codegen.dropout import DropoutFactor, match_dropped_weight
-from ...codegen.exponents import literal
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -163,7 +163,7 @@ class _KernelText:
         self.ringed_numbers = {f"shift{k}": "float32" for k in range(len(shifts))}
         self.ringed_numbers |= {leaf_name(e): spec.type_of[e] for e in self.numbers}
         self.sent, self.sent_type = len(work[0].sends), work[0].sent or str(spec.narrow)
-        self.tiles = self._resident_tiles()
+        self.tiles = self._list_resident_tiles()
         copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
         self._size_rings(copied)
         users = {e: sum(e in self._read(group) for group in work) if self.shares_kept else 2 for e in copied}
@@ -172,8 +172,8 @@ class _KernelText:
         self.rows = gluon.VectorRows.of(
             spec.slices(e.feature) for e in dict.fromkeys((*itertools.chain(*self.kept), *self._list_summed()))
         )
-        ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_barriers(ring.name))]
-        ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_barriers(x))]
+        ringed = [name for ring in self.rings.values() for name in (*ring.rings, *_write_barriers(ring.name))]
+        ringed += [name for x in self.ringed_numbers for name in (f"{x}_ring", *_write_barriers(x))]
         sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
         self.bands = [] if spec.diagonals is None else ["band0", "band1"]
         self.order_kept = "{}" if spec.diagonals is None else "(KEPT - 1 - {})"  # diagonals are then antidiagonals
@@ -182,7 +182,7 @@ class _KernelText:
     def _list_summed(self) -> list[Expr]:
         return [p.vector for group in self.work for p in group.products]
 
-    def _resident_tiles(self) -> dict[str, int]:
+    def _list_resident_tiles(self) -> dict[str, int]:
         """The resident tiles, and those through which sums are stored that are as wide as no resident tile of their
         group: the features of each slice, by name."""
         found: dict[str, int] = {}
@@ -347,10 +347,10 @@ class _ConsumerText:
     def __init__(self, text: _KernelText, at: int):
         self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
         self.v = _PairValues(self.spec, text.dots, text.shifts)
-        self.residents = {e: self._memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
+        self.residents = {e: self._name_memory(f"{leaf_name(e)}_kept", "", e) for e in text.kept[at]}
         self.weights = [f"weight{k}" for k in range(len(self.work.products))]
 
-    def _memory(self, name: str, between: str, e: Expr) -> list[str]:
+    def _name_memory(self, name: str, between: str, e: Expr) -> list[str]:
         """The tiles of shared memory under a name, one for each slice of vectors like ``e``."""
         group = 0 if self.text.shares_kept else "GROUP"
         count = len(self.spec.slices(e.feature))
@@ -372,7 +372,7 @@ class _ConsumerText:
         for p in {p.place: p for p in work.products}.values():
             for k, (_, size) in enumerate(self.spec.slices(p.vector.feature)):
                 begin.append(f"{name_sums(p, self.spec)[k]} = tl.zeros([KEPT, {size}], tl.float32, SUMS{suffix(k)})")
-        truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
+        truths = kernel_spec.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
         title = "a consumer warp group has its own kept indices of the tile"
@@ -529,12 +529,12 @@ class _ConsumerText:
                     total = f"({total} * {f'tl.convert_layout({factor}, SUMS{suffix(k)})' if kept else factor})"
                 totals.append(total)
             width, slices = self.spec.width(p.vector.feature), self.spec.slices(p.vector.feature)
-            smem = self._memory(f"staged{p.place}", "_", p.vector) if like is None else self.residents[like]
+            smem = self._name_memory(f"staged{p.place}", "_", p.vector) if like is None else self.residents[like]
             lines += self.text.rows.store(self.spec, p.place, width, slices, smem, totals)
         return lines
 
 
-def _barriers(x: str) -> list[str]:
+def _write_barriers(x: str) -> list[str]:
     return [f"{x}_full", f"{x}_empty"]
 
 

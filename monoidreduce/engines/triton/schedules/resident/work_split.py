@@ -95,7 +95,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
         return ()
     if walks_are_short(spec) or (spec.bounds and len(spec.fold.reductions) > 2):
         return ()
-    products, under = list(_products(spec)), topological(spec.fold.reductions)
+    products, under = list(_list_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
     numbers, sums = folded_numbers(spec), len(spec.fold.reductions)
     least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
@@ -114,8 +114,8 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     ):
         return ()
     if sums == 2 and sum(count_features(p.vector, spec) for p in products) <= _ALONE:
-        return _single_group(spec, dots, products)
-    return _two_groups(spec, sums, dots, products)
+        return _make_single_group(spec, dots, products)
+    return _make_two_groups(spec, sums, dots, products)
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,14 +126,14 @@ def divide_joint_work(spec: Spec) -> GroupWork | None:
         return None
     if spec.narrow not in ("bfloat16", "float16"):
         return None
-    products, under, numbers = list(_products(spec, 1)), topological(spec.fold.reductions), folded_numbers(spec)
+    products, under, numbers = list(_list_products(spec, 1)), topological(spec.fold.reductions), folded_numbers(spec)
     dots = tuple(e for e in under if e.op in OF_VECTORS)
     slow = any(e.is_pair and e.op in SPECIAL and not PRIMITIVES[e.op].fast for e in under)
     slow |= not any(e.op == "exp" for e in under)  # other layers than attention were not measured
     ringed = len(numbers) <= _JOINT_NUMBERS and all(spec.type_of[e] == "float32" and not e.is_pair for e in numbers)
     if slow or not ringed or not all(_multiplies(e, spec, 1) for e in dots):
         return None
-    found = _single_group(spec, dots, products)
+    found = _make_single_group(spec, dots, products)
     if not found or spec.joint is None or found[0].products[1].weight is not spec.joint.weight:
         return None
     if kept_and_folded(found[0].dots[0], spec)[0] is not spec.joint.vector:
@@ -141,7 +141,7 @@ def divide_joint_work(spec: Spec) -> GroupWork | None:
     return found[0]
 
 
-def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+def _make_single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """One group's work: two scores and two sums of the same blocks, where one sum's weights need one score alone."""
     blocks = {kept_and_folded(e, spec)[1] for e in dots}
     if len(dots) != 2 or len(products) != 2 or len(blocks) != 2 or blocks != {p.vector for p in products}:
@@ -160,14 +160,16 @@ def count_kept(found: Sequence[GroupWork]) -> int:
     return GROUP_ROWS if len(found) == 2 or found[0].single_warpgroup else 2 * GROUP_ROWS
 
 
-def _two_groups(spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+def _make_two_groups(
+    spec: Spec, sums: int, dots: tuple[Expr, ...], products: Sequence[Product]
+) -> tuple[GroupWork, ...]:
     """One sum: the same work on own kept indices. More than registers hold: a sender and a receiver."""
     if sums == 1:
         whole = GroupWork(dots, tuple(products))
         return (whole,) if whole.fits(spec) else ()
     if sum({p.place: count_features(p.vector, spec) for p in products}.values()) <= WIDEST:
         return ()
-    divisions = (_sender_and_receiver, _weights_and_receiver)
+    divisions = (_make_sender_and_receiver, _make_weights_and_receiver)
     pairs = (divide(e, dots, products) for divide in divisions for e in dots)
     return next((found for found in pairs if found and all(group.fits(spec) for group in found)), ())
 
@@ -183,7 +185,7 @@ def kept_and_folded(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
     return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
 
 
-def _products(spec: Spec, least: int = 0) -> Iterator[Product]:
+def _list_products(spec: Spec, least: int = 0) -> Iterator[Product]:
     """The products of all sums; none where some reduction is no such sum."""
     found = []
     for place, (r, scale) in enumerate(spec.fold.scaled):
@@ -216,7 +218,7 @@ def _multiplies(e: Expr, spec: Spec, least: int = 0) -> bool:
     return spec.keeps(kept) and _is_copied(folded, spec, least)
 
 
-def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+def _make_sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """The two groups' work where one score (``lead``) is a factor of some weights and is in no others; else nothing."""
     under = [lead in topological([p.weight]) for p in products]
     factors = [_factor_beside(p.weight, lead) if yes else None for p, yes in zip(products, under, strict=True)]
@@ -235,20 +237,20 @@ def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Pr
         if f is None:
             own.append(p)
         else:
-            others.append(replace(p, weight=_times(lead, came[sends.index(f)], f)))
+            others.append(replace(p, weight=_multiply_score(lead, came[sends.index(f)], f)))
     rest = tuple(e for e in dots if e is not lead)
     sender = GroupWork(rest, tuple(own), sends=sends, early=len(own), held=1)
     return sender, GroupWork((lead,), tuple(others), takes=tuple(came))
 
 
-def _weights_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+def _make_weights_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """The two groups' work where weights are made of one score (``lead``) and of what the other scores make, which is
     sent; else nothing. One sum each: those of attention's columns."""
     under = [lead in topological([p.weight]) for p in products]
     if sorted(under) != [False, True] or len(dots) != 2:
         return ()
     own, other = products if under[1] else products[::-1]
-    sends = tuple(dict.fromkeys(_made_of_others(other.weight, lead)))
+    sends = tuple(dict.fromkeys(_find_made_of_others(other.weight, lead)))
     if len(sends) != 1 or sends[0].dtype != "float":
         return ()
     came = node("leaf", (), ("came0",), rows=True, cols=True, feature=None, dtype="float")
@@ -258,16 +260,16 @@ def _weights_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[P
     return sender, GroupWork((lead,), (replace(other, weight=weight),), takes=(came,), sent="float32")
 
 
-def _made_of_others(e: Expr, lead: Expr) -> Iterator[Expr]:
+def _find_made_of_others(e: Expr, lead: Expr) -> Iterator[Expr]:
     """The largest numbers of pairs under an expression that are made of scores other than ``lead``."""
     below = topological([e])
     if lead in below:
-        yield from (found for a in e.args for found in _made_of_others(a, lead) if e is not lead)
+        yield from (found for a in e.args for found in _find_made_of_others(a, lead) if e is not lead)
     elif e.is_pair and any(n.op == "dot" for n in below):
         yield e
 
 
-def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
+def _multiply_score(lead: Expr, came: Expr, factor: Expr) -> Expr:
     """A score times the factor that was sent; 0 where a condition made that 0, since the score may be infinite."""
     product = apply("mul", lead, came)
     if not any(e.op == "where" and ZERO in e.args[1:] for e in topological([factor])):
