@@ -247,6 +247,7 @@ def test_export(strict):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # torch 2.15
 def test_torchscript_is_refused():
     with pytest.raises(mr.EngineError, match=r"attention is called under torch.jit.trace.*torch.export"):
         torch.jit.trace(lambda x: attention(x, x, x, 0.3), torch.randn(5, 3))
