@@ -224,7 +224,10 @@ def test_fake_tensors(name, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")  # of torch.export.load, in torch 2.12
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
+def test_export(strict, monkeypatch):
+    if torch.__version__.startswith("2.8."):  # whose cache of fake tensors does not take views of dynamic sizes
+        monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
+
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
