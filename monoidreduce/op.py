@@ -168,7 +168,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
         Of a sum all cotangents are known beforehand; where features are wide the gradient is taken in the forward, from
         the same pairs: nothing is computed again in the backward. Narrow features, batches, and bodies with several
-        numbers that have gradients are folded as in any call, and the results are summed.
+        numbers that have gradients take the usual road.
 
         >>> import torch, monoidreduce as mr
         >>> @mr.op
