@@ -25,6 +25,7 @@ _FILE = re.compile(r"<!-- file: (\S+) -->\s*```python\n(.*?)^```", re.MULTILINE 
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _EXIT = re.compile(r"^\[exit code (\d+)\]$", re.MULTILINE)
 _SECONDS = re.compile(r"(<!-- seconds -->).*?(<!-- end -->)", re.DOTALL)
+_PROGRESS = re.compile(r" *\d+ s  (\d+/\d+ |importing torch$)")  # lines that a page does not show
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def _run(command: str, folder: str) -> str:
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    lines = [line.rstrip().replace(folder, "~/layers") for line in done.stdout.splitlines()]
+    shown = [line for line in done.stdout.splitlines() if not _PROGRESS.match(line)]
+    lines = [line.rstrip().replace(folder, "~/layers") for line in shown]
     code = [f"[exit code {done.returncode}]"] if done.returncode else []
     return "\n".join([*lines, *code]).rstrip() + "\n"
 

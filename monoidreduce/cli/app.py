@@ -16,24 +16,26 @@ from typing import NamedTuple
 import click
 
 from .._version import __version__
+from . import progress
 
 
 class Entry(NamedTuple):
-    """A row of the table: a command's name, the module that has it under that name, the first line of its help, and
-    whether it is about a layer of a file."""
+    """A row of the table: a command's name, the module that has it under that name, the first line of its help, whether
+    it is about a layer of a file, and whether it measures (then it says what it is doing, from the first second on)."""
 
     name: str
     module: str
     summary: str
     of_file: bool = False
+    measures: bool = False
 
 
 COMMANDS: tuple[Entry, ...] = (
-    Entry("demo", "demo", "Show what fits in a given memory, and how fast."),
-    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory.", of_file=True),
+    Entry("demo", "demo", "Show what fits in a given memory, and how fast.", measures=True),
+    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory.", of_file=True, measures=True),
     Entry("explain", "plans", "Say what would run at a size, and why.", of_file=True),
-    Entry("bench", "bench", "Measure layers beside every peer that is installed."),
-    Entry("profile", "profile", "Draw a layer's memory over time, ours and the dense form's."),
+    Entry("bench", "bench", "Measure layers beside every peer that is installed.", measures=True),
+    Entry("profile", "profile", "Draw a layer's memory over time, ours and the dense form's.", measures=True),
     Entry("tune", "plans", "Find the fastest plans for a size, and remember them.", of_file=True),
     Entry("cache", "plans", "Show, clear or share the plans kept on disk."),
     Entry("doctor", "doctor", "Say what is here, what runs where, and what to install."),
@@ -43,6 +45,7 @@ PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line with these arguments and return its exit code."""
+    progress.start_clock()
     try:
         code = _invoke(list(argv))
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
@@ -90,6 +93,8 @@ class _Group(click.Group):
         entry = next((e for e in COMMANDS if e.name == args[0]), None)
         if entry is not None and entry.of_file:
             _check_target(args[1:], ctx)
+        if entry is not None and entry.measures and "torch" not in sys.modules and not {"-h", "--help"} & set(args):
+            progress.print_line("importing torch")
         if entry is not None or args[0].startswith("-"):
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(args[0], names, 1)

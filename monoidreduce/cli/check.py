@@ -114,7 +114,7 @@ def _check_layer(
         return [Verdict(f"laws of {error.details['monoid']}", FAILED, str(error))]
     tested = LayerUnderTest(layer, tuple(sizes), large, device)
     verdicts = []
-    with show_progress(len(monoids) + len(CHECKS), lines=True) as begin:
+    with show_progress(len(monoids) + len(CHECKS)) as begin:
         for monoid in monoids:
             name = f"laws of {monoid.__name__}"
             begin(name)

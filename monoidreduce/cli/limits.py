@@ -212,10 +212,23 @@ def _peak_on_gpu(call: Callable[..., Tensor], args: list[Tensor], cotangent: Ten
     return own + torch.cuda.max_memory_allocated(device) - before
 
 
-def answer(question: Question, limit: int, seconds: float, device: torch.device) -> Limit:
-    """Grow torch's side, then ours, each for about ``seconds``. A first small run of each compiles and fills caches."""
+SIDES = ("torch", "ours")  # the order in which they grow
 
-    def find(call: Callable[..., Tensor], beside: int = 0) -> Growth:
+
+def answer(
+    question: Question,
+    limit: int,
+    seconds: float,
+    device: torch.device,
+    tell: Callable[[str], None] = lambda side: None,
+) -> Limit:
+    """Grow torch's side, then ours, each for about ``seconds``. A first small run of each compiles and fills caches.
+
+    ``tell`` is called with each of the SIDES as it begins.
+    """
+
+    def find(side: str, call: Callable[..., Tensor], beside: int = 0) -> Growth:
+        tell(side)
         measure = measure_run(call, lambda size: question.inputs(size, device), device)
         measure(question.start)
         growth = grow(measure, question.start, limit, seconds, question.multiple, beside)
@@ -223,8 +236,8 @@ def answer(question: Question, limit: int, seconds: float, device: torch.device)
             torch.cuda.empty_cache()
         return growth
 
-    dense = find(question.dense)
-    return Limit(question, find(question.ours, dense.largest.size if dense.largest else 0), dense)
+    dense = find(SIDES[0], question.dense)
+    return Limit(question, find(SIDES[1], question.ours, dense.largest.size if dense.largest else 0), dense)
 
 
 # The questions ----------------------------------------------------------------------------------------------------

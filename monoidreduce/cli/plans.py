@@ -119,7 +119,7 @@ def cache(action: str, file: Path | None) -> Answer:
     """Show, clear or share the plans kept on disk.
 
     show lists them (the default), path prints the folder, clear removes plans and kernels, export FILE writes all plans
-    to one file, import FILE takes such a file, checked as anything foreign.
+    to one file, import FILE reads such a file, and checks it first.
     """
     takes_file = action in ("export", "import")
     if takes_file != (file is not None):

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -27,6 +26,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import progress
 from .command import CommandError
 from .measure import CATEGORIES, Environment, MemoryProfile, Moment
 
@@ -52,18 +52,16 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def show_progress(steps: int, lines: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; with ``lines``, a line a step where that is no terminal. Yields a function to call with
-    a step's name as the step begins."""
+def show_progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr, or a line a step where that is no terminal. Yields a function to call with a step's
+    name as the step begins."""
     console = make_console(stderr=True)
-    if lines and not console.is_terminal:
+    if not console.is_terminal:
         numbers = itertools.count(1)
-        yield lambda name: print(f"{next(numbers)}/{steps} {name}", file=sys.stderr, flush=True)
+        yield lambda name: progress.print_line(f"{next(numbers)}/{steps} {name}")
         return
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
-    bar = Progress(
-        *columns, TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
-    )
+    bar = Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
     task = bar.add_task("", total=steps, completed=-1)  # a step counts as done when the next one begins
     with bar:
         yield lambda name: bar.update(task, description=escape_markup(name), advance=1)

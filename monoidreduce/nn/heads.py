@@ -47,7 +47,9 @@ class LinearCrossEntropyLoss(Head):
     """:func:`monoidreduce.ops.linear_cross_entropy` with weights of its own; torch's module of that name, and more
     options.
 
-    State dict: ``linear.weight``, ``linear.bias`` with ``bias=True``, and ``weight`` where class weights are given.
+    Call it with x [..., in], the target (labels [...] or probabilities [..., classes]) and, if wanted, the rows'
+    weights [...]; it gives one number, or [...] with ``reduction="none"``. State dict: ``linear.weight``,
+    ``linear.bias`` with ``bias=True``, and ``weight`` where class weights are given.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearCrossEntropyLoss
@@ -93,7 +95,10 @@ class LinearCrossEntropyLoss(Head):
 
 
 class LinearLogProbs(Head):
-    """:func:`monoidreduce.ops.linear_logprobs` with weights of its own.
+    """:func:`monoidreduce.ops.linear_logprobs` with weights of its own: what trainers of preferences and rewards need.
+
+    Call it with x [..., in] and the tokens [...], ``ids`` [..., K] or both; it gives their log-probabilities [...], or
+    a :class:`monoidreduce.ops.LogProbs` with ``ids`` or any of the ``return_...`` options.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearLogProbs
@@ -134,6 +139,8 @@ class LinearLogProbs(Head):
 class LinearEntropy(Head):
     """:func:`monoidreduce.ops.linear_entropy` with weights of its own.
 
+    Call it with x [..., in]; it gives the entropy of each row's softmax over the classes [...], in nats.
+
     >>> import torch
     >>> from monoidreduce.nn import LinearEntropy
     >>> head = LinearEntropy(16, 1000)
@@ -160,7 +167,10 @@ class LinearEntropy(Head):
 
 
 class LinearSample(LinearEntropy):
-    """:func:`monoidreduce.ops.linear_sample` with weights of its own; each call takes a seed.
+    """:func:`monoidreduce.ops.linear_sample` with weights of its own.
+
+    Call it with x [..., in] and a seed; it gives a class drawn for each row [...] and its log-probability, a
+    :class:`monoidreduce.ops.Sample`. The same seed draws the same classes.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearSample
@@ -175,6 +185,9 @@ class LinearSample(LinearEntropy):
 
 class LinearTopK(Head):
     """:func:`monoidreduce.ops.linear_topk` with weights of its own.
+
+    Call it with x [..., in]; it gives the logits (or log-probabilities) of the k best classes [..., k] and the classes,
+    a :class:`monoidreduce.ops.TopK`.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearTopK
@@ -206,6 +219,8 @@ class LinearTopK(Head):
 
 class LinearArgmax(Head):
     """:func:`monoidreduce.ops.linear_argmax` with weights of its own.
+
+    Call it with x [..., in]; it gives the best class of each row [...]. Nothing has a gradient.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearArgmax
@@ -263,7 +278,10 @@ class TwoHeads(Head):
 
 
 class LinearKLLoss(TwoHeads):
-    """:func:`monoidreduce.ops.linear_kl` of two heads of its own; ``direction`` is an option.
+    """:func:`monoidreduce.ops.linear_kl` of two heads of its own, to distil a teacher into a student.
+
+    Call it with the student's x [..., in], the teacher's [..., teacher_features] and, if wanted, the rows' weights; it
+    gives one number, or [...] with ``reduction="none"``. ``direction="reverse"`` is KL(student ‖ teacher).
 
     >>> import torch
     >>> from monoidreduce.nn import LinearKLLoss
@@ -281,7 +299,9 @@ class LinearKLLoss(TwoHeads):
 
 
 class LinearSoftCrossEntropyLoss(LinearKLLoss):
-    """:func:`monoidreduce.ops.linear_cross_entropy_soft` of two heads of its own; ``direction`` is an option.
+    """:func:`monoidreduce.ops.linear_cross_entropy_soft` of two heads of its own: cross-entropy against a teacher.
+
+    It is called as :class:`LinearKLLoss` is; ``direction="forward"`` has the same gradient for the student.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearSoftCrossEntropyLoss
@@ -296,7 +316,9 @@ class LinearSoftCrossEntropyLoss(LinearKLLoss):
 
 
 class LinearJSDLoss(TwoHeads):
-    """:func:`monoidreduce.ops.linear_jsd` of two heads of its own; ``beta`` is an option.
+    """:func:`monoidreduce.ops.linear_jsd` of two heads of its own, as generalised knowledge distillation has it.
+
+    It is called as :class:`LinearKLLoss` is. ``beta`` weighs the two: 0 is KL(teacher ‖ student), 1 the reverse.
 
     >>> import torch
     >>> from monoidreduce.nn import LinearJSDLoss

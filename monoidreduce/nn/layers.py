@@ -44,6 +44,7 @@ class _Perceptron(nn.Module):
 class MLP(_Perceptron):
     """:func:`monoidreduce.ops.mlp` with weights of its own: ``fc2(dropout(activation(fc1(x))))``, no hidden layer kept.
 
+    Call it with x [..., in]; it gives [..., out]. Worth it where the hidden layer is what fills the memory.
     State dict: ``fc1.weight`` [hidden, in], ``fc2.weight`` [out, hidden], and their biases. ``activation`` is a name or
     a function (a named one where the module is to be pickled).
 
@@ -86,6 +87,7 @@ class MLP(_Perceptron):
 class GatedMLP(_Perceptron):
     """:func:`monoidreduce.ops.gated_mlp` with weights of its own: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
+    Call it with x [..., in]; it gives [..., out].
     State dict: ``gate_proj.weight`` and ``up_proj.weight`` [hidden, in], ``down_proj.weight`` [out, hidden], and their
     biases if asked for: the names that most models with such a layer have.
 

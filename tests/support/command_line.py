@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from html.parser import HTMLParser
 
 from monoidreduce.cli import main
@@ -15,6 +16,13 @@ def call(*arguments: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def progress_of(err: str) -> list[str]:
+    """The steps that stderr names: every line is one, after its seconds and its number, which counts from 1."""
+    found = [re.fullmatch(r" *\d+ s  (\d+)/\d+ (.+)", line) for line in err.splitlines()]
+    assert all(found) and [int(line[1]) for line in found] == list(range(1, len(found) + 1)), err
+    return [line[2] for line in found]
 
 
 class Page(HTMLParser):

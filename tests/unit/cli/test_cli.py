@@ -13,6 +13,7 @@ import torch
 
 from monoidreduce import __version__
 from monoidreduce.cli import app, execute, report
+from monoidreduce.cli import demo as demo_module
 from monoidreduce.cli.demo import Findings, Result, Side, measure_layer, print_limits, print_results, render_page
 from monoidreduce.cli.demo import demo as demo_command
 from monoidreduce.cli.layers import PAPER_LAYERS as LAYERS
@@ -20,7 +21,7 @@ from monoidreduce.cli.layers import TIME_LAYERS
 from monoidreduce.cli.limits import QUESTIONS, Growth, Limit, Run
 from monoidreduce.cli.measure import MemoryProfile, Moment, describe_environment, profile_memory
 from monoidreduce.cli.report import format_number
-from tests.support.command_line import Page, assert_self_contained, call
+from tests.support.command_line import Page, assert_self_contained, call, progress_of
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_the_page_has_all_layers_and_figures(demo):
 def test_json_is_all_that_stdout_gets(demo):
     code, out, err, _ = demo
     data = json.loads(out)
-    assert code == 0 and err == ""
+    assert code == 0 and progress_of(err)[-1].endswith(": memory")
     assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in LAYERS]
     assert [limit["name"] for limit in data["limits"]] == [question.key for question in QUESTIONS]
     assert [layer["name"] for layer in data["wins"]] == [layer.name for layer in TIME_LAYERS]
@@ -106,13 +107,30 @@ def test_ours_is_as_exact_as_the_dense_form(demo, k):
 def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call("demo", "--quick", "--out", str(tmp_path))
-    assert code == 0 and err == ""
+    assert code == 0 and progress_of(err)
     for layer in (*TIME_LAYERS, *LAYERS):
         assert layer.name in out
     for question in QUESTIONS:
         assert f"{question.title} in 16 MiB" in out
     assert f"report: {tmp_path / 'index.html'}" in out
     assert out.startswith("--quick: these sizes are too small to tell.") and "Geometric means" not in out
+
+
+def test_in_a_pipe_every_step_is_a_line_before_it_begins(demo):
+    sides = [f"{question.title} in 16 MiB: {side}" for question in QUESTIONS for side in ("torch", "ours")]
+    found = progress_of(demo[2])
+    assert found[: len(sides)] == sides
+    assert len(found) == len(sides) + 3 * len((*TIME_LAYERS, *LAYERS))
+
+
+def test_a_quick_demo_ends_in_time_on_a_machine_that_compiles_long(tmp_path, monkeypatch):
+    """Whatever the first of each list took, the rest is left out and named."""
+    monkeypatch.setattr(demo_module, "QUICK_SECONDS", 0.0)
+    code, out, _ = call("demo", "--quick", "--json", "--out", str(tmp_path))
+    data = json.loads(out)
+    assert code == 0 and [len(data[part]) for part in ("limits", "wins", "layers")] == [1, 1, 1]
+    assert len(data["left_out"]) == len(QUESTIONS) + len(TIME_LAYERS) + len(LAYERS) - 3
+    assert "Left out, for want of time: Largest vocabulary in 16" in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])

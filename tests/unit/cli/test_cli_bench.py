@@ -14,7 +14,7 @@ from monoidreduce.cli.bench import Measurement
 from monoidreduce.cli.layers import LAYERS
 from monoidreduce.cli.measure import describe_environment
 from tests.support import ROOT, internals
-from tests.support.command_line import assert_self_contained, call
+from tests.support.command_line import assert_self_contained, call, progress_of
 
 FILE = ROOT / "tests" / "support" / "wrong_layers.py"
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def measured(tmp_path_factory):
     options = ["--size", "24x40", "--size", "48x80", "--seconds", "0", "--out", str(folder)]
     code, out, err = call("bench", *layers, *options, "--peer", "naive", "--peer", "sdpa", "--peer", "torch-ce",
                           "--peer", "liger", "--json")  # fmt: skip
-    assert (code, err) == (0, "")
+    assert code == 0 and "attention 24 × 40, naive torch: first run" in progress_of(err)
     return json.loads(out), folder
 
 
@@ -207,7 +207,8 @@ def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile")
     code, out, err = call("profile", f"{FILE}:attention", "--rows", "300", "--cols", "500", "--features", "8", "--out",
                           str(folder), "--json")  # fmt: skip
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert progress_of(err) == ["ours: first run", "ours: memory", "naive: first run", "naive: memory"]
     return json.loads(out), folder
 
 

@@ -50,7 +50,16 @@ def test_the_installed_command_starts_without_torch_and_a_layer_file_finds_the_n
     assert "torch" not in modules(run("--help").stderr)
     done = run("explain", "mine.py:total", "--rows", "5", "--cols", "7")
     assert done.returncode == 0 and "5 rows × 7 columns" in done.stdout
-    assert "torch" in modules(done.stderr)
+    assert "torch" in modules(done.stderr) and "importing torch" not in done.stderr
+
+
+def test_a_command_that_measures_says_so_before_it_imports_torch():
+    """The first line comes through a pipe while torch, which takes seconds on a cold machine, is not yet imported."""
+    done = subprocess.run([*PROGRAM, "demo", "--memory", "much"], capture_output=True, text=True)
+    before, told, _ = done.stderr.partition("   0 s  importing torch\n")
+    assert done.returncode == 2 and told and "torch" not in modules(before)
+    done = subprocess.run([*PROGRAM, "demo", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "importing torch" not in done.stderr
 
 
 def test_a_process_without_a_gpu_does_without_triton_and_its_engine():

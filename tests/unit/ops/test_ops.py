@@ -634,6 +634,7 @@ def _tensors(values):
             yield from _tensors(v)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.12
 def test_a_16bit_distribution_is_not_raised_to_float32_whole(seed):
     """Inside torch's own sum, where the counter above does not see."""
     x, w = torch.randn(1000, 4).bfloat16(), torch.randn(3000, 4).bfloat16()

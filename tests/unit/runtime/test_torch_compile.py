@@ -222,6 +222,7 @@ def test_fake_tensors(name, dtype):
         assert (a.grad.shape, a.grad.dtype) == (b.grad.shape, b.grad.dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")  # of torch.export.load, in torch 2.12
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
     class Net(torch.nn.Module):
@@ -233,9 +234,11 @@ def test_export(strict):
             return attention(x, self.w, self.w, 0.3)
 
     net = Net()
-    program = torch.export.export(
-        net, (torch.randn(5, 3),), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}}, strict=strict
-    )
+    cached = not torch.__version__.startswith(("2.8.", "2.9."))  # whose cache takes no views of dynamic sizes
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=cached):
+        program = torch.export.export(
+            net, (torch.randn(5, 3),), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}}, strict=strict
+        )
     for length in (1, 5, 59):
         x = torch.randn(length, 3)
         torch.testing.assert_close(program.module()(x), net(x))
@@ -247,6 +250,7 @@ def test_export(strict):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # torch 2.15
 def test_torchscript_is_refused():
     with pytest.raises(mr.EngineError, match=r"attention is called under torch.jit.trace.*torch.export"):
         torch.jit.trace(lambda x: attention(x, x, x, 0.3), torch.randn(5, 3))
