@@ -116,6 +116,7 @@ def capped(x: Row["f"], y: Col["f"], v: Col["d"], heat: float):
     return mr.softmax_mean(torch.tanh(x @ y) if heat > 1 else x @ y, v)  # asks for the number's value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*DOMAINS, "pages"])
 @pytest.mark.parametrize("op", [cooled, capped])
 def test_compiled_with_numbers_that_are_left_open(kind, op):
