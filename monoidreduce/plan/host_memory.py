@@ -8,27 +8,19 @@ into equal panels (and have equal bits) while other processes come and go.
 from __future__ import annotations
 
 import functools
-import math
 import os
-import time
 from pathlib import Path
 
-_INTERVAL = 0.1  # seconds
 _STEPS = 8
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # the first version of control groups writes a number near 2**63
-_answer = (-math.inf, 0)  # when the system was asked, and what it said
 
 
 def available_bytes() -> int:
-    """Bytes that could be allocated now, 0 where nothing is known. The system is asked at most ten times a second."""
-    global _answer
-    now = time.monotonic()
-    if now - _answer[0] >= _INTERVAL:
-        _answer = now, min(_round_down(*each) for each in [_ask_system(), *_ask_groups()])
-    return _answer[1]
+    """Bytes that could be allocated now, 0 where nothing is known. Reads files of the system in every call."""
+    return min(_round_down(*each) for each in [_ask_system(), *_ask_groups()])
 
 
 def _round_down(left: int, total: int) -> int:

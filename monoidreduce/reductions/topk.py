@@ -77,7 +77,7 @@ def find_best(
         if k < length:
             (cut,) = tied[..., k - 1][rows].nonzero(as_tuple=True)  # the next equals the last
             edge = value[rows][cut, -1:]
-            best[cut] = _find_best(some[cut], edge, k, largest, None if place is None else place[cut])
+            best[cut] = _choose_places(some[cut], edge, k, largest, None if place is None else place[cut])
         order = (best if place is None else place.gather(-1, best)).argsort(dim=-1)
         best = best.gather(-1, order)
         value[rows], order = some.gather(-1, best).sort(dim=-1, descending=largest, stable=True)
@@ -93,7 +93,7 @@ def _has_numbers(x: Tensor) -> bool:
     return not modes or all(mode is None for mode in modes)
 
 
-def _find_best(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
+def _choose_places(x: Tensor, edge: Tensor, k: int, largest: bool, places: Tensor | None = None) -> Tensor:
     """Where the k best of each row are, the first of equals; in no order. ``edge``: the k-th."""
     better, equal = _is_better(x, edge, largest), _are_equal(x, edge)
     room = k - better.sum(-1, keepdim=True)
@@ -219,7 +219,7 @@ class TopKAccumulator(Accumulator):
             values, places = _sort_by_place(values, places)
         if values.shape[-1] > 2 * self.k and values.device.type == "cpu":  # to sort k is faster than to sort all
             edge = values.topk(self.k, dim=-1, largest=self.largest).values[..., -1:]
-            kept = _find_best(values, edge, self.k, self.largest)
+            kept = _choose_places(values, edge, self.k, self.largest)
             values, places = values.gather(-1, kept), places.gather(-1, kept)
         value, order = values.sort(dim=-1, descending=self.largest, stable=True)
         self.best[key] = value[..., : self.k].clone(), places.gather(-1, order[..., : self.k])

@@ -8,7 +8,6 @@ not be imported before its interpreter is asked for (``tests/interpret/conftest.
 one's own arguments.
 """
 
-import math
 import pkgutil
 import threading
 from collections import OrderedDict
@@ -133,7 +132,6 @@ def pretend_host(patch: Patch, root: Path) -> None:
     patch.setattr(host_memory, "_MEMINFO", root / "meminfo")
     patch.setattr(host_memory, "_OWN_GROUPS", root / "cgroup")
     patch.setattr(host_memory, "_GROUPS", root / "groups")
-    patch.setattr(host_memory, "_answer", (-math.inf, 0))
     host_memory._find_groups.cache_clear()
 
 

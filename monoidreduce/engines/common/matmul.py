@@ -238,16 +238,20 @@ def _contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> 
 
 
 _QUERY_INTERVAL = 0.1  # seconds
-_driver_answers: dict[torch.device, tuple[float, int]] = {}  # per GPU: when the driver was queried, and its answer
+_answers: dict[torch.device, tuple[float, int]] = {}  # per device: when it was queried, and its answer
+_HOST = torch.device("cpu")
 
 
 def _query_available(device: torch.device) -> int:
-    """Bytes of GPU memory that this process holds or could allocate. The driver is queried at most ten times a second:
-    a query takes longer than a small call."""
-    now, (then, found) = time.monotonic(), _driver_answers.get(device, (-math.inf, 0))
+    """Bytes of memory that this process holds or could allocate on a GPU, or could allocate on the host. Driver and
+    system are queried at most ten times a second: a query takes longer than a small call."""
+    now, (then, found) = time.monotonic(), _answers.get(device, (-math.inf, 0))
     if now - then >= _QUERY_INTERVAL:
-        found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-        _driver_answers[device] = now, found
+        if device.type == "cuda":
+            found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        else:
+            found = host_memory.available_bytes()
+        _answers[device] = now, found
     return found
 
 
@@ -264,7 +268,7 @@ def free_memory(device: torch.device) -> int:
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         return max(0, _query_available(device) - _query_allocated(device))
-    return host_memory.available_bytes()
+    return _query_available(_HOST)
 
 
 def _multiply_integers(x: Tensor, y: Tensor) -> Tensor:

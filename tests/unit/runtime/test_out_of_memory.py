@@ -288,7 +288,7 @@ def test_a_budget_too_small_says_the_least():
 def test_a_driver_is_not_asked_for_every_call(monkeypatch):
     """What torch holds is known at once; what others hold, a tenth of a second later."""
     asked, clock, held = [], [10.0], [300]
-    monkeypatch.setattr(matmul, "_driver_answers", {})
+    monkeypatch.setattr(matmul, "_answers", {})
     monkeypatch.setattr(matmul.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -303,3 +303,14 @@ def test_a_driver_is_not_asked_for_every_call(monkeypatch):
     assert matmul.free_memory(gpu) == 1050 and len(asked) == 1
     clock[0] = 10.2
     assert matmul.free_memory(gpu) == 650 and len(asked) == 2
+
+
+def test_the_system_is_not_asked_for_every_call(monkeypatch):
+    asked, clock = [], [10.0]
+    monkeypatch.setattr(matmul, "_answers", {})
+    monkeypatch.setattr(matmul.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(matmul.host_memory, "available_bytes", lambda: asked.append(1) or 100 * len(asked))
+    cpu = torch.device("cpu")
+    assert [matmul.free_memory(cpu), matmul.free_memory(cpu)] == [100, 100]
+    clock[0] = 10.2
+    assert matmul.free_memory(cpu) == 200 and len(asked) == 2
