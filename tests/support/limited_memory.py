@@ -71,10 +71,10 @@ def main():
             held[next(size for size in reversed(PIECES) if held[size])].pop()
             continue
         break
-    found["smaller"] = bool(torch.allclose(got, expected, atol=1e-5))
     found["attempts"] = 1 + len(attempts)
     held.clear()
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["smaller"] = bool(torch.allclose(got, expected, atol=1e-5))  # now that a comparison has room too
     found["inputs unchanged"] = all(map(torch.equal, args, kept))
     attempts.clear()
     found["afterwards"] = bool(torch.allclose(attention(*args), expected, atol=1e-5)) and not attempts
