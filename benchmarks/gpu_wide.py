@@ -21,6 +21,7 @@ import datetime
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import re
@@ -168,16 +169,32 @@ def contenders(work: Work) -> Iterator[tuple[str, Loss]]:
 
 def _peers(work: Work) -> Iterator[tuple[str, Loss]]:
     order = (0, 1, 2) if work.plain is cross_entropy else (0, 2, 1)
-    with contextlib.suppress(Exception):  # not here, or not for this machine
-        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-        yield "Cut Cross-Entropy", lambda *a: cce(*(a[k] for k in order))
-    with contextlib.suppress(Exception):
-        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    if cce := _import("cut_cross_entropy"):
+        yield "Cut Cross-Entropy", lambda *a: cce.linear_cross_entropy(*(a[k] for k in order))
+    if liger := _import("liger_kernel.ops.fused_linear_cross_entropy"):
         function = liger.LigerFusedLinearCrossEntropyFunction
         yield "Liger", lambda *a: function.apply(*(a[k] for k in order))[0]
-    with contextlib.suppress(Exception):
-        quack = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-        yield "QuACK", lambda *a: quack(*(a[k] for k in order))
+    if quack := _import("quack.linear_cross_entropy"):
+        chunked = quack.chunked_linear_cross_entropy
+        yield "QuACK", lambda *a: chunked(*(a[k] for k in order))
+        yield "QuACK, untuned", lambda *a: chunked(*(a[k] for k in order), tuned=False)
+
+
+def _import(name: str) -> Any:
+    """A peer's module, or None; an installed one that cannot be imported says why, once."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        said = f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if said not in _SAID:
+            print(said[:400], flush=True)
+        _SAID.add(said)
+        return None
+
+
+_SAID = set[str]()
 
 
 def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None], names: Sequence[str] = ()) -> None:

@@ -32,7 +32,7 @@ QUICK_SECONDS = 80.0  # after which --quick leaves out what remains: on a GPU a 
 GROWING_SHARE = 0.4  # the part of it for finding what fits
 TIMED_SHARE = 0.35  # the part of a layer's time for timed runs; the rest is the truth, first calls and memory
 MEMORY = {"cpu": 2**28, "cuda": 2**30}  # what the first part may use, unless --memory says
-QUICK_MEMORY = 2**24
+QUICK_MEMORY = {"cpu": 2**24, "cuda": 2**27}  # a GPU's vendor library takes 32 MiB with its first product
 GPU_SCALE = 4  # rows and columns on a GPU, of those on a CPU
 STAGES = ("first calls, and float64", "time", "memory")  # of measuring a layer
 LEAST_RUNS, MOST_RUNS = 2, 5  # timed runs of each implementation
@@ -137,7 +137,7 @@ def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path
     forms: time, peak extra memory, error against float64. Writes a page, index.html.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory = memory or (QUICK_MEMORY if quick else MEMORY[device.type])
+    memory = memory or (QUICK_MEMORY if quick else MEMORY)[device.type]
     free = matmul.free_memory(device)
     if free and memory > 0.7 * free:
         raise CommandError(f"--memory {format_size(memory)} is too much: {format_size(free)} are free. Give less")
