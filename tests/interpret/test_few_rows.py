@@ -11,6 +11,7 @@ from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton.codegen import tile_ranges
 from monoidreduce.engines.triton.launch import hardware
 from monoidreduce.engines.triton.schedules import kernel_plan
+from tests.support.scaled_cases import store
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -128,3 +129,19 @@ def test_gradients_of_few_rows():
 )
 def test_splits_leave_hardly_a_multiprocessor_idle(instances, tiles, splits):
     assert kernel_plan.count_few_splits(instances, tiles, 132) == splits
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=lambda k: str(k)[6:])
+@pytest.mark.parametrize("scales", ["number", "batch", "vector"])
+def test_columns_in_8_bit_floats_are_multiplied_in_float16(kind, scales):
+    """However large or small the rows are, which are bfloat16. Values with scales of their own stay in bfloat16."""
+    q, k, v = (t.bfloat16() for t in inputs(2, 4, 2, 1, 300))
+    q *= torch.tensor([1.0, 1e6, 1e-30, 0.0]).view(4, 1, 1)
+    stored = [store(t.float(), kind, scales) for t in (k, v)]
+    with mr.use(engine="triton"), torch.no_grad():
+        found = ops.attention(q, *stored, enable_gqa=True, return_lse=True)
+    wanted = exact(q, *(t.dequantize(torch.float64) for t in stored))
+    torch.testing.assert_close(found.lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.values.double(), wanted.values, rtol=0, atol=2e-2)
+    (one,) = prepared()
+    assert one.spec.few_rows and one.spec.multiplies_in_float16 == (scales != "vector")

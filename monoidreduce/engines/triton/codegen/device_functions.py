@@ -473,6 +473,49 @@ def bfloat16_of_float8_e5m2(x):
     )
 
 
+def float16_of_int8(x):
+    # 1024 + the number, which is at least -128, + 128: those bits are a float16 number
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 x, bias; xor.b32 x, $2, 0x80808080; mov.b32 bias, 0x64806480; "
+        "prmt.b32 $0, x, 0x64646464, 0x4140; prmt.b32 $1, x, 0x64646464, 0x4342; "
+        "sub.rn.f16x2 $0, $0, bias; sub.rn.f16x2 $1, $1, bias; }",
+        "=r,=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def float16_of_float8_e4m3fn(x):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def float16_of_float8_e5m2(x):
+    # float16 with eight bits less
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+        "=r,=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+def float16_unit(x):
+    # a power of two for each row, by which its largest number is between 2¹⁴ and 2¹⁵: less than 2⁻³⁸ of it is lost
+    bits = tl.max(tl.abs(x.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 0x0D800000), 0x7F000000).to(tl.float32, bitcast=True) * 0.00006103515625
+
+
 def both_halves(x):
     # 4-bit numbers, two in a byte, each with an offset of 8
     return tl.interleave(x & 15, x >> 4).to(tl.int8) - 8

@@ -227,6 +227,27 @@ class Spec:
         )
 
     @cached_property
+    def multiplies_in_float16(self) -> bool:
+        """True for softmaxes of few kept bfloat16 vectors whose folded vectors are 8-bit floats with no scales of their
+        own. Float16 holds those numbers too, and costs one instruction for two of them; bfloat16 costs four."""
+        reductions = self.fold.reductions
+        products = [e for e in topological(reductions) if e.op == "dot"]
+        stored = [a for e in products for a in e.args if a.op == "leaf" and self.folds(a)]
+        stored += [v for r in reductions for v in r.args[1:]]
+        kept = [a for e in products for a in e.args if a.op == "leaf" and not self.folds(a)]
+        return (
+            (self.few_rows or self.grouped)
+            and self.narrow == "bfloat16"
+            and self.eight_bit_mma
+            and not (self.listed is not None and self.listed.single)
+            and not self._unsliced_features
+            and all(r.attrs[0] == "soft" for r in reductions)
+            and len(stored) == len(products) + sum(len(r.args) - 1 for r in reductions)
+            and all(e.op == "leaf" and e.packing is None and self.type_of[e] in EIGHT_BITS for e in stored)
+            and all(self.type_of[e] == "bfloat16" and len(self.slices(e.feature)) == 1 for e in kept)
+        )
+
+    @cached_property
     def draws_numbers(self) -> bool:
         """True when pairs draw random numbers, which take registers of their own."""
         return any(e.op in ("gumbel", "uniform") for e in topological(self.fold.reductions))

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def widen_block(spec: Spec, text: str, kind: str, wanted: str) -> str:
-    """A loaded block in the operand type. From 8 bits to bfloat16 four numbers are converted at once, by a function
-    that the compiler does not move behind the change of layout: single bytes would be read from shared memory."""
-    fast = spec.native and spec.eight_bit_mma and wanted == "bfloat16" and (kind == "int8" or kind in EIGHT_BITS)
-    return f"bfloat16_of_{kind}({text})" if fast else widen(text, kind, wanted)
+    """A loaded block in the operand type. From 8 bits to 16 four numbers are converted at once, by a function that the
+    compiler does not move behind the change of layout: single bytes would be read from shared memory."""
+    known = wanted in ("bfloat16", "float16") and (kind == "int8" or kind in EIGHT_BITS)
+    fast = spec.native and spec.eight_bit_mma and known
+    return f"{wanted}_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
 
 def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, wanted: str) -> str:

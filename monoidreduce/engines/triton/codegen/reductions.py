@@ -71,6 +71,11 @@ class Accumulator:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
+    def _raised(self) -> bool:
+        """Whether the sum is 2¹⁴ times too large: weights are at most 1, and float16 would lose small ones."""
+        return self.v.spec.multiplies_in_float16 and self.feature is not None
+
+    @property
     def names(self) -> list[str]:
         if self.tiny:
             return [f"{self.name}_{f}" for f in range(self.width)]
@@ -119,6 +124,7 @@ class Accumulator:
         if v.spec.pieces:
             v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.split_blocks(vector)})")
             return
+        weight = f"{weight} * {_RAISED}" if self._raised else weight
         if kind != v.spec.compute:
             weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
         if len(self.slices) > 1:
@@ -169,7 +175,12 @@ class Accumulator:
         if self.apart is not None:
             kept = [_reload_kept(self.v, self.apart, at) for at in self.slices]
             return [f"({n} {self.sign} {self.name}_mass[:, None] * {k})" for n, k in zip(self.names, kept, strict=True)]
+        if self._raised:
+            return [f"({n} * {1 / _RAISED!r})" for n in self.names]
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
+
+
+_RAISED = 2.0**14
 
 
 def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
