@@ -643,7 +643,7 @@ class ExpressionWriter:
         if folded and e in self.spec.descriptor_dims:
             text = self.load_by_descriptor(e, "start", str(first))
             text = (
-                packed_vectors.widen_block(self.spec, text, kind, wanted)
+                packed_vectors.widen_block(self.spec, e, text, kind, wanted)
                 if kind in EIGHT_BITS and kind != wanted
                 else text
             )
@@ -657,7 +657,7 @@ class ExpressionWriter:
             return self.bind(key, f"({loaded} / {unit}[:, None]).to(tl.float16)", False, name)
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))
-        text = text if kind == wanted else packed_vectors.widen_block(self.spec, text, kind, wanted)
+        text = text if kind == wanted else packed_vectors.widen_block(self.spec, e, text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:

@@ -174,6 +174,6 @@ def _make_block_writer(v: ExpressionWriter, e: Expr, side: str, lane: str, store
 
     def write(at: str, mask: str) -> str:
         text = f"tl.load({vectors} + {at} * {stride}{mask})"
-        return text if stored or kind == wanted else packed_vectors.widen_block(v.spec, text, kind, wanted)
+        return text if stored or kind == wanted else packed_vectors.widen_block(v.spec, e, text, kind, wanted)
 
     return write

@@ -248,6 +248,18 @@ class Spec:
         )
 
     @cached_property
+    def widened_in_registers(self) -> frozenset[Expr]:
+        """The stored vectors that few kept ones are multiplied by, and that nothing else reads: they go to the matrix
+        units' registers in 8 bits and are widened there. Widened before, they would pass through shared memory twice,
+        and its bandwidth is what such kernels wait for. (Vectors that are summed have to: single bytes cannot be
+        transposed on the way.)"""
+        if not (self.few_rows or self.grouped):
+            return frozenset()
+        nodes = topological(self.fold.reductions)
+        others = topological(self.fold.reductions, stop=lambda e: e.op == "dot")
+        return frozenset(a for e in nodes if e.op == "dot" for a in e.args if self.folds(a)) - frozenset(others)
+
+    @cached_property
     def draws_numbers(self) -> bool:
         """True when pairs draw random numbers, which take registers of their own."""
         return any(e.op in ("gumbel", "uniform") for e in topological(self.fold.reductions))

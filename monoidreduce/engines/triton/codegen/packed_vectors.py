@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .expressions import ExpressionWriter
 
 
-def widen_block(spec: Spec, text: str, kind: str, wanted: str) -> str:
+def widen_block(spec: Spec, e: Expr, text: str, kind: str, wanted: str) -> str:
     """A loaded block in the operand type. From 8 bits to 16 four numbers are converted at once, by a function that the
     compiler does not move behind the change of layout: single bytes would be read from shared memory."""
     known = wanted in ("bfloat16", "float16") and (kind == "int8" or kind in EIGHT_BITS)
-    fast = spec.native and spec.eight_bit_mma and known
+    fast = spec.native and spec.eight_bit_mma and known and e not in spec.widened_in_registers
     return f"{wanted}_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
 
