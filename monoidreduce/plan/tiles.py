@@ -145,10 +145,10 @@ DEEP: dict[tuple[str, bool], Tile] = {
 MOST_FEW = 64
 FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 4), 128: (64, 4, 4), 256: (32, 4, 4)}
 # Where the folded vectors are stored in 8 bits or fewer. H200, one row of 16 x 32/8 heads against 8192 columns: int8
-# 0.121 ms, FP8 0.112; by the tile above 0.141 and 0.125, in bfloat16 0.135. Other widths were not measured.
-FEW_STORED = FEW | {128: (128, 4, 2)}
-# The same of pages, whose length tiles keep to. H200, the same in pages of 64: 0.130 ms, by FEW's tile 0.170, in
-# bfloat16 0.146
+# 0.099 ms, FP8 0.090; by the tile above 0.112 and 0.096, in bfloat16 0.135. Other widths were not measured.
+FEW_STORED = FEW | {128: (128, 4, 3)}
+# The same of pages, whose length tiles keep to. H200, the same in pages of 64: 0.106 ms, by four warps 0.128, in
+# bfloat16 0.147
 FEW_STORED_PAGES = FEW | {128: (64, 2, 3)}
 
 

@@ -21,8 +21,9 @@ WAVES = 4  # program instances of few kept indices, at most, that a multiprocess
 LEAST_TILES = 2  # of a split of few kept indices
 # Program instances of few kept indices beside one another on a multiprocessor, where vectors are stored in 8 bits or
 # fewer: each widens its tile between two barriers, and one alone waits. H200, 128 instances of 8192 columns, 128
-# features in int8: 0.25 ms by one, 0.16 by two, 0.15 by three or more.
-WIDENING = 3
+# features in int8 and FP8: 0.099 and 0.090 ms by two with three tiles each in flight; by three with two tiles each,
+# which is what fits, 0.104 and 0.128.
+WIDENING = 2
 MOST_SPLITS = 128
 BUSY = 0.7  # share of multiprocessors whose reads are nearly all that memory can give
 ONE_WAVE = 0.9  # share of multiprocessors below which some are left idle
