@@ -145,8 +145,9 @@ DEEP: dict[tuple[str, bool], Tile] = {
 MOST_FEW = 64
 FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 4), 128: (64, 4, 4), 256: (32, 4, 4)}
 # Where the folded vectors are stored in 8 bits or fewer. H200, one row of 16 x 32/8 heads against as many columns as
-# have the bytes of 8192 of 128 features, by FEW's tiles and by these: FP8 0.104 -> 0.087, 0.096 -> 0.089, 0.110 -> 0.088 ms,
-# int8 0.118 -> 0.108, 0.112 -> 0.099, 0.120 -> 0.100, in bfloat16 0.134, 0.134, 0.140.
+# have the bytes of 8192 of 128 features, by FEW's tiles and by these: FP8 0.104 to 0.087, 0.096 to 0.089 and
+# 0.110 to 0.088 ms of 64, 128 and 256 features; int8 0.118 to 0.108, 0.112 to 0.099 and 0.120 to 0.100; in bfloat16
+# 0.134, 0.134 and 0.140.
 FEW_STORED: dict[int, tuple[int, int, int]] = {64: (256, 4, 3), 128: (128, 4, 3), 256: (64, 4, 3)}
 # The same of pages, whose length tiles keep to. H200, the same in pages of 64: 0.106 ms, by four warps 0.128, in
 # bfloat16 0.147
