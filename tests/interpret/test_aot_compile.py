@@ -65,6 +65,7 @@ QUICK = {
         "own monoid 16, float32",
         "handmade loss 64",
         "stored attention 128, float8_e4m3fn",
+        "decoding from float8_e4m3fn 128",
         "biased attention over blocks 128",
     ],
 }

@@ -237,6 +237,13 @@ def _stored(kind: torch.dtype) -> Callable[[torch.dtype], tuple]:
     return make
 
 
+def _cache(kind: torch.dtype, dtype: torch.dtype) -> tuple:
+    """One row of heads that share columns, which have one scale where they are floats."""
+    scale = torch.ones(2, 2, 1, 512) if kind is torch.int8 else 0.5
+    columns = mr.scaled(torch.zeros(2, 2, 1, 512, 128, dtype=torch.int8).to(kind), scale)
+    return torch.zeros(2, 2, 4, 1, 128, dtype=dtype), columns, columns
+
+
 def _all_stored(kind: torch.dtype, sides: int, d: int = 128) -> Callable[[torch.dtype], tuple]:
     values = torch.zeros(1024, d, dtype=torch.int8).to(kind)
     return lambda dtype: tuple(mr.scaled(values, 0.5) for _ in range(sides))
@@ -371,6 +378,10 @@ CASES = [
     # keys and values stored in 8 bits
     *(
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)
+        for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    ),
+    *(
+        Case(f"decoding from {str(kind)[6:]} 128", forward(attention), functools.partial(_cache, kind), hopper=True)
         for kind in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     ),
     # all vectors in 8 bits; 4 bits with scales of blocks
