@@ -226,9 +226,9 @@ class Stream:
         seconds (``every``), and when the run is interrupted: the same call goes on from there, to the bit, and deletes
         the folder when it is done. Neither has gradients.
 
-        A gradient reads the source again: chunks that ask for one get theirs added to ``.grad``, and
-        ``gradients(first column, {name: gradient})`` is called for each. A program of several passes reads it once for
-        each, and what it calls with is then to be added up.
+        A gradient reads the source again: chunks that ask for one get theirs added to ``.grad`` (slices of a weight, in
+        the weight's), and ``gradients(first column, {name: gradient})`` is called for each. A program of several passes
+        reads it once for each, and what it calls with is then to be added up.
 
         A later reading that differs from the first is a StreamError: the number of columns is always compared, and
         with ``verify`` a checksum of every chunk (where there can be a second reading; it costs two reads of the
