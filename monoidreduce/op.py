@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import arrays
+from .algebra import Monoid
 from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
 from .domains import nested
@@ -591,6 +592,8 @@ def _sum_results(value: Any) -> Any:
         return value.sum()
     if isinstance(value, dict):
         return type(value)({k: _sum_results(v) for k, v in value.items()})
+    if isinstance(value, Monoid):
+        return type(value)(**_sum_results(value.asdict()))
     parts = [_sum_results(v) for v in value]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 

@@ -959,13 +959,13 @@ class Both(NamedTuple):
 def test_outputs_keep_their_form():
     """What the body returns, the call returns: tuple, list, dict, NamedTuple, monoid, nested."""
 
-    def answers(form):
+    def answers(form, call=lambda op: op(X, Y)):
         @mr.op
         def op(x: Row["f"], y: Col["f"]):
             s = x @ y
             return form(mr.sum(s), mr.max(s))
 
-        return op(X, Y)
+        return call(op)
 
     s = X @ Y.T
     total, best = s.sum(1), s.amax(1)
@@ -983,6 +983,8 @@ def test_outputs_keep_their_form():
     element = answers(lambda a, b: mr.monoids.LogSumExp(z=a))
     assert isinstance(element, mr.monoids.LogSumExp)
     torch.testing.assert_close(element.z, total)
+    sums = answers(lambda a, b: (mr.max(b, over="rows"), mr.monoids.LogSumExp(z=a)), lambda op: op.total(X, Y))
+    torch.testing.assert_close((sums[0], sums[1].z), (best.max(), total.sum()))
     torch.testing.assert_close(answers(lambda a, b: (a, 2.0))[1], torch.tensor(2.0, dtype=torch.float64))
 
 

@@ -138,6 +138,11 @@ def test_columns_by_name_and_by_order(files, tmp_path):
             weighted.stream(x).over(*wrong)
 
 
+@mr.op
+def softmax_of_products(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.reduce(mr.monoids.LogWSum, z=x @ y, v=y)
+
+
 def test_results_go_to_files(files, tmp_path, expected):
     found = ops.knn.stream(X, k=5).over(files / "y.npy", out=tmp_path / "near.npy")
     assert isinstance(found, ops.Neighbours) and isinstance(found.values, numpy.memmap)
@@ -149,6 +154,9 @@ def test_results_go_to_files(files, tmp_path, expected):
     assert not again.values.flags.writeable
     one = ops.kernel_sum.stream(X).over(Y, out=str(tmp_path / "sum.npy"))
     numpy.testing.assert_allclose(one, ops.kernel_sum(X, Y), rtol=1e-4)
+    softmax = softmax_of_products.stream(X).over(Y, out=tmp_path / "softmax.npy")
+    assert isinstance(softmax.v, numpy.memmap)
+    assert numpy.array_equal(numpy.load(tmp_path / "softmax.z.npy"), softmax.z)
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".npy")) == []
     for out in (tmp_path / "near.txt", tmp_path / "no" / "near.npy"):
         with pytest.raises(mr.ArgumentError, match="out"):
