@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import arrays
+from .algebra import Monoid
 from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
 from .domains import nested
@@ -41,7 +42,7 @@ from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import TracedBody, find_place
 from .runtime import call_cost, dispatch, domain_call, dynamo, forward_form, recorder, table_range, torch_replay
-from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_form
+from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_axes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
 from .stream import Stream
@@ -104,7 +105,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(self._call_divided)(*args, **kwargs)
             if nested.any_nested([*args, *kwargs.values()]):
-                return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+                return self._call_with_values(args, kwargs)
             return self._run_compiled(args, kwargs)
         if declarations.RESERVED in kwargs:
             return self._call_variant(args, kwargs)
@@ -118,6 +119,21 @@ class Op(dynamo.Compiled, Generic[Result]):
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_compiled(args, kwargs)
 
+    def _call_with_values(self, args: tuple, kwargs: dict) -> Any:
+        """A call with nested tensors among its arguments."""
+        return nested.call_with_values(
+            self, self._axes, list(self.parameters), args, kwargs, lambda given, _: self._result_axes(dict(given))
+        )
+
+    def _result_axes(self, given: dict[str, Any]) -> Any:
+        """``rows`` or ``cols`` for each result of a call that was just made, by the axis that it has an entry for, in
+        the results' form."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._last_axes()
+        op, args, kwargs = self._resolve((), given)
+        traced = op._programs.trace(op._bind(args, kwargs))
+        return traced.pack(output_axes(traced.outputs))
+
     def _call_divided(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_uncached(args, kwargs, None)
 
@@ -128,7 +144,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         if key is None and _has_scaled(args, kwargs):
             return self._stored_calls(args, kwargs)
         if key is None and nested.any_nested((*args, *kwargs.values())):
-            return nested.call_with_values(self, self._axes, list(self.parameters), args, kwargs)
+            return self._call_with_values(args, kwargs)
         if torch.jit.is_tracing():
             raise EngineError(
                 detail=f"{self.function.__name__} is called under torch.jit.trace, which runs no op",
@@ -576,6 +592,8 @@ def _sum_results(value: Any) -> Any:
         return value.sum()
     if isinstance(value, dict):
         return type(value)({k: _sum_results(v) for k, v in value.items()})
+    if isinstance(value, Monoid):
+        return type(value)(**_sum_results(value.asdict()))
     parts = [_sum_results(v) for v in value]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 

@@ -267,6 +267,8 @@ def write_results(result: Any, out: Path) -> Any:
         names = getattr(result, "_fields", range(len(result)))
         inside = [write_results(value, _name_file(out, name)) for name, value in zip(names, result, strict=True)]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
+    if hasattr(result, "asdict") and hasattr(type(result), "fields"):  # an element of a monoid
+        return type(result)(**write_results(result.asdict(), out))
     return result
 
 

@@ -226,9 +226,9 @@ class Stream:
         seconds (``every``), and when the run is interrupted: the same call goes on from there, to the bit, and deletes
         the folder when it is done. Neither has gradients.
 
-        A gradient reads the source again: chunks that ask for one get theirs added to ``.grad``, and
-        ``gradients(first column, {name: gradient})`` is called for each. A program of several passes reads it once for
-        each, and what it calls with is then to be added up.
+        A gradient reads the source again: chunks that ask for one get theirs added to ``.grad`` (slices of a weight, in
+        the weight's), and ``gradients(first column, {name: gradient})`` is called for each. A program of several passes
+        reads it once for each, and what it calls with is then to be added up.
 
         A later reading that differs from the first is a StreamError: the number of columns is always compared, and
         with ``verify`` a checksum of every chunk (where there can be a second reading; it costs two reads of the
@@ -317,8 +317,7 @@ class Stream:
             given = dict(sources[0])
         else:
             values = tuple(sources) if len(sources) > 1 else self._split_file(sources[0])
-            needed = [n for n, p in self._columns.items() if not p.optional]
-            if isinstance(values, tuple) and len(values) not in (len(needed), len(self._columns)):
+            if isinstance(values, tuple) and self._names_in_order(len(values)) is None:
                 count = f"{len(values)} source{'s' * (len(values) > 1)}"
                 raise ArgumentError(
                     detail=f"over was given {count} for {_list_some(list(self._columns))}",
@@ -343,7 +342,7 @@ class Stream:
         needed = [n for n, p in self._columns.items() if not p.optional]
         if set(needed) <= set(named):
             return named
-        if is_file(given) and len(found) not in (len(needed), len(self._columns)):
+        if is_file(given) and self._names_in_order(len(found)) is None:
             raise _make_table_error(found, needed)
         return tuple(found)
 
@@ -412,15 +411,23 @@ class Stream:
 
     # Chunks
 
+    def _names_in_order(self, count: int) -> list[str] | None:
+        """What so many columns without names are: those that are needed, or the first of all, with every needed one
+        among them; None where that is not so."""
+        needed = [n for n, p in self._columns.items() if not p.optional]
+        if count == len(needed):
+            return needed
+        first = list(self._columns)[:count]
+        return first if len(first) == count and set(needed) <= set(first) else None
+
     def _named(self, values: Any, opened: bool = False) -> dict[str, Any]:
         """A chunk by name, with tensors in place of arrays; ``opened``: of sources, which are taken as they are."""
         if isinstance(values, (Tensor, Scaled)) or is_array(values):
             values = (values,)
-        needed = [n for n, p in self._columns.items() if not p.optional]
         if isinstance(values, Mapping):
+            needed = [n for n, p in self._columns.items() if not p.optional]
             wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
-        elif isinstance(values, (tuple, list)) and len(values) in (len(needed), len(self._columns)):
-            names = needed if len(values) == len(needed) else list(self._columns)
+        elif isinstance(values, (tuple, list)) and (names := self._names_in_order(len(values))) is not None:
             return self._tensors(dict(zip(names, values, strict=True)), opened)
         else:
             wrong = {f"{shown(values)}"}

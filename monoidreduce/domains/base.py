@@ -114,7 +114,7 @@ class Domain:
         memo = self.__dict__.setdefault("_memo", {})
         found = memo.get(name)
         if found is None or found[0] != key:
-            found = memo[name] = (key, make())
+            found = memo[name] = (key, outside_inference_mode(make))
         return found[1]
 
     def __reduce__(self) -> tuple:
@@ -158,6 +158,15 @@ def is_plain(*tensors: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and all(type(t) is Tensor and t.device.type != "meta" for t in tensors)
     )
+
+
+def outside_inference_mode(make: Callable[[], T]) -> T:
+    """What ``make`` makes, to be kept for later calls: of a tensor made in inference mode none of these could have a
+    gradient."""
+    if not torch.is_inference_mode_enabled():
+        return make()
+    with torch.inference_mode(False), torch.no_grad():
+        return make()
 
 
 def wrong_domain_error(

@@ -24,10 +24,12 @@ def call_with_values(
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    results: Callable[[Mapping[str, Any], Any], Any],
     takes_cols: bool = True,
 ) -> Any:
     """Call with packed values in place of nested tensors. ``sides`` says which arguments are an entry a row (``rows``)
-    or a column (``cols``), ``names`` the positional arguments; ``takes_cols``: whether the call knows ``cols=``."""
+    or a column (``cols``), ``names`` the positional arguments; ``results``, of the arguments and the results, the side
+    of each result, in their form; ``takes_cols``: whether the call knows ``cols=``."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     found: dict[str, tuple[str, Any]] = {}  # the first nested argument of each side
     for name in list(given):
@@ -62,8 +64,8 @@ def call_with_values(
                     detail=f"{name} has shape {tuple(value.shape)} beside nested rows",
                     fix="Give columns [N, f] that all sequences share, or a nested tensor",
                 )
-    ends = {side: (like.values().shape[_axis(like)], like) for side, (_, like) in found.items()}
-    return _nest(call(**given), _axis(rows), list(ends.values()))
+    result = call(**given)
+    return _nest(result, results(given, result), _axis(rows), {side: like for side, (_, like) in found.items()})
 
 
 def _axis(nested: Any) -> int:
@@ -85,16 +87,21 @@ def _check(name: str, value: Any, side: str | None) -> None:
         )
 
 
-def _nest(result: Any, axis: int, ends: Sequence[tuple[int, Any]]) -> Any:
-    """A result, nested where its dimension ``axis`` is the packed one of the rows, else of the columns."""
+def _nest(result: Any, sides: Any, axis: int, found: Mapping[str, Any]) -> Any:
+    """A result, nested as the argument of its side was. ``axis``: of the packed values; a result that has none of that
+    length (a mean over rows) stays as it is."""
     if isinstance(result, Tensor):
-        for size, like in ends:
-            if result.dim() > axis and result.shape[axis] == size:
-                return torch.nested.nested_tensor_from_jagged(result, like.offsets(), jagged_dim=axis + 1)
-        return result
+        like: Any = found.get(sides)
+        if like is None or result.dim() <= axis or result.shape[axis] != like.values().shape[_axis(like)]:
+            return result
+        return torch.nested.nested_tensor_from_jagged(result, like.offsets(), jagged_dim=axis + 1)
     if isinstance(result, Mapping):
-        return {key: _nest(value, axis, ends) for key, value in result.items()}
+        each = {key: _nest(value, sides[key], axis, found) for key, value in result.items()}
+        return type(result)(each)  # type: ignore[call-arg]
     if isinstance(result, (tuple, list)):
-        inside = [_nest(value, axis, ends) for value in result]
+        inside = [_nest(value, side, axis, found) for value, side in zip(result, sides, strict=True)]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
+    if hasattr(result, "asdict") and hasattr(type(result), "fields"):  # an element of a monoid
+        fields = {n: _nest(value, getattr(sides, n), axis, found) for n, value in result.asdict().items()}
+        return type(result)(**fields)
     return result

@@ -395,7 +395,7 @@ class _SourceBackward:
         program: GradientProgram | None = None
         if self.others.parts:
             self._read_others()
-        for number, chunk in enumerate(self.job.read()):
+        for number, chunk in enumerate(self._read_with_gradients()):
             wanted = {n: v for n, v in chunk[2].items() if isinstance(v, Tensor) and v.is_floating_point()}
             wanted = wanted if self.job.on_gradient else {n: v for n, v in wanted.items() if v.requires_grad}
             columns = {n: v.detach().requires_grad_() if n in wanted else v for n, v in chunk[2].items()}
@@ -411,6 +411,18 @@ class _SourceBackward:
                 self._backpropagate_to_columns(chunk, wanted, columns, fed, grads)
         found = self._finish_rows(program, states)
         return [self._add(g, self.more.get(k)) for k, g in enumerate(found)]
+
+    def _read_with_gradients(self) -> Iterator[Chunk]:
+        """The chunks, cut or computed as in the forward: a backward runs without gradients, and a slice of a weight
+        would ask for none."""
+        chunks = self.job.read()
+        while True:
+            with torch.enable_grad():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+            del chunk
 
     def _read_others(self) -> None:
         """The first reading of gradients that come from all others."""
@@ -498,6 +510,8 @@ class _SourceBackward:
         for n, g in named.items():
             if wanted[n].requires_grad and wanted[n].is_leaf:
                 wanted[n].grad = g if wanted[n].grad is None else wanted[n].grad + g
+            elif wanted[n].requires_grad:  # a slice of a weight, what a network made: on to those
+                torch.autograd.backward(wanted[n], g, retain_graph=True)
         if self.job.on_gradient is not None:
             self.job.on_gradient(chunk[0], named)
 

@@ -87,7 +87,9 @@ def _statistics(
 
 
 @checks.public_layer(
-    rows={"q": "vectors"}, cols={"k": "vectors", "v": "vectors", "attn_mask": "numbers", "bias": "numbers"}
+    rows={"q": "vectors"},
+    cols={"k": "vectors", "v": "vectors", "attn_mask": "numbers", "bias": "numbers"},
+    col_results=["column_sums"],
 )
 def attention_statistics(
     q: Tensor,

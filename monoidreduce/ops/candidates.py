@@ -103,7 +103,7 @@ def sampled_cross_entropy(
     counted = classes != ignored
     classes = torch.where(counted, classes, 0) if len(weight) else classes
     shared = samples.dim() == 1
-    chosen = samples.long() if shared else samples.reshape(len(rows), -1).long()
+    chosen = samples.long() if shared else samples.reshape(len(rows), samples.shape[-1]).long()
     if can_inspect(samples):
         check_range("samples", samples, len(weight) - 1, "classes")
     if sparse_grad:

@@ -506,7 +506,12 @@ class PublicLayer(Protocol[Given, Result]):
 def public_layer(layer: Callable[Given, Result]) -> PublicLayer[Given, Result]: ...
 @overload
 def public_layer(
-    *, rows: Mapping[str, str], cols: Mapping[str, str], stream: Callable[..., Any] | None = None
+    *,
+    rows: Mapping[str, str],
+    cols: Mapping[str, str],
+    stream: Callable[..., Any] | None = None,
+    col_results: Sequence[str] = (),
+    dense_only: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[Given, Result]], PublicLayer[Given, Result]]: ...
 def public_layer(
     layer: Any = None,
@@ -514,21 +519,42 @@ def public_layer(
     rows: Mapping[str, str] | None = None,
     cols: Mapping[str, str] | None = None,
     stream: Callable[..., Any] | None = None,
+    col_results: Sequence[str] = (),
+    dense_only: Mapping[str, str] | None = None,
 ) -> Any:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
     repeated calls of one kind replay its Python (``runtime/torch_replay.py``). ``rows`` and ``cols``: which arguments
-    are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given."""
+    are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given;
+    ``col_results``: which of its results have an entry a column; ``dense_only``: the options that nested rows do not
+    have, and what to do instead."""
     if layer is None:
-        return lambda found: _public(found, rows or {}, cols or {}, stream)
-    return _public(layer, {}, {}, stream)
+        return lambda found: _public(found, rows or {}, cols or {}, stream, col_results, dense_only or {})
+    return _public(layer, {}, {}, stream, (), {})
 
 
-def _public(layer: Callable, rows: Mapping[str, str], cols: Mapping[str, str], stream: Any) -> Any:
+def _public(
+    layer: Callable,
+    rows: Mapping[str, str],
+    cols: Mapping[str, str],
+    stream: Any,
+    col_results: Sequence[str],
+    dense_only: Mapping[str, str],
+) -> Any:
     sides = {**dict.fromkeys(rows, "rows"), **dict.fromkeys(cols, "cols")}
     names = list(inspect.signature(layer).parameters)
 
+    def result_sides(_: Any, result: Any) -> Any:
+        if not isinstance(result, tuple):
+            return "rows"
+        fields = getattr(result, "_fields", [""] * len(result))
+        return tuple(["cols" if name in col_results else "rows" for name in fields])
+
     def of_nested(*args: Any, **kwargs: Any) -> Any:
-        return nested.call_with_values(layer, sides, names, args, kwargs, takes_cols="cols" in names)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name, fix in dense_only.items():
+            if given.get(name):
+                raise ArgumentError(detail=f"{name} was given beside nested tensors", fix=fix)
+        return nested.call_with_values(layer, sides, names, args, kwargs, result_sides, takes_cols="cols" in names)
 
     def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())

@@ -186,6 +186,7 @@ def linear_cross_entropy(
 @checks.public_layer(
     rows={"x": "first", "target": "first", "token_weights": "first"},
     cols={"weight": "vectors", "bias": "numbers", "class_weights": "numbers"},
+    dense_only={"shift": "Give the target of each row: t[shift:] of each sequence t, then ignore_index"},
 )
 def linear_cross_entropy(
     x: Vectors,

@@ -46,6 +46,19 @@ def xlogy_derivative(g: Any, y: Any, x: Any, z: Any) -> tuple:
     return torch.where((x == 0) & (z <= 0), 0.0, g * torch.log(z)), g * x / z
 
 
+def xlog1py(x: Any, z: Any) -> Any:
+    """x log(1 + z), with the digits of a small z; 0 where x is 0 and the logarithm infinite or none."""
+    nothing = (x == 0) & ((z <= -1) | (z == math.inf))
+    return torch.where(nothing, 0.0, x * torch.log1p(torch.where(nothing, 0.0, z)))
+
+
+def lerp(a: Any, b: Any, weight: Any) -> Any:
+    """From the nearer end, as torch does: all of ``b`` where the weight is 1."""
+    if isinstance(weight, (int, float)):
+        return a + weight * (b - a) if abs(weight) < 0.5 else b - (1 - weight) * (b - a)
+    return torch.where(torch.abs(weight) < 0.5, a + weight * (b - a), b - (1 - weight) * (b - a))
+
+
 def logit_derivative(g: Any, y: Any, x: Any) -> tuple:
     """Outside of [0, 1] there is no logit: NaN."""
     return (torch.where((x < 0) | (x > 1), math.nan, g / (x * (1 - x))),)

@@ -233,6 +233,11 @@ def output_form(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = Fa
     return (*sizes.batch, *tail), kind
 
 
+def output_axes(outputs: Sequence[Expr]) -> list[str]:
+    """The axis that each output has an entry for: ``rows``, ``cols`` or none."""
+    return ["rows" if e.rows else "cols" if e.cols else "" for e in outputs]
+
+
 def _is_list_of_numbers(e: Expr) -> bool:
     """True where only integers have this feature, as the numbers at a row's given indices: no vector of the inputs."""
     named = [n.dtype for n in topological([e]) if n.feature == e.feature and not n.args]

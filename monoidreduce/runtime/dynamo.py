@@ -22,6 +22,7 @@ from ..domains import restore
 from ..errors import TraceError
 from ..program.declarations import RESERVED, Parameter
 from . import dispatch
+from .bind import output_axes
 
 Choices = tuple[tuple[str, Any], ...]
 Run = Callable[..., tuple[list[Tensor], Any]]  # (choices, *args, **kwargs) -> results, their form
@@ -109,7 +110,7 @@ def last_form() -> Any:
     return _last.form
 
 
-def fill_form(form: Any, results: tuple[Tensor, ...]) -> Any:
+def fill_form(form: Any, results: Sequence[Any]) -> Any:
     """Results in a form (a nest of containers with a result's number at each place); plain enough for dynamo."""
     if isinstance(form, int):
         return results[form]
@@ -161,6 +162,18 @@ class Compiled:
         run = self._run_total_in_graph if total else self._run_in_graph
         return register_call(run, tuple(zip(choices[::2], choices[1::2], strict=True)))
 
+    def _last_axes(self) -> Any:
+        """The axes of the last results (``output_axes``), in their form."""
+        return fill_form(getattr(self, self._form_name()), getattr(self, self._axes_name()))
+
+    @constant
+    def _axes_name(self) -> str:
+        """The attribute where the axes of the last results are kept."""
+        axes = _last.axes
+        place = f"_axes_{'_'.join(axes)}"
+        setattr(self, place, axes)
+        return place
+
     @constant
     def _form_name(self) -> str:
         """The attribute where the form of the last results is kept: there dynamo can guard it."""
@@ -188,6 +201,7 @@ class Compiled:
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
             plan, bound = self._make_plan(*fix_numbers(given, named), dispatch.engine(), total=total)
         results = plan.sums(bound) if total else plan.results(bound)
+        _last.axes = tuple(output_axes(plan.traced.outputs))
         return results, plan.traced.pack(list(range(len(results))))
 
     def _run_over_in_graph(

@@ -7,6 +7,7 @@ keys of what they depend on. (Pure functions of symbolic values use ``functools.
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...domains.base import outside_inference_mode
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -113,7 +116,7 @@ def compute_once(given: Sequence[Any], make: Callable[[], Any], device: torch.de
         return make()
     found = _cache.get(key)
     if found is None or any(ref.expired() for ref in found[0]):
-        made = _run_in_thread(make, device) if _in_own_thread.get() else make()
+        made = _run_in_thread(make, device) if _in_own_thread.get() else outside_inference_mode(make)
         found = [StorageWeakRef(p.untyped_storage()) for p in given if isinstance(p, Tensor)], made
         for old in tuple(_of_tensors):
             if old not in _cache or any(ref.expired() for ref in _cache[old][0]):
@@ -145,7 +148,7 @@ class LastComputed:
         return self._compute(given) if True in map(is_capturing, given) else found
 
     def _compute(self, given: tuple) -> Any:
-        found = self.make(*given)
+        found = outside_inference_mode(functools.partial(self.make, *given))
         tensors = [v for v in given if isinstance(v, Tensor)]
         plain = all(type(v) is Tensor and not v.is_inference() for v in tensors)
         if plain and not any(map(is_capturing, given)):

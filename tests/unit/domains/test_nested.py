@@ -67,6 +67,29 @@ def test_results_of_rows_and_of_columns():
     assert all(torch.equal(found[n].values(), packed[n]) for n in packed)
 
 
+class Sums(mr.Monoid):
+    s: mr.Scalar = 0.0
+
+    def combine(a, b):
+        return Sums(s=a.s + b.s)
+
+
+@mr.op
+def sums(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.reduce(Sums, s=x @ y)
+
+
+def test_results_of_columns_are_theirs_where_there_are_as_many_rows():
+    x, y, w, ends = torch.randn(8, 2), torch.randn(8, 2), torch.randn(8), torch.tensor([0, 1, 6, 8])
+    found = both_ways(nest(x, ROWS), nest(y, ends), nest(w, ROWS))
+    assert found["rows"].offsets() is ROWS and found["cols"].offsets() is ends
+    shared = both_ways(nest(x, ROWS), y, nest(w, ROWS))  # columns that all sequences share
+    assert torch.equal(shared["cols"], both_ways(x, y, w)["cols"]) and shared["rows"].is_nested
+    statistics = ops.attention_statistics(nest(x, ROWS), nest(y, ends))
+    assert statistics.column_sums.offsets() is ends and statistics.lse.offsets() is ROWS
+    assert sums(nest(x, ROWS), nest(y, ends)).s.offsets() is ROWS
+
+
 def test_attention_with_heads_is_torch_attention():
     lengths = torch.tensor([3, 1, 5])
     parts = [torch.randn(n, 2, 4, dtype=F64) for n in lengths.tolist()]
@@ -88,9 +111,13 @@ def test_rows_alone():
 
 
 def test_under_compile():
-    compiled = torch.compile(causal, backend="aot_eager", fullgraph=True)
-    q, k = nest(torch.randn(8, 3), ROWS), nest(torch.randn(7, 3), COLS)
-    torch.testing.assert_close(compiled(q, k, k).values(), causal(q, k, k).values())
+    compiled = torch.compile(both_ways, backend="aot_eager", fullgraph=True)
+    x, y = nest(torch.randn(8, 3), ROWS), nest(torch.randn(8, 3), torch.tensor([0, 1, 6, 8]))
+    w = nest(torch.randn(8), ROWS)
+    found, expected = compiled(x, y, w), both_ways(x, y, w)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].values(), values.values())
+        assert torch.equal(found[name].offsets(), values.offsets())
 
 
 @pytest.mark.parametrize(
@@ -100,6 +127,11 @@ def test_under_compile():
         (lambda a, b: causal(a.values(), b, b), mr.ArgumentError, "the rows are not"),
         (lambda a, b: causal(a, b, b, cols=mr.jagged(ROWS, COLS)), mr.ArgumentError, "without cols="),
         (lambda a, b: ops.attention(a, b, b, cols=mr.jagged(ROWS, COLS)), mr.ArgumentError, "beside cols="),
+        (
+            lambda a, b: ops.linear_cross_entropy(a, torch.eye(3), nest(torch.zeros(8).long(), ROWS), shift=1),
+            mr.ArgumentError,
+            "shift was given beside nested",
+        ),
         (lambda a, b: ops.knn(a, b, 1), mr.ArgumentError, "Give dense columns"),
         (lambda a, b: causal(a, torch.randn(3, 7, 3), torch.randn(3, 7, 3)), mr.ShapeError, "that all sequences share"),
     ],

@@ -398,9 +398,11 @@ def test_empty_axes_and_batches():
         torch.randn(3, 2), torch.randn(5, 2), torch.tensor([0, 1, 2]), torch.zeros(3, 0, dtype=torch.int64)
     )
     assert float(loss) == 0.0  # no negatives
-    assert ops.sampled_cross_entropy(
-        torch.zeros(0, 2), torch.randn(5, 2), none, torch.arange(3), reduction="none"
-    ).shape == (0,)
+    for samples in (torch.arange(3), none.view(0, 3), none.view(0, 0)):
+        x, weight = torch.zeros(0, 2, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+        loss = ops.sampled_cross_entropy(x, weight, none, samples, reduction="none")
+        loss.sum().backward()
+        assert loss.shape == (0,) and not weight.grad.any()
 
 
 def test_autocast_and_16_bits():

@@ -306,6 +306,18 @@ def test_accuracy_in_float32(name):
     )
 
 
+@pytest.mark.parametrize("weight", [0.3, 0.9, 1.0])
+def test_accuracy_of_two_values(weight):
+    """The digits of a small logarithm, and all of an end whose weight is 1."""
+    x, y = (t.flatten() for t in torch.meshgrid(*[torch.logspace(-10, 2, 40) * s for s in (-1, 1)], indexing="ij"))
+    unit = torch.ones(1)
+    for f in (torch.special.xlog1py, lambda a, b: torch.lerp(a, b, weight), lambda a, b: torch.lerp(b, a, weight)):
+        got = two(f, x, unit, y, unit)[0].double()
+        truth, plain = f(x.double(), y.double()), f(x, y).double()
+        allowed = 2 * (plain - truth).abs() + 2 * torch.finfo(torch.float32).eps * truth.abs() + 2.0**-149
+        assert ((got - truth).abs() <= allowed).all()
+
+
 def test_floor_division_is_exact():
     """1.0 // 0.1 is 9: 0.1 is a little more than a tenth; dividing and rounding down would say 10."""
     x = torch.tensor([1.0, 0.7, 6.0, -1.0, 0.3, 1e17], dtype=torch.float64)
@@ -959,13 +971,13 @@ class Both(NamedTuple):
 def test_outputs_keep_their_form():
     """What the body returns, the call returns: tuple, list, dict, NamedTuple, monoid, nested."""
 
-    def answers(form):
+    def answers(form, call=lambda op: op(X, Y)):
         @mr.op
         def op(x: Row["f"], y: Col["f"]):
             s = x @ y
             return form(mr.sum(s), mr.max(s))
 
-        return op(X, Y)
+        return call(op)
 
     s = X @ Y.T
     total, best = s.sum(1), s.amax(1)
@@ -983,6 +995,8 @@ def test_outputs_keep_their_form():
     element = answers(lambda a, b: mr.monoids.LogSumExp(z=a))
     assert isinstance(element, mr.monoids.LogSumExp)
     torch.testing.assert_close(element.z, total)
+    sums = answers(lambda a, b: (mr.max(b, over="rows"), mr.monoids.LogSumExp(z=a)), lambda op: op.total(X, Y))
+    torch.testing.assert_close((sums[0], sums[1].z), (best.max(), total.sum()))
     torch.testing.assert_close(answers(lambda a, b: (a, 2.0))[1], torch.tensor(2.0, dtype=torch.float64))
 
 

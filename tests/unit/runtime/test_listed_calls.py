@@ -76,6 +76,17 @@ def test_autocast(kind):
     torch.testing.assert_close(found.double(), attention(*args, cols=given.domain), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("kind", DOMAINS)
+def test_trained_after_a_call_in_inference_mode(kind):
+    """What is made of the lists is kept: made in inference mode, no later call could have a gradient of it."""
+    given, args = problem(kind)
+    with torch.inference_mode():
+        found = attention(*args, cols=given.domain)
+    again = attention(*args, cols=given.domain)
+    assert torch.equal(found, again)
+    torch.autograd.grad(again.sum(), args)
+
+
 def pages():
     """Two sequences, which share their first page; two query heads to a key."""
     make = torch.Generator().manual_seed(0)

@@ -78,6 +78,25 @@ def test_a_gradient_of_several_passes_reads_chunks_too():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("source", ["chunks", "tensor", "list", "network"])
+def test_a_weight_that_is_cut_into_chunks_has_its_gradient(source):
+    x, weight, net = X.clone().requires_grad_(), Y.clone().requires_grad_(), torch.nn.Linear(Y.shape[1], Y.shape[1])
+    cut = {
+        "chunks": lambda: mr.chunks(weight, size=23),
+        "tensor": lambda: weight,
+        "list": lambda: list(weight.split(23)),
+        "network": lambda: [net(part) for part in weight.split(23)],
+    }
+    ours = ops.linear_logprobs.stream(x, TARGET, return_entropy=True).over(cut[source]())
+    (ours.log_prob.sum() + ours.entropy.sum()).backward()
+    given = net(weight) if source == "network" else weight
+    theirs = ops.linear_logprobs(x, given, TARGET, return_entropy=True)
+    own = [x, weight, *(net.parameters() if source == "network" else ())]
+    expected = torch.autograd.grad(theirs.log_prob.sum() + theirs.entropy.sum(), own)
+    for a, g in zip(own, expected, strict=True):
+        torch.testing.assert_close(a.grad, g, atol=1e-5, rtol=1e-4)
+
+
 def test_what_pays_is_decided_by_the_whole_run(tmp_path, monkeypatch):
     """Every chunk says how many there are like it: a small one is not left to slower code."""
     numpy.save(tmp_path / "x.npy", X.numpy())

@@ -114,8 +114,9 @@ def test_numbers_of_rows_and_columns_are_those_of_all(files):
 
 def test_columns_by_name_and_by_order(files, tmp_path):
     @mr.op
-    def weighted(x: Row["d"], y: Col["d"], b: Col, c: Col | None = None):
-        return mr.sum(torch.exp(-mr.sqdist(x, y) / 32) * (b if c is None else b + c))
+    def weighted(x: Row["d"], y: Col["d"], b: Col, c: Col | None = None, e: Col | None = None):
+        factor = b if c is None else b + c
+        return mr.sum(torch.exp(-mr.sqdist(x, y) / 32) * (factor if e is None else factor - e))
 
     b, c = Y[:, 0].copy(), Y[:, 1].copy()
     numpy.save(tmp_path / "b.npy", b)
@@ -123,12 +124,14 @@ def test_columns_by_name_and_by_order(files, tmp_path):
     plain, both = weighted(x, Y, b), weighted(x, Y, b, c)
     for given, want in (
         ((files / "y.npy", tmp_path / "b.npy"), plain),
-        ((files / "y.npy", b, c), both),
+        ((files / "y.npy", b, c), both),  # the first of those that may be left out
         (({"c": c, "y": Y, "b": tmp_path / "b.npy"},), both),
     ):
         numpy.testing.assert_allclose(weighted.stream(x).over(*given), want, rtol=1e-5)
+    chunks = [(Y[:99], b[:99], c[:99]), (Y[99:], b[99:], c[99:])]
+    numpy.testing.assert_allclose(weighted.stream(x).over(chunks), both, rtol=1e-5, atol=1e-5)
     for wrong, error, said in (
-        ((Y,), mr.ArgumentError, "over was given 1 source for y, b, c"),
+        ((Y,), mr.ArgumentError, "over was given 1 source for y, b, c, e"),
         (({"y": Y, "bb": b},), mr.ArgumentError, "b, bb does not fit"),
         ((Y, b[:-1]), mr.ShapeError, "y has 600, b has 599"),
         ((Y, numpy.ones((), numpy.float32)), mr.ShapeError, r"b was given float32\[\]"),
@@ -136,6 +139,11 @@ def test_columns_by_name_and_by_order(files, tmp_path):
     ):
         with pytest.raises(error, match=said):
             weighted.stream(x).over(*wrong)
+
+
+@mr.op
+def softmax_of_products(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.reduce(mr.monoids.LogWSum, z=x @ y, v=y)
 
 
 def test_results_go_to_files(files, tmp_path, expected):
@@ -149,6 +157,9 @@ def test_results_go_to_files(files, tmp_path, expected):
     assert not again.values.flags.writeable
     one = ops.kernel_sum.stream(X).over(Y, out=str(tmp_path / "sum.npy"))
     numpy.testing.assert_allclose(one, ops.kernel_sum(X, Y), rtol=1e-4)
+    softmax = softmax_of_products.stream(X).over(Y, out=tmp_path / "softmax.npy")
+    assert isinstance(softmax.v, numpy.memmap)
+    assert numpy.array_equal(numpy.load(tmp_path / "softmax.z.npy"), softmax.z)
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".npy")) == []
     for out in (tmp_path / "near.txt", tmp_path / "no" / "near.npy"):
         with pytest.raises(mr.ArgumentError, match="out"):
