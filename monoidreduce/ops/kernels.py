@@ -95,7 +95,7 @@ def kernel_sum(
     listed = checks.listed(cols)
     if b is None:
         return _kernel_sum(x, y, kernel, bandwidth, **listed)
-    checks.tensor("b", b, "[N] or [..., N, E]", 1)
+    checks.vectors("b", b, "[N] or [..., N, E]", 1)
     checks.floating(b=b)
     if b.dim() == 1:
         return _kernel_sum(x, y, kernel, bandwidth, b, **listed)

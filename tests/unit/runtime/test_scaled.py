@@ -133,6 +133,7 @@ def test_ready_made_layers():
         "entropy": lambda w: ops.linear_entropy(x, w),
         "neighbours": lambda w: ops.knn(x, w, 3),
         "late interaction": lambda w: ops.maxsim(x, w),
+        "a kernel sum": lambda w: ops.kernel_sum(x, torch.ones(90, 40), w, bandwidth=8.0),
     }
     for name, layer in layers.items():
         found, plain = layer(w), layer(w.dequantize())
