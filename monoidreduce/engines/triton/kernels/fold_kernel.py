@@ -657,7 +657,7 @@ class FoldLaunch:
         ``asked``: the values of the leaves that masks depend on."""
         leaves = [e for e, _ in self.mask_leaves]
         table = self.fold if self.masks_read_data else (tile_ranges.identify_table(self.fold), *leaves)
-        parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
+        parts = (table, self.over, self._table_lengths(), self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.tile_range_arguments = None if asked else found
@@ -666,6 +666,10 @@ class FoldLaunch:
     def _find_bounds(self, *asked: Any) -> tuple:
         """The same for a replay."""
         return tuple(self._bounds(asked))
+
+    def _table_lengths(self) -> tuple[int, int]:
+        """The lengths that the table of tile ranges is made for: data has these, indices may have more."""
+        return self.lengths if self.masks_read_data else tile_ranges.find_longest(self.fold, self.lengths, self.blocks)
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
@@ -685,6 +689,6 @@ class FoldLaunch:
                     values[e] = whole[tuple(map(slice, kept))].flatten(0, len(batch) - 1)
             edges = bounds(values, self.lengths, self.blocks, self.sizes.device)
             return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
-        edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
+        edges = bounds(values, self._table_lengths(), self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
         return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]
