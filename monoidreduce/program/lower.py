@@ -110,7 +110,7 @@ class Lowered:
     passes: tuple[Pass, ...]
     outputs: tuple[Expr, ...]
 
-    @property
+    @functools.cached_property
     def exact(self) -> bool:
         """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)

@@ -67,9 +67,15 @@ class _Context:
     waiting: dict[str, Tensor] | None = field(default=None)
 
 
+@functools.lru_cache(maxsize=1024)
+def looks_up(outputs: tuple[Expr, ...]) -> bool:
+    """Whether a program looks up tables by integers."""
+    return any(e.op == "lookup" for e in topological(outputs))
+
+
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
     """Whether a program can have products that are wide enough to be worth keeping."""
-    if any(e.op == "lookup" for e in topological(outputs)):  # panels do not look up
+    if looks_up(outputs):  # panels do not
         return False
     vectors = [e for e in find_inputs(outputs).values() if e.feature is not None]
     return not sizes.batch and any(sizes.of(str(e.feature)) > panel_layout.NARROW for e in vectors)

@@ -225,6 +225,7 @@ class Script:
     returned: tuple[str, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def inputs(program: Lowered) -> tuple[str, ...]:
     """The names of a program's inputs, in the order in which its script takes them."""
     roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]

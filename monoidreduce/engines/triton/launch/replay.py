@@ -431,22 +431,16 @@ class _Writer(FunctionWriter):
         start, values, first = relaunch, list(step.arguments), 0
         if self.starts:
             start, encoded = self._encode(relaunch, step.arguments)
-            values, first = (
-                [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants],
-                len(relaunch.grid) + 1,
-            )
-            first += len(relaunch.inserted)
-        given, same, at = list[str](), list[Any](), -first
-        for value in values:
+            first = len(relaunch.grid) + 1 + len(relaunch.inserted)
+            values = [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants]
+        given, done = list[str](), 0
+        for k, value in enumerate(values):
             if type(value) in _WRITTEN:
-                given += self._write_constants(same)
-                given.append(self._argument(value, encoded.get(at)))
-                same = []
-                at += _count_arguments(value)
-            else:
-                same.append(value)
-                at += 1
-        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(same)])})")
+                given += self._write_constants(values[done:k])
+                given.append(self._argument(value, encoded.get(k - first)))
+                first -= value.places - 1 if type(value) is LaunchTimeArguments else 0
+                done = k + 1
+        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(values[done:])])})")
 
     def _write_constants(self, values: list[Any]) -> list[str]:
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
@@ -457,7 +451,10 @@ class _Writer(FunctionWriter):
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
-            templates += [v.template] if type(v) is Descriptor else [None] * _count_arguments(v)
+            if type(v) is LaunchTimeArguments:
+                templates += [None] * v.places
+            else:
+                templates.append(v.template if type(v) is Descriptor else None)
         key = (id(relaunch), *(_describe_descriptor(v) for v in templates if v is not None))
         if key not in self.encoded:
             self.encoded[key] = relaunch.open_descriptors(templates)
@@ -540,11 +537,6 @@ class _Writer(FunctionWriter):
         return self.hold(value, ("float", repr(value)) if type(value) is float else id(value))
 
 
-def _count_arguments(value: Any) -> int:
-    """How many arguments of a kernel a value is."""
-    return value.places if type(value) is LaunchTimeArguments else 1
-
-
 def _describe_descriptor(template: Any) -> tuple:
     """What tells descriptors apart."""
     more = (getattr(template, name, None) for name in ("padding", "layout"))
@@ -563,7 +555,12 @@ def _is_dense(place: Place) -> bool:
 
 
 def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    """The strides of a contiguous tensor."""
+    found, step = [], 1
+    for length in reversed(shape):
+        found.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(found))
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:
