@@ -152,7 +152,7 @@ FEW_STORED = FEW | {128: (128, 4, 2)}
 FEW_STORED_PAGES = FEW | {128: (64, 2, 3)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """GPUs with the same limits. ``spare``: the share of shared memory that a kernel's counted buffers may take."""
 

@@ -33,7 +33,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, define, script, tuple_text
+from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, Step, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -307,24 +307,32 @@ class ProgramSteps:
 
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
-        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
-        steps = list(of_numbers)
-        pairs = zip(self.script.names, self.script.inputs, strict=True)
-        names = [name for name, given in pairs if given in self.numbers]
+        steps, names = self._number_steps
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
+
+    @functools.cached_property
+    def _number_steps(self) -> tuple[list[Step], list[str]]:
+        """The arithmetic of numbers alone, and the names of the inputs that are numbers."""
+        pairs = zip(self.script.names, self.script.inputs, strict=True)
+        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
+        return list(of_numbers), [name for name, given in pairs if given in self.numbers]
 
     def record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form] = ()) -> triton.RecordedLaunches | None:
         """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run.
         ``forms``: those in which the outputs are expected."""
         if not self.are_launches:
             return None
-        numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
-        key = (dispatch.launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
-        if key in self.failed:
+
+        def key() -> tuple:
+            numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
+            lengths = sizes.rows, sizes.cols, sizes.batch
+            return dispatch.launch_key(), *lengths, triton.describe_leaves(values), numbers_of
+
+        if self.failed and key() in self.failed:
             return None
         found = self._record(values, sizes, forms)
         if found is None:
-            self.failed.keep(key, True)
+            self.failed.keep(key(), True)
         return found
 
     def _record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form]) -> triton.RecordedLaunches | None:

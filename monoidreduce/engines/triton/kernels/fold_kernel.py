@@ -202,24 +202,20 @@ class FoldLaunch:
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
-        """This launch for other lengths, equal to a new one: what does not depend on lengths is not computed again, and
-        a compiled kernel is launched on another grid. None where it may be another kernel."""
+        """This launch for other lengths on the same side of each threshold, and leaves that are alike (``engine.py``):
+        equal to a new one. What does not depend on lengths is not computed again, and a compiled kernel is launched on
+        another grid. None where it may be another kernel."""
         if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
         one = copy.copy(self)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
-        if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
+        if one.lengths[0] <= FEW_ROWS:
             return None
         one.spec, one.copied = self.first_spec, None if any(self.conversions) else self.copied
         one.prepare(values)
         one.relaunch = self._relaunch_as(one)
         return one
-
-    def _find_class(self, values: Leaves) -> tuple:
-        """What the spec depends on that another length may change."""
-        kinds = tuple([spec_from_tensors.describe_leaf(e, values[e]) for e in self.fold.leaves])
-        return spec_from_tensors.list_thresholds(self.over, self.batch, self.sizes), kinds
 
     def _relaunch_as(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
@@ -227,13 +223,13 @@ class FoldLaunch:
         if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
             return None
         pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
-        if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
-            return None
+        for a, b in [(a, b) for a, b in pairs if a != b]:
+            if jit_module.specialize_integer(a) != jit_module.specialize_integer(b):
+                return None
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
         """The spec, and what is converted before a launch; of few kept indices, the batch dimension they share."""
-        self.length_class = self._find_class(values)
         given = self.fold, self.over, values, self.batch, self.sizes
         self.spec, self.conversions = spec_from_tensors.describe_fold(*given)
         few = 0 < self.lengths[0] <= FEW_ROWS and not any(self.conversions)
@@ -380,7 +376,8 @@ class FoldLaunch:
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
         self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
-        self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
+        whole = self.fold.outputs if self.spec.split else ()
+        self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in whole]
         self.split_lengths = self._measure_splits() if self.spec.split else []
 
     def find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
@@ -452,7 +449,7 @@ class FoldLaunch:
         for e in self.kernel.leaves:
             v = values[e]
             strides = self.template.add_leaf(spec.fold.leaves.index(e), v)
-            wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
+            wide |= max(strides[len(self.batch) :], default=0) * most >= 2**31
             wide |= isinstance(v, int) and abs(v) >= SMALL
             self.template.values += [v.shape[-1]] if e in self.fold.tables else []
         self.specialized = len(self.template.values)  # Triton compiles for what these are a multiple of

@@ -254,9 +254,11 @@ def merge_batches(
     ``others``: the strides of the batch dimensions of other tensors; they come last, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = evaluate.summed_batch(fold, r, leaves, sizes)
+        batch, model = evaluate.summed_batch(fold, r, leaves, sizes), evaluate.find_model(fold, r, k, leaves)
+        if model is None and batch == sizes.batch:
+            continue
         shape, _ = result_form(r, k, sizes, batch)
-        strides = evaluate.find_strides(shape, evaluate.find_model(fold, r, k, leaves))
+        strides = evaluate.find_strides(shape, model)
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)

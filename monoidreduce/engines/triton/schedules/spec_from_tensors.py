@@ -133,8 +133,8 @@ def list_thresholds(over: str, batch: tuple[int, ...], sizes: Sizes) -> tuple[bo
     are."""
     pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
     every = pairs * torch.Size(batch).numel()
-    found = [pairs > 1, pairs >= MANY, *(pairs >= n for n in (MANY_STORED,)), *(every >= n for n in _THRESHOLDS)]
-    return (*found, *(folded <= n for n in _FEW))
+    found = [pairs > 1, pairs >= MANY, pairs >= MANY_STORED, *[every >= n for n in _THRESHOLDS]]
+    return (*found, *[folded <= n for n in _FEW])
 
 
 def describe_leaf(e: Expr, v: Any) -> tuple | type:
