@@ -411,7 +411,8 @@ class ForwardReplays:
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
-        has_forms = tuple(recorded.forms[name] for name in made.returned) == self.forms
+        forms = recorded.forms
+        has_forms = tuple([forms[name] for name in made.returned]) == self.forms
         return ForwardReplay(launches, backwards, sizes, is_wide, saved, has_forms)
 
     def with_views(self, replay: ForwardReplay, values: Sequence[Any], views: CallViews) -> ForwardReplay | None:
@@ -486,7 +487,7 @@ def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
     """True if a shape differs from the ``full`` one in axes of size 1 at most."""
-    return len(shape) == len(full) and all(n in (1, length) for n, length in zip(shape, full, strict=True))
+    return len(shape) == len(full) and False not in [n in (1, own) for n, own in zip(shape, full, strict=True)]
 
 
 class BackwardReplays:
@@ -601,10 +602,10 @@ class BackwardReplays:
             return None
         grads: list[str | None] = [None] * len(needs)
         summed: dict[str, tuple[int, ...]] = {}
-        returned = iter(steps.script.returned)
+        returned, forms = iter(steps.script.returned), recorded.forms
         for place, e in made.outputs:
             grads[place] = None if e is None else next(returned)
-            leaf, form = pool[place], recorded.forms.get(str(grads[place]))
+            leaf, form = pool[place], forms.get(str(grads[place]))
             if form is None or form[1] is not leaf.dtype or not _broadcasts(leaf.shape, form[0]):
                 return None  # zeros, or a gradient that is still to be cast, or summed over rows or columns
             if form[0] != leaf.shape:  # of heads that are shared

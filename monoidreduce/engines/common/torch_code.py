@@ -60,7 +60,7 @@ def function_text(name: str, parameters: Iterable[str], lines: Sequence[str]) ->
 
 def tuple_text(names: Iterable[str]) -> str:
     """A tuple of names (one name too) as it is written."""
-    return f"({''.join(f'{name}, ' for name in names)})"
+    return f"({''.join([f'{name}, ' for name in names])})"
 
 
 class FunctionWriter:

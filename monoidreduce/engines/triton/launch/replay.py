@@ -414,13 +414,14 @@ class _Writer(FunctionWriter):
         made = [p.store if p else "_" for p in step.made]
         self.whole |= {p.store: p for p in step.made if p}
         place = step.made[0] if step.made else None
-        if step.function in _ALLOCATES and place is not None and _is_dense(place):
-            assert place.dtype is not None
-            form = (place.shape, place.dtype)
+        if step.function in _ALLOCATES and place is not None:
             strides = None if place.stride == _make_strides(place.shape) else place.stride
-            model = Allocator(form, self.device, strides).model
-            self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
-            return
+            if strides is None or _is_dense(place):
+                assert place.dtype is not None
+                form = (place.shape, place.dtype)
+                model = Allocator(form, self.device, strides).model
+                self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
+                return
         function = self.hold(_FASTER.get(step.function, step.function), step.function)
         given = [*map(self._value, step.arguments), *(f"{name}={self._value(v)}" for name, v in step.named.items())]
         call = f"{function}({', '.join(given)})"
@@ -436,15 +437,18 @@ class _Writer(FunctionWriter):
         given, done = list[str](), 0
         for k, value in enumerate(values):
             if type(value) in _WRITTEN:
-                given += self._write_constants(values[done:k])
+                if done < k:
+                    given.append(self._write_constants(values[done:k]))
                 given.append(self._argument(value, encoded.get(k - first)))
                 first -= value.places - 1 if type(value) is LaunchTimeArguments else 0
                 done = k + 1
-        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(values[done:])])})")
+        if done < len(values):
+            given.append(self._write_constants(values[done:]))
+        self._line(f"{self.hold(start, id(start))}({', '.join(given)})")
 
-    def _write_constants(self, values: list[Any]) -> list[str]:
+    def _write_constants(self, values: list[Any]) -> str:
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
-        return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
+        return f"*{self.hold(tuple(values))}" if len(values) > 1 else self._value(values[0])
 
     def _encode(self, relaunch: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
@@ -483,10 +487,10 @@ class _Writer(FunctionWriter):
         store, key = place.store, (place.store, "address")
         if store in self.constants:
             return self.hold(self.constants[store].data_ptr() + place.offset)
+        self.using.append(store)
         if key not in self.known:
             self.known[key] = f"{store}_at"
-            self._line(f"{store}_at = {self._use(store)}.data_ptr()")
-        self._use(store)
+            self._line(f"{store}_at = {store}.data_ptr()")
         return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
 
     def _view(self, place: Place) -> str:
