@@ -185,7 +185,8 @@ def _list_sized(outputs: tuple[Expr, ...]) -> list[tuple[Expr, dict[Feature, Non
     found = []
     for e in topological(outputs):
         alike = e.op not in ("reduce", "einsum")
-        names = dict.fromkeys(a.feature for a in e.args if a.feature is not None) if alike else {}
+        features = [a.feature for a in e.args if alike and a.feature is not None]
+        names: dict[Feature, None] = dict.fromkeys(features)
         if len(names) > 1 or e.op in ("part", "component", "famax", "famin", "reduce"):
             found.append((e, names))
     return found
