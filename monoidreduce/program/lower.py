@@ -126,6 +126,12 @@ class Lowered:
         return replace(self, passes=tuple(passes)) if exact else self
 
 
+@functools.lru_cache(maxsize=1024)
+def looks_up(outputs: tuple[Expr, ...]) -> bool:
+    """Whether a program looks up tables by integers."""
+    return any(e.op == "lookup" for e in topological(outputs))
+
+
 @functools.lru_cache(maxsize=4096)
 def name_gradients(program: Lowered, leaves: tuple[Expr | None, ...]) -> Lowered:
     """The same program; its folds are told which of their sums are gradients, and of which leaf.

@@ -31,6 +31,7 @@ from ..program.compile import compile_program
 from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
+from ..program.lower import looks_up
 from ..program.trace import TracedBody, trace, watch
 from . import dispatch, forward_form, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
@@ -85,10 +86,7 @@ class CallPlan:
             names, run = _run_reference(traced, sizes, total)
         else:
             names, run, without = _run_by_passes(traced, values, sizes, engine, order is not None, forms, total, out)
-        if (
-            gradient_in_forward.looks_up(traced.outputs)
-            and (look := table_range.guard(traced.outputs, sizes)) is not None
-        ):
+        if looks_up(traced.outputs) and (look := table_range.guard(traced.outputs, sizes)) is not None:
             run = table_range.check_before(run, look, names)
         aliases = _find_aliases(traced.outputs)
         run = (lambda *given, shared=run: _copy_aliases(shared(*given), aliases)) if aliases else run

@@ -33,7 +33,7 @@ from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
-from ..program.lower import digest_nodes
+from ..program.lower import digest_nodes, looks_up
 from . import autograd, dispatch, forward_form, fused_expressions
 from .bind import contiguous_strides, output_form
 from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
@@ -65,12 +65,6 @@ class _Context:
     step_class: panel.StepClass
     program: LossAndGradient
     waiting: dict[str, Tensor] | None = field(default=None)
-
-
-@functools.lru_cache(maxsize=1024)
-def looks_up(outputs: tuple[Expr, ...]) -> bool:
-    """Whether a program looks up tables by integers."""
-    return any(e.op == "lookup" for e in topological(outputs))
 
 
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:

@@ -351,13 +351,13 @@ class ProgramSteps:
                 triton.compile_ahead(sizes.device, record)
             return record()
 
-    def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
+    def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any], is_last: bool) -> Any:
         ready = PREPARE[self.engine](fold, leaves, sizes)
         if ready is None:
             return [], None
         if isinstance(ready, triton.ListedFold):
             return ready(leaves), ready.recipes(leaves)
-        return (ready.compile(leaves), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
+        return (ready.compile(leaves, not is_last), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.

@@ -501,10 +501,11 @@ class FoldLaunch:
             then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.topk_places else outputs
 
-    def allocate(self) -> list[Tensor] | None:
-        """Its results, where they are nothing but what it writes and it was compiled before; else None."""
+    @property
+    def is_compiled(self) -> bool:
+        """True where it was compiled before, and its results are nothing but what it writes."""
         plain = type(self) is FoldLaunch and self.relaunch is not None and not (self.spec.split or self.topk_places)
-        return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
+        return plain and not self.keeps_pairs
 
     def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Merged) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
