@@ -440,7 +440,7 @@ def specialize(arguments: Sequence[Any]) -> list[Any]:
             found += (v == 1, v & 15 == 0, -(2**31) <= v < 2**31)
         elif isinstance(v, torch.Tensor):
             found += (v.dtype, v.data_ptr() & 15)
-        elif descriptors.is_descriptor(v):
+        elif hasattr(v, "block_shape"):  # a descriptor
             found += (type(v), v.base.dtype, *v.block_shape)
         else:
             found.append(type(v))
