@@ -368,7 +368,8 @@ class _Writer(FunctionWriter):
         self.encoded: dict[tuple, tuple[Any, Mapping[int, descriptors.EncodedByAddress]]] = {}  # by launcher and forms
         self.last: dict[str, int] = {}  # the last line that needs each name
         self.using: list[str] = []  # the names that the step being written uses
-        self.known: dict[Any, str] = {}  # names of views, addresses and offsets
+        self.known: dict[Any, str] = {}  # names of views and offsets
+        self.addresses: dict[str, str] = {}  # the same of the addresses of storages
         self.text = ""
 
     def compile(self, steps: Sequence[Step], returned: Any, otherwise: str = "None") -> Callable[..., Any]:
@@ -436,11 +437,12 @@ class _Writer(FunctionWriter):
             values = [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants]
         given, done = list[str](), 0
         for k, value in enumerate(values):
-            if type(value) in _WRITTEN:
+            kind = type(value)
+            if kind in _WRITTEN:
                 if done < k:
                     given.append(self._write_constants(values[done:k]))
-                given.append(self._argument(value, encoded.get(k - first)))
-                first -= value.places - 1 if type(value) is LaunchTimeArguments else 0
+                given.append(self._address(value) if kind is Place else self._argument(value, encoded.get(k - first)))
+                first -= value.places - 1 if kind is LaunchTimeArguments else 0
                 done = k + 1
         if done < len(values):
             given.append(self._write_constants(values[done:]))
@@ -465,9 +467,7 @@ class _Writer(FunctionWriter):
         return self.encoded[key]
 
     def _argument(self, value: Any, encoded: descriptors.EncodedByAddress | None) -> str:
-        """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
-        if isinstance(value, Place):
-            return self._address(value)
+        """An argument of a kernel that is no tensor; a descriptor, as a whole or by its ``encoded`` parts."""
         if isinstance(value, LaunchTimeArguments):
             call = f"{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
             known = self.known.get(value)
@@ -484,14 +484,16 @@ class _Writer(FunctionWriter):
         return f"*{self.hold(encoded, id(encoded))}[{address}]"
 
     def _address(self, place: Place) -> str:
-        store, key = place.store, (place.store, "address")
+        """Where a tensor begins."""
+        store = place.store
         if store in self.constants:
             return self.hold(self.constants[store].data_ptr() + place.offset)
         self.using.append(store)
-        if key not in self.known:
-            self.known[key] = f"{store}_at"
-            self._line(f"{store}_at = {store}.data_ptr()")
-        return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
+        name = self.addresses.get(store)
+        if name is None:
+            name = self.addresses[store] = f"{store}_at"
+            self._line(f"{name} = {store}.data_ptr()")
+        return f"{name} + {self.hold(place.offset)}" if place.offset else name
 
     def _view(self, place: Place) -> str:
         if place == self.whole[place.store]:
