@@ -118,7 +118,7 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int,
     return kernel_text.Kernel(name, whole, spec.fold.leaves)
 
 
-_compiled: BoundedCache[tuple, jit_module.Relaunch | None] = BoundedCache(1024)  # for sides of all lengths
+_compiled: BoundedCache[tuple, jit_module.Relaunch] = BoundedCache(1024)  # for sides of all lengths
 
 
 class ElementwiseLaunch:
@@ -205,7 +205,8 @@ class ElementwiseLaunch:
             if relaunch is None:
                 call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, given, **self.call_options)
                 relaunch = fold_kernel.execute(call)
-                _compiled.keep(key, relaunch)
+                if relaunch is not None:
+                    _compiled.keep(key, relaunch)
             self.relaunch = relaunch if small else None
         return outputs
 
