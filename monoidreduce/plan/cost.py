@@ -242,7 +242,7 @@ def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
         found = case.estimated.get((over, own))
         if found is None:
             found = case.estimated[over, own] = _estimate_kernel(case, over, own)
-        seconds, traffic, flops, held = (a + b for a, b in zip((seconds, traffic, flops, held), found, strict=True))
+        seconds, traffic, flops, held = seconds + found[0], traffic + found[1], flops + found[2], held + found[3]
     return Estimate(flops, traffic, seconds, held, held + _count_result_bytes(case, count_work(case)))
 
 
