@@ -539,7 +539,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         values = {name: given.get(name, p.default) for name, p in self.parameters.items()}
         for name, value in values.items():
             p = (parameters or self.parameters)[name]
-            if p.is_tensor and not isinstance(value, (Tensor, type(None))) and arrays.is_array(value):
+            if value is None and p.optional:
+                continue
+            if not isinstance(value, (Tensor, type(None))) and p.is_tensor and arrays.is_array(value):
                 values[name] = value = arrays.to_tensor(value, name)
             check_kind(p, value)
         return values

@@ -121,7 +121,7 @@ def default_choice(case: Case) -> Choice:
 def name_schedule(case: Case, choice: Choice) -> Choice:
     """The choice under its schedule's name: ``split`` if a kernel has several splits, else ``flash``."""
     cut = any(cost.count_splits(case, over, tile) > 1 for over, tile in choice.tiles)
-    return replace(choice, schedule="split" if cut else "flash")
+    return Choice("split" if cut else "flash", choice.tiles)
 
 
 def least_memory_choice(case: Case) -> Choice:

@@ -234,35 +234,41 @@ def _find_product_dtype(case: Case) -> str:
 
 
 def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
-    rates = case.ceilings
+    """The costs of the kernels, added up: those of each axis and tile are estimated once for a case."""
     seconds = traffic = flops = 0.0
     held = 0
     for over in folded_axes(case.fold):
-        work = count_work(case, over)
-        kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
         own = choice.tile(over) or dict(case.defaults).get(over) or (64, 64, 4, 2, 0)
-        splits = _choose_splits(own, kept, folded, case)
-        instances = case.batch * -(-kept // own[0]) * splits
-        warps = own[2] * (2 if 2 in own[5:] else 1)  # two consumer warp groups in a warp-specialised kernel
-        busy = _estimate_occupancy(case, over, instances, warps)  # equation 3
-        reuse = _estimate_slowdown(own, dict(case.defaults).get(over, own))
-        pair = work.flops / rates.rate(case.dtype) + OVERLAP * (work.special / rates.special + work.plain / rates.plain)
-        result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
-        side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
-        slices = -(-kept // own[0]), max(1, -(-folded // own[1]))
-        each = work.reads[side], work.reads[other], work.writes[side]
-        read = forward_cost(*slices, kept, folded, *each, W=slices[1] / splits) * case.batch
-        pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
-        started = 1 + START_UP * (splits - 1) / slices[1]
-        time = pairs * pair * reuse * started / max(busy, 1e-9)
-        time = max(time, _count_input_bytes(case, work) / rates.bandwidth) + (splits > 1) * (
-            2 * result * splits / rates.bandwidth
-        )
-        seconds += time + rates.launch * (1 + (splits > 1) * _count_combine_launches(case, over))
-        traffic += read + result
-        flops += work.flops * pairs
-        held += result * splits if splits > 1 else 0
+        found = case.estimated.get((over, own))
+        if found is None:
+            found = case.estimated[over, own] = _estimate_kernel(case, over, own)
+        seconds, traffic, flops, held = seconds + found[0], traffic + found[1], flops + found[2], held + found[3]
     return Estimate(flops, traffic, seconds, held, held + _count_result_bytes(case, count_work(case)))
+
+
+def _estimate_kernel(case: Case, over: str, own: tuple[int, ...]) -> tuple[float, float, float, int]:
+    """Seconds, traffic, flops and bytes held of one kernel with the tile ``own``."""
+    rates, work = case.ceilings, count_work(case, over)
+    kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
+    splits = _choose_splits(own, kept, folded, case)
+    instances = case.batch * -(-kept // own[0]) * splits
+    warps = own[2] * (2 if 2 in own[5:] else 1)  # two consumer warp groups in a warp-specialised kernel
+    busy = _estimate_occupancy(case, over, instances, warps)  # equation 3
+    reuse = _estimate_slowdown(own, dict(case.defaults).get(over, own))
+    pair = work.flops / rates.rate(case.dtype) + OVERLAP * (work.special / rates.special + work.plain / rates.plain)
+    result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
+    side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
+    slices = -(-kept // own[0]), max(1, -(-folded // own[1]))
+    each = work.reads[side], work.reads[other], work.writes[side]
+    read = forward_cost(*slices, kept, folded, *each, W=slices[1] / splits) * case.batch
+    pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
+    started = 1 + START_UP * (splits - 1) / slices[1]
+    time = pairs * pair * reuse * started / max(busy, 1e-9)
+    time = max(time, _count_input_bytes(case, work) / rates.bandwidth) + (splits > 1) * (
+        2 * result * splits / rates.bandwidth
+    )
+    seconds = time + rates.launch * (1 + (splits > 1) * _count_combine_launches(case, over))
+    return seconds, read + result, work.flops * pairs, result * splits if splits > 1 else 0
 
 
 def _estimate_occupancy(case: Case, over: str, instances: int, warps: int) -> float:

@@ -325,6 +325,11 @@ class Case:
         return self if (rows, cols) == (self.rows, self.cols) else replace(self, rows=rows, cols=cols)
 
     @functools.cached_property
+    def estimated(self) -> dict[tuple[str, tuple[int, ...]], tuple[float, float, float, int]]:
+        """What was estimated of its kernels, by folded axis and tile (``cost.py``)."""
+        return {}
+
+    @functools.cached_property
     def widest(self) -> int:
         """The greatest feature size of its leaves, at least 1."""
         return max([1, *(self.of(letters(e.feature)[-1]) for e in self.fold.leaves if e.feature is not None)])

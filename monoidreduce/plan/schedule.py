@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentError
@@ -48,7 +48,7 @@ class Choice:
 
     def with_tile(self, name: str, tile: tuple[int, ...]) -> Choice:
         """The same with the tile ``name`` replaced."""
-        return replace(self, tiles=(*((n, t) for n, t in self.tiles if n != name), (name, tile)))
+        return Choice(self.schedule, (*[(n, t) for n, t in self.tiles if n != name], (name, tile)))
 
     def as_dict(self) -> dict[str, Any]:
         """The choice as plain data, which JSON can hold."""

@@ -154,7 +154,7 @@ FEW_STORED: dict[int, tuple[int, int, int]] = {64: (256, 4, 3), 128: (128, 4, 3)
 FEW_STORED_PAGES = FEW | {128: (64, 2, 3)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """GPUs with the same limits. ``spare``: the share of shared memory that a kernel's counted buffers may take."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import functools
 import inspect
 import types
 import typing
@@ -207,7 +208,7 @@ class Parameter:
             dtype=dtype,
         )
 
-    @property
+    @functools.cached_property
     def tail(self) -> tuple[str, ...]:
         """The axes that its tensor has after the batch dimensions."""
         return (*AXES.get(self.axis, ()), *letters(self.feature))

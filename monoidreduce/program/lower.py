@@ -110,7 +110,7 @@ class Lowered:
     passes: tuple[Pass, ...]
     outputs: tuple[Expr, ...]
 
-    @property
+    @functools.cached_property
     def exact(self) -> bool:
         """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
@@ -124,6 +124,12 @@ class Lowered:
         """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self
+
+
+@functools.lru_cache(maxsize=1024)
+def looks_up(outputs: tuple[Expr, ...]) -> bool:
+    """Whether a program looks up tables by integers."""
+    return any(e.op == "lookup" for e in topological(outputs))
 
 
 @functools.lru_cache(maxsize=4096)

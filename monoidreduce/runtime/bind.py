@@ -16,7 +16,7 @@ from torch import Tensor
 from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import HIDDEN, Parameter, public_name
-from ..program.expression import Expr, letters, topological
+from ..program.expression import Expr, Feature, letters, topological
 from ..program.lower import Lowered
 from ..program.symbol import Symbol
 from ..reductions import kind_of, outputs_of
@@ -154,7 +154,7 @@ def find_sizes(
     if "rows" not in sizes and isinstance(ends := values.get("_cols_rowptr"), Tensor):
         sizes["rows"] = ends.shape[-1] - 1
     for p in parameters.values():
-        if len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
+        if p.feature is not None and len(names := letters(p.feature)) == 2 and all(n in sizes for n in names):
             sizes[str(p.feature)] = sizes[names[0]] * sizes[names[1]]
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
 
@@ -179,12 +179,23 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
         )
 
 
+@functools.lru_cache(maxsize=1024)
+def _list_sized(outputs: tuple[Expr, ...]) -> list[tuple[Expr, dict[Feature, None]]]:
+    """The nodes that ask something of sizes, with the features that must be equally many."""
+    found = []
+    for e in topological(outputs):
+        alike = e.op not in ("reduce", "einsum")
+        features = [a.feature for a in e.args if alike and a.feature is not None]
+        names: dict[Feature, None] = dict.fromkeys(features)
+        if len(names) > 1 or e.op in ("part", "component", "famax", "famin", "reduce"):
+            found.append((e, names))
+    return found
+
+
 def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
     """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
-    for e in topological(outputs):
-        names = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
-        alike = e.op not in ("reduce", "einsum")
-        if len(names) > 1 and alike and len({sizes.of(str(letter)) for letter in names}) > 1:
+    for e, names in _list_sized(outputs):
+        if len(names) > 1 and len({sizes.of(str(letter)) for letter in names}) > 1:
             (one, other), (m, n) = list(names)[:2], [sizes.of(str(letter)) for letter in names][:2]
             shown_as = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
             raise ShapeError(
@@ -238,6 +249,7 @@ def output_axes(outputs: Sequence[Expr]) -> list[str]:
     return ["rows" if e.rows else "cols" if e.cols else "" for e in outputs]
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_list_of_numbers(e: Expr) -> bool:
     """True where only integers have this feature, as the numbers at a row's given indices: no vector of the inputs."""
     named = [n.dtype for n in topological([e]) if n.feature == e.feature and not n.args]

@@ -31,6 +31,7 @@ from ..program.compile import compile_program
 from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
+from ..program.lower import looks_up
 from ..program.trace import TracedBody, trace, watch
 from . import dispatch, forward_form, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
@@ -77,7 +78,7 @@ class CallPlan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
         and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
-        forms = tuple(output_form(e, sizes, out, total) for e in traced.outputs)
+        forms = tuple([output_form(e, sizes, out, total) for e in traced.outputs])
         without: Sequence[str] = ()
         if engine not in ("reference", "eager") and settings.launches_kernels_on(sizes.device):
             triton.start_triton()
@@ -85,8 +86,7 @@ class CallPlan:
             names, run = _run_reference(traced, sizes, total)
         else:
             names, run, without = _run_by_passes(traced, values, sizes, engine, order is not None, forms, total, out)
-        looks_up = any(e.op == "lookup" for e in topological(traced.outputs))
-        if looks_up and (look := table_range.guard(traced.outputs, sizes)) is not None:
+        if looks_up(traced.outputs) and (look := table_range.guard(traced.outputs, sizes)) is not None:
             run = table_range.check_before(run, look, names)
         aliases = _find_aliases(traced.outputs)
         run = (lambda *given, shared=run: _copy_aliases(shared(*given), aliases)) if aliases else run
@@ -94,10 +94,10 @@ class CallPlan:
             traced,
             sizes,
             run,
-            tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
-            tuple((places[n], values[n]) for n in traced.fixed if n in places),
+            tuple([(places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names]),
+            tuple([(places[n], values[n]) for n in traced.fixed if n in places]),
             forms,
-            tuple(places[n] for n in without if n in places and parameters[n].feature is None),
+            tuple([places[n] for n in without if n in places and parameters[n].feature is None]),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
@@ -201,11 +201,12 @@ def _run_by_passes(
     gradient. ``one_kind``: all calls are on plain tensors of one kind, and nothing traces them."""
     program = compile_program(traced.outputs)
     names, records = inputs(program), one_kind and dispatch.can_record(engine, sizes)
-    numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    numbers = frozenset([n for n in names if not isinstance(values[n], Tensor)])
     needed = names_needing_gradient(values)
     if settings.kernels_run_on(sizes.device):
         program = forward_form.mark_exact_folds(program, needed, sizes)
-    without = [n for n in names if program.exact and n not in {*numbers, *needed} and values[n].is_floating_point()]
+    others = [n for n in names if n not in numbers and n not in needed] if program.exact else []
+    without = [n for n in others if values[n].is_floating_point()]
     passes: Callable = functools.partial(make_stepwise_runner(engine, program, numbers, records), sizes)
     packed = ROW_SEQUENCE in names and sizes.device.type == "cpu"  # folded sequence by sequence
     choose = engine == "auto" and not program.is_listed and not packed
@@ -309,7 +310,7 @@ class Plans:
         self.positional = sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)
         named = [kind is not inspect.Parameter.POSITIONAL_ONLY for kind in kinds]
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
-        self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
+        self.needed = frozenset(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
         self.keys = CallKeys(self._list_declared)
         self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
@@ -321,13 +322,14 @@ class Plans:
     def form(self, count: int, names: Iterable[str]) -> CallForm | None:
         """How a call with so many values by position, and these by name, is read; None where it does not fit, which
         binding explains."""
-        places = [*range(count), *(self.places.get(n, -1) for n in names)]
-        fits = count <= self.positional and all(at >= count for at in places[count:])
-        if not fits or any(at not in places for at in self.needed):
+        by_name = [self.places.get(n, -1) for n in names]
+        places = [*range(count), *by_name]
+        if count > self.positional or min(by_name, default=count) < count or not self.needed.issubset(places):
             return None
-        order = tuple(list(self.parameters)[at] for at in places)
-        vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
-        return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
+        every = list(self.parameters)
+        order = tuple([every[at] for at in places])
+        vectors = tuple([k for k, name in enumerate(order) if self.parameters[name].feature is not None])
+        return CallForm(order, tuple([self.kinds[at] for at in places]), vectors)
 
     def _list_declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
         form = self.form(count, names)
@@ -368,13 +370,15 @@ class Programs:
     def trace(self, values: dict[str, Any]) -> TracedBody:
         """The program for these arguments; whole numbers among them become ``int``."""
         dtypes, plain = self._classify_values(values)
-        choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)
+        choices = tuple([(n, v) for n, v in plain.items() if n not in dtypes])
         key = (tuple(sorted(dtypes.items())), choices)
-        for found in self.traces.get(key, ()):
+        known = self.traces.find(key, ())
+        for found in known:
             traced, fixed = found
             same = all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items())
             if same and (traced.watched is None or traced.watched.holds()):
-                self._keep(key, found)
+                if found is not known[0]:
+                    self._keep(key, found)
                 return traced
         watched = watch(self.function, *(v for _, v in choices if callable(v)))
         traced = trace(self.function, self.body, dtypes, plain, watched, self.domain)

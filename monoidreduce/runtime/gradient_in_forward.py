@@ -33,7 +33,7 @@ from ..plan import budget, panel_layout, settings
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
-from ..program.lower import digest_nodes
+from ..program.lower import digest_nodes, looks_up
 from . import autograd, dispatch, forward_form, fused_expressions
 from .bind import contiguous_strides, output_form
 from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
@@ -69,7 +69,7 @@ class _Context:
 
 def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
     """Whether a program can have products that are wide enough to be worth keeping."""
-    if any(e.op == "lookup" for e in topological(outputs)):  # panels do not look up
+    if looks_up(outputs):  # panels do not
         return False
     vectors = [e for e in find_inputs(outputs).values() if e.feature is not None]
     return not sizes.batch and any(sizes.of(str(e.feature)) > panel_layout.NARROW for e in vectors)

@@ -33,7 +33,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import GradientProgram
-from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, define, script, tuple_text
+from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, Step, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
@@ -307,24 +307,32 @@ class ProgramSteps:
 
     def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
-        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
-        steps = list(of_numbers)
-        pairs = zip(self.script.names, self.script.inputs, strict=True)
-        names = [name for name, given in pairs if given in self.numbers]
+        steps, names = self._number_steps
         return triton.NumberArithmetic(steps, names, sizes) if steps else None
+
+    @functools.cached_property
+    def _number_steps(self) -> tuple[list[Step], list[str]]:
+        """The arithmetic of numbers alone, and the names of the inputs that are numbers."""
+        pairs = zip(self.script.names, self.script.inputs, strict=True)
+        of_numbers = (s for s in self.script.steps or () if isinstance(s.what, Expr) and s.what.op != "batch_index")
+        return list(of_numbers), [name for name, given in pairs if given in self.numbers]
 
     def record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form] = ()) -> triton.RecordedLaunches | None:
         """The launches on these inputs, if nothing else is done; kernels are compiled on the way, and not run.
         ``forms``: those in which the outputs are expected."""
         if not self.are_launches:
             return None
-        numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
-        key = (dispatch.launch_key(), sizes.rows, sizes.cols, sizes.batch, triton.describe_leaves(values), numbers_of)
-        if key in self.failed:
+
+        def key() -> tuple:
+            numbers_of = triton.describe_numbers([v for v in values if not isinstance(v, Tensor)])
+            lengths = sizes.rows, sizes.cols, sizes.batch
+            return dispatch.launch_key(), *lengths, triton.describe_leaves(values), numbers_of
+
+        if self.failed and key() in self.failed:
             return None
         found = self._record(values, sizes, forms)
         if found is None:
-            self.failed.keep(key, True)
+            self.failed.keep(key(), True)
         return found
 
     def _record(self, values: Sequence[Any], sizes: Sizes, forms: Sequence[Form]) -> triton.RecordedLaunches | None:
@@ -343,13 +351,13 @@ class ProgramSteps:
                 triton.compile_ahead(sizes.device, record)
             return record()
 
-    def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
+    def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any], is_last: bool) -> Any:
         ready = PREPARE[self.engine](fold, leaves, sizes)
         if ready is None:
             return [], None
         if isinstance(ready, triton.ListedFold):
             return ready(leaves), ready.recipes(leaves)
-        return (ready.compile(leaves), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
+        return (ready.compile(leaves, not is_last), ready.recipes(leaves)) if ready.is_repeatable else ([], None)
 
 
 # For all lengths of a call the steps are the same, and so is what is found out about them.
@@ -403,7 +411,8 @@ class ForwardReplays:
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
-        has_forms = tuple(recorded.forms[name] for name in made.returned) == self.forms
+        forms = recorded.forms
+        has_forms = tuple([forms[name] for name in made.returned]) == self.forms
         return ForwardReplay(launches, backwards, sizes, is_wide, saved, has_forms)
 
     def with_views(self, replay: ForwardReplay, values: Sequence[Any], views: CallViews) -> ForwardReplay | None:
@@ -478,7 +487,7 @@ def _make_reader(types: tuple[type, ...]) -> Callable[..., tuple] | None:
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
     """True if a shape differs from the ``full`` one in axes of size 1 at most."""
-    return len(shape) == len(full) and all(n in (1, length) for n, length in zip(shape, full, strict=True))
+    return len(shape) == len(full) and False not in [n in (1, own) for n, own in zip(shape, full, strict=True)]
 
 
 class BackwardReplays:
@@ -593,10 +602,10 @@ class BackwardReplays:
             return None
         grads: list[str | None] = [None] * len(needs)
         summed: dict[str, tuple[int, ...]] = {}
-        returned = iter(steps.script.returned)
+        returned, forms = iter(steps.script.returned), recorded.forms
         for place, e in made.outputs:
             grads[place] = None if e is None else next(returned)
-            leaf, form = pool[place], recorded.forms.get(str(grads[place]))
+            leaf, form = pool[place], forms.get(str(grads[place]))
             if form is None or form[1] is not leaf.dtype or not _broadcasts(leaf.shape, form[0]):
                 return None  # zeros, or a gradient that is still to be cast, or summed over rows or columns
             if form[0] != leaf.shape:  # of heads that are shared

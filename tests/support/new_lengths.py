@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support.visited_files import run_noting
 
@@ -86,8 +87,11 @@ def main() -> None:
             if name not in ("causal", "split heads", "perceptron"):
                 continue
             found["different"][name] = different(call, BOUNDARIES, step)
+        wide = lambda n: [torch.zeros(k, 512, dtype=torch.bfloat16, requires_grad=True) for k in (n, 1000)]
+        head = lambda n: ops.linear_cross_entropy(*wide(n), torch.zeros(n, dtype=torch.int64))
         joined = lambda n: ops.attention(*heads(n, batch=2, count=16))
         found["different"]["two kernels of gradients, then one for both"] = different(joined, (2048, 4096), step)
+        found["different"]["vocabulary head"] = different(head, BOUNDARIES, step, panel_launches)
         found["held"] = held(calls["causal"], step)
     print(json.dumps(found))
 
@@ -106,14 +110,47 @@ def functions_of(call: Callable[[], object]) -> dict[str, int]:
     return seen
 
 
-def different(call: Callable[[int], Any], lengths: Sequence[int], step: Callable) -> list[int]:
+def different(
+    call: Callable[[int], Any], lengths: Sequence[int], step: Callable, launches: Callable | None = None
+) -> list[int]:
     """Of these lengths, one after the other, those whose launches are others than in a process that met no other."""
+    launches = launches or fold_launches
     known = {n: launches(call, n, step, forget=False) for n in lengths}
     fresh = {n: launches(call, n, step, forget=True) for n in lengths}
     return [n for n in lengths if known[n] != fresh[n] or not known[n]]
 
 
-def launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
+def panel_launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
+    """The kernels on panels of a call of length ``n``: text, plan, grid, lengths and what they are given; with empty
+    caches where ``forget``."""
+    from torch import Tensor
+
+    from monoidreduce.engines.common.bounded_cache import clear_caches
+    from monoidreduce.engines.triton.panel import epilogue, row_kernel
+
+    if forget:
+        clear_caches()
+        epilogue.fuse_epilogue.cache_clear()
+    found: list[Any] = []
+    first = row_kernel.PreparedKernel._first
+
+    def describe(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return tuple(v.shape), v.stride(), v.dtype
+        box = ("shape", "strides", "block_shape")
+        return tuple(tuple(getattr(v, name)) for name in box) if hasattr(v, "block_shape") else v
+
+    def note(self: Any, arguments: list[Any], device: Any) -> Any:
+        facts = hash(self.kernel.text), self.plan, self.grid, self.lengths, self.tiles, self.wide
+        found.append((*facts, *map(describe, arguments)))
+        return first(self, arguments, device)
+
+    with mock.patch.object(row_kernel.PreparedKernel, "_first", note):
+        step(call, n)
+    return found
+
+
+def fold_launches(call: Callable[[int], Any], n: int, step: Callable, forget: bool) -> list[Any]:
     """The kernels of a call of length ``n``: text, plan, grid, results and integers; with empty caches where
     ``forget``, else made of those of the lengths before."""
     from torch import Tensor

@@ -504,12 +504,13 @@ def merge_batch_dims(
     """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views.
 
     ``strides``: of the batch dimensions of tensors that are yet to be allocated; returned with merged dimensions."""
-    count = len(batch)
-    views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
+    batch, count = tuple(batch), len(batch)
+    views = [t if t.shape[:count] == batch else t.expand((*batch, *t.shape[count:])) for t in tensors]
     shape, others = list(batch), [list(s) for s in strides]
     at = 0
     while at + 1 < len(shape):
-        if all(_can_merge(shape, v.stride(), at) for v in views) and all(_can_merge(shape, s, at) for s in others):
+        strides = [*[v.stride() for v in views], *others]
+        if 1 in shape[at : at + 2] or all(s[at] == s[at + 1] * shape[at + 1] for s in strides):
             views = [v.flatten(at, at + 1) for v in views]
             for s in others:
                 s[at : at + 2] = [s[at] if shape[at + 1] == 1 else s[at + 1]]
@@ -519,10 +520,6 @@ def merge_batch_dims(
     if not shape:
         return (1,), [v.unsqueeze(0) for v in views], [(0,) for _ in others]
     return tuple(shape), views, [tuple(s) for s in others]
-
-
-def _can_merge(shape: Sequence[int], strides: Sequence[int], at: int) -> bool:
-    return 1 in shape[at : at + 2] or strides[at] == strides[at + 1] * shape[at + 1]
 
 
 def iterate_outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -582,11 +579,12 @@ def find_strides(shape: tuple[int, ...], model: Tensor | None) -> tuple[int, ...
     contiguous."""
     if model is None or model.dim() != len(shape):
         return None
-    moved = [d for d in range(len(shape) - 1) if traced_length(shape[d]) > 1]
+    own = [*map(traced_length, shape)]
+    moved = [d for d, n in enumerate(own[:-1]) if n > 1]
     # what the model does not have of its own comes first, as the outermost dimensions
     rank = {d: traced_length(model.stride(d)) if traced_length(model.shape[d]) > 1 else 0 for d in moved}
     order = sorted(moved, key=lambda d: (rank[d] > 0, -rank[d]))
-    if order == moved or 0 in map(traced_length, shape):
+    if order == moved or 0 in own:
         return None
     strides, step = [shape[-1]] * (len(shape) - 1), shape[-1]
     for d in reversed(order):

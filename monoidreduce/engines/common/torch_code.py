@@ -60,7 +60,7 @@ def function_text(name: str, parameters: Iterable[str], lines: Sequence[str]) ->
 
 def tuple_text(names: Iterable[str]) -> str:
     """A tuple of names (one name too) as it is written."""
-    return f"({''.join(f'{name}, ' for name in names)})"
+    return f"({''.join([f'{name}, ' for name in names])})"
 
 
 class FunctionWriter:
@@ -225,6 +225,7 @@ class Script:
     returned: tuple[str, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def inputs(program: Lowered) -> tuple[str, ...]:
     """The names of a program's inputs, in the order in which its script takes them."""
     roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]

@@ -52,6 +52,20 @@ def identify_table(fold: Fold) -> Any:
     return (*whole_tile_conditions(fold).items(), list_idle_codes(fold)) if alike else fold
 
 
+@functools.lru_cache(maxsize=1024)
+def _asks_lengths(fold: Fold) -> bool:
+    return any(e.op == "size" for e in topological(whole_tile_conditions(fold)))
+
+
+def find_longest(fold: Fold, lengths: tuple[int, int], blocks: tuple[int, int]) -> tuple[int, int]:
+    """The longest lengths of as many tiles, of which the last folded one is as whole as here: where conditions ask for
+    no length, one table serves all of them."""
+    if _asks_lengths(fold):
+        return lengths
+    kept, folded = (-(-n // b) * b for n, b in zip(lengths, blocks, strict=True))
+    return kept, folded - (folded != lengths[1])
+
+
 def compute_tile_ranges(
     fold: Fold, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int], device: Any
 ) -> Tensor:

@@ -16,11 +16,13 @@ from torch import Tensor
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import evaluate
+from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Elementwise
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
+from ..launch import jit_module
 from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
@@ -116,6 +118,9 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int,
     return kernel_text.Kernel(name, whole, spec.fold.leaves)
 
 
+_compiled: BoundedCache[tuple, jit_module.Relaunch] = BoundedCache(1024)  # for sides of all lengths
+
+
 class ElementwiseLaunch:
     """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
@@ -194,10 +199,14 @@ class ElementwiseLaunch:
         if relaunch is not None:
             relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.KernelCall(
-                self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.call_options
-            )
-            relaunch = fold_kernel.execute(call)
+            given = (*outputs, *arguments)
+            key = (self.kernel.text, self.plan, self.call_options["device"], *jit_module.specialize(given))
+            relaunch = jit_module.launch_on_grid(_compiled.get(key), self.grid, given)
+            if relaunch is None:
+                call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, given, **self.call_options)
+                relaunch = fold_kernel.execute(call)
+                if relaunch is not None:
+                    _compiled.keep(key, relaunch)
             self.relaunch = relaunch if small else None
         return outputs
 

@@ -202,24 +202,20 @@ class FoldLaunch:
         self.prepare(values)
 
     def at_lengths(self, values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts) -> FoldLaunch | None:
-        """This launch for other lengths, equal to a new one: what does not depend on lengths is not computed again, and
-        a compiled kernel is launched on another grid. None where it may be another kernel."""
+        """This launch for other lengths on the same side of each threshold, and leaves that are alike (``engine.py``):
+        equal to a new one. What does not depend on lengths is not computed again, and a compiled kernel is launched on
+        another grid. None where it may be another kernel."""
         if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
         one = copy.copy(self)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
-        if one.lengths[0] <= FEW_ROWS or one._find_class(values) != self.length_class:
+        if one.lengths[0] <= FEW_ROWS:
             return None
         one.spec, one.copied = self.first_spec, None if any(self.conversions) else self.copied
         one.prepare(values)
         one.relaunch = self._relaunch_as(one)
         return one
-
-    def _find_class(self, values: Leaves) -> tuple:
-        """What the spec depends on that another length may change."""
-        kinds = tuple([spec_from_tensors.describe_leaf(e, values[e]) for e in self.fold.leaves])
-        return spec_from_tensors.list_thresholds(self.over, self.batch, self.sizes), kinds
 
     def _relaunch_as(self, other: FoldLaunch) -> Callable[..., None] | None:
         """What launches the kernel that was compiled for this one as ``other`` does; None where that is another."""
@@ -227,13 +223,13 @@ class FoldLaunch:
         if not alike or not other.grid or self.mask_leaves:  # tables of conditions on data have strides of their own
             return None
         pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
-        if any(a != b and jit_module.specialize_integer(a) != jit_module.specialize_integer(b) for a, b in pairs):
-            return None
+        for a, b in [(a, b) for a, b in pairs if a != b]:
+            if jit_module.specialize_integer(a) != jit_module.specialize_integer(b):
+                return None
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
     def _describe(self, values: Leaves) -> None:
         """The spec, and what is converted before a launch; of few kept indices, the batch dimension they share."""
-        self.length_class = self._find_class(values)
         given = self.fold, self.over, values, self.batch, self.sizes
         self.spec, self.conversions = spec_from_tensors.describe_fold(*given)
         few = 0 < self.lengths[0] <= FEW_ROWS and not any(self.conversions)
@@ -380,7 +376,8 @@ class FoldLaunch:
         self.strides = [one.strides if one and k in self.spec.strided else None for k, one in places]
         pairs = zip(self.outputs, self.strides, strict=True)
         self.allocators = [Allocator(form, self.sizes.device, strides) for form, strides in pairs]
-        self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
+        whole = self.fold.outputs if self.spec.split else ()
+        self.types = [self._result_dtype(r, *result_form(r, k, self.sizes)) for r, k in whole]
         self.split_lengths = self._measure_splits() if self.spec.split else []
 
     def find_layout(self, output: tuple[Expr, int]) -> ResultLayout | None:
@@ -452,7 +449,7 @@ class FoldLaunch:
         for e in self.kernel.leaves:
             v = values[e]
             strides = self.template.add_leaf(spec.fold.leaves.index(e), v)
-            wide |= any(s * most >= 2**31 for s in strides[len(self.batch) :])
+            wide |= max(strides[len(self.batch) :], default=0) * most >= 2**31
             wide |= isinstance(v, int) and abs(v) >= SMALL
             self.template.values += [v.shape[-1]] if e in self.fold.tables else []
         self.specialized = len(self.template.values)  # Triton compiles for what these are a multiple of
@@ -504,10 +501,11 @@ class FoldLaunch:
             then(outputs)
         return self._whole(outputs) if (self.spec.split and not self.keeps_pairs) or self.topk_places else outputs
 
-    def allocate(self) -> list[Tensor] | None:
-        """Its results, where they are nothing but what it writes and it was compiled before; else None."""
+    @property
+    def is_compiled(self) -> bool:
+        """True where it was compiled before, and its results are nothing but what it writes."""
         plain = type(self) is FoldLaunch and self.relaunch is not None and not (self.spec.split or self.topk_places)
-        return [allocate() for allocate in self.allocators] if plain and not self.keeps_pairs else None
+        return plain and not self.keeps_pairs
 
     def launch_into(self, outputs: list[Any], leaves: Sequence[Any], merged: Merged) -> bool:
         """Launch into these outputs (tensors or, once compiled, their addresses). False: the plan did not fit the
@@ -657,7 +655,7 @@ class FoldLaunch:
         ``asked``: the values of the leaves that masks depend on."""
         leaves = [e for e, _ in self.mask_leaves]
         table = self.fold if self.masks_read_data else (tile_ranges.identify_table(self.fold), *leaves)
-        parts = (table, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
+        parts = (table, self.over, self._table_lengths(), self.blocks, self.sizes.device, *asked)
         edges, stride, flip = bounded_cache.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.tile_range_arguments = None if asked else found
@@ -666,6 +664,10 @@ class FoldLaunch:
     def _find_bounds(self, *asked: Any) -> tuple:
         """The same for a replay."""
         return tuple(self._bounds(asked))
+
+    def _table_lengths(self) -> tuple[int, int]:
+        """The lengths that the table of tile ranges is made for: data has these, indices may have more."""
+        return self.lengths if self.masks_read_data else tile_ranges.find_longest(self.fold, self.lengths, self.blocks)
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
@@ -685,6 +687,6 @@ class FoldLaunch:
                     values[e] = whole[tuple(map(slice, kept))].flatten(0, len(batch) - 1)
             edges = bounds(values, self.lengths, self.blocks, self.sizes.device)
             return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
-        edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
+        edges = bounds(values, self._table_lengths(), self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
         return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]

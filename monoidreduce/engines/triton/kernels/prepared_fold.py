@@ -156,11 +156,13 @@ class PreparedFold:
         """True when nothing but launches is done: no labels are gathered, no tables prepared, no leaves converted."""
         return not (self.picks or self.prepared_tables) and all(one.is_repeatable for one in self.launches)
 
-    def compile(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Results in their form, of launches that are compiled: not run, where all of them were before."""
-        found = [one.allocate() for one in self.launches]
-        made = [t for outputs in found for t in outputs or ()]
-        return self(leaves) if None in found else [made[k] for k in self.order]
+    def compile(self, leaves: Sequence[Any], needed: bool = True) -> list[Tensor]:
+        """Results in their form, of launches that are compiled: not run, where all of them were before, and then
+        nothing unless ``needed``."""
+        if False in [one.is_compiled for one in self.launches]:
+            return self(leaves)
+        made = [allocate() for one in self.launches for allocate in one.allocators] if needed else []
+        return [made[k] for k in self.order] if needed else []
 
     def recipes(self, leaves: Sequence[Any]) -> list[StepLaunches] | None:
         """How a replay makes the launches again, once they are compiled, and which results each writes; None where it
@@ -254,9 +256,11 @@ def merge_batches(
     ``others``: the strides of the batch dimensions of other tensors; they come last, merged."""
     found: dict[tuple[Expr, int], tuple[tuple[int, ...], tuple[int, ...] | None, bool]] = {}
     for r, k in fold.outputs:
-        batch = evaluate.summed_batch(fold, r, leaves, sizes)
+        batch, model = evaluate.summed_batch(fold, r, leaves, sizes), evaluate.find_model(fold, r, k, leaves)
+        if model is None and batch == sizes.batch:
+            continue
         shape, _ = result_form(r, k, sizes, batch)
-        strides = evaluate.find_strides(shape, evaluate.find_model(fold, r, k, leaves))
+        strides = evaluate.find_strides(shape, model)
         if strides is not None or batch != sizes.batch:
             found[r, k] = shape, strides, batch != sizes.batch
     rank = len(sizes.batch)
@@ -446,8 +450,8 @@ class StepLaunches(NamedTuple):
             yield ProgramLaunch(one.recipe, (*parts, *feeds), tuple(whole[k] for k in one.written))
 
 
-# The results of a fold, and its launches; None: something else is done
-Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[StepLaunches] | None]]
+# The results of a fold (perhaps nothing, for the last step), and its launches; None: something else is done
+Folder = Callable[[Fold, list[Any], bool], tuple[Sequence[Tensor], Sequence[StepLaunches] | None]]
 
 
 def record(
@@ -494,15 +498,15 @@ def record(
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
         if isinstance(step.what, Fold):
             called = names
-            results, launches = folder(step.what, leaves)
+            results, launches = folder(step.what, leaves, step is steps[-1])
         else:
             asked = {k: (types or {})[name] for k, name in enumerate(names) if name in (types or {})}
             results, launches = _compute_side(step.what, leaves, sizes, total and step is steps[-1], asked)
-        if not results or not (launches or is_collecting()):
+        if not launches and not (results and is_collecting()):
             return None
         for one in launches or ():
             found += one.list_launches(step.feeds, names)
-        values.update(zip(names, results, strict=True))
+        values.update(zip(names, results, strict=False))
     recorded = RecordedLaunches(found, called, numbers, constants, calls)
     return recorded if recorded.read_by_host <= given else None  # of what is made on the way addresses alone are known
 

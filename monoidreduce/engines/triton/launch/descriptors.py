@@ -107,16 +107,24 @@ def make_buffer_descriptor(rows: int, width: int, block: int, device: torch.devi
 
 
 def _describe(v: Tensor, shape: list[int], strides: list[int], block: list[int], with_layout: bool = False) -> Any:
-    if with_layout:
-        gl = importlib.import_module("triton.experimental.gluon.language")
-        layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, gluon_type(str(v.dtype)[6:])))
-        kind = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-        made = kind(v, shape, strides, block, layout)
-    else:
-        kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-        made = kind(v, shape, strides, block)
+    more = (_find_layout(tuple(block), v.dtype),) if with_layout else ()
+    made = _find_kind(with_layout)(v, shape, strides, block, *more)
     made.base = None
     return made
+
+
+@functools.cache
+def _find_kind(with_layout: bool) -> Any:
+    """Triton's class of tensor descriptors, with or without a layout."""
+    name = "triton.experimental.gluon.nvidia.hopper" if with_layout else "triton.tools.tensor_descriptor"
+    return importlib.import_module(name).TensorDescriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The layout in which a block lies in shared memory."""
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    return gl.NVMMASharedLayout.get_default_for([*block], getattr(gl, gluon_type(str(dtype)[6:])))
 
 
 def is_descriptor(v: Any) -> bool:

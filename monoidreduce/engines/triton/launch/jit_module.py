@@ -354,6 +354,15 @@ def report(relaunch: Relaunch | None, arguments: Sequence[Any]) -> None:
         recorder.add_launch(relaunch, arguments)
 
 
+def launch_on_grid(known: Relaunch | None, grid: int, arguments: Sequence[Any]) -> Relaunch | None:
+    """Launch what is known to launch the kernel for arguments that Triton does not tell from these, on another grid and
+    without Triton's look-up; None where that is not possible."""
+    found = None if is_collecting() else getattr(known, "on_grid", lambda grid: None)((grid,))
+    if found is not None and not _compiles_only.get():
+        found(*arguments)
+    return found
+
+
 class LaunchCache:
     """Relaunchers by all that they depend on; the oldest is dropped when there are too many."""
 
@@ -421,6 +430,21 @@ class Kernels:
             kernel = getattr(load_module(self.text), name)
             compiled = launch(kernel, grid, arguments, {**constants, **options})
             return make_relauncher(compiled, grid, tuple(constants.values()), device)
+
+
+def specialize(arguments: Sequence[Any]) -> list[Any]:
+    """What Triton specializes a kernel on, in all of its arguments."""
+    found: list[Any] = []
+    for v in arguments:
+        if type(v) is int:
+            found += (v == 1, v & 15 == 0, -(2**31) <= v < 2**31)
+        elif isinstance(v, torch.Tensor):
+            found += (v.dtype, v.data_ptr() & 15)
+        elif hasattr(v, "block_shape"):  # a descriptor
+            found += (type(v), v.base.dtype, *v.block_shape)
+        else:
+            found.append(type(v))
+    return found
 
 
 def specialize_integer(v: int) -> tuple[bool, ...]:

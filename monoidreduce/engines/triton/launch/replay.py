@@ -368,7 +368,8 @@ class _Writer(FunctionWriter):
         self.encoded: dict[tuple, tuple[Any, Mapping[int, descriptors.EncodedByAddress]]] = {}  # by launcher and forms
         self.last: dict[str, int] = {}  # the last line that needs each name
         self.using: list[str] = []  # the names that the step being written uses
-        self.known: dict[Any, str] = {}  # names of views, addresses and offsets
+        self.known: dict[Any, str] = {}  # names of views and offsets
+        self.addresses: dict[str, str] = {}  # the same of the addresses of storages
         self.text = ""
 
     def compile(self, steps: Sequence[Step], returned: Any, otherwise: str = "None") -> Callable[..., Any]:
@@ -414,13 +415,14 @@ class _Writer(FunctionWriter):
         made = [p.store if p else "_" for p in step.made]
         self.whole |= {p.store: p for p in step.made if p}
         place = step.made[0] if step.made else None
-        if step.function in _ALLOCATES and place is not None and _is_dense(place):
-            assert place.dtype is not None
-            form = (place.shape, place.dtype)
+        if step.function in _ALLOCATES and place is not None:
             strides = None if place.stride == _make_strides(place.shape) else place.stride
-            model = Allocator(form, self.device, strides).model
-            self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
-            return
+            if strides is None or _is_dense(place):
+                assert place.dtype is not None
+                form = (place.shape, place.dtype)
+                model = Allocator(form, self.device, strides).model
+                self._line(f"{made[0]} = empty({self.hold(model, ('room', form, strides))})", made)
+                return
         function = self.hold(_FASTER.get(step.function, step.function), step.function)
         given = [*map(self._value, step.arguments), *(f"{name}={self._value(v)}" for name, v in step.named.items())]
         call = f"{function}({', '.join(given)})"
@@ -431,42 +433,41 @@ class _Writer(FunctionWriter):
         start, values, first = relaunch, list(step.arguments), 0
         if self.starts:
             start, encoded = self._encode(relaunch, step.arguments)
-            values, first = (
-                [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants],
-                len(relaunch.grid) + 1,
-            )
-            first += len(relaunch.inserted)
-        given, same, at = list[str](), list[Any](), -first
-        for value in values:
-            if type(value) in _WRITTEN:
-                given += self._write_constants(same)
-                given.append(self._argument(value, encoded.get(at)))
-                same = []
-                at += _count_arguments(value)
-            else:
-                same.append(value)
-                at += 1
-        self._line(f"{self.hold(start, id(start))}({', '.join([*given, *self._write_constants(same)])})")
+            first = len(relaunch.grid) + 1 + len(relaunch.inserted)
+            values = [*relaunch.grid, Number("s"), *relaunch.inserted, *values, *relaunch.constants]
+        given, done = list[str](), 0
+        for k, value in enumerate(values):
+            kind = type(value)
+            if kind in _WRITTEN:
+                if done < k:
+                    given.append(self._write_constants(values[done:k]))
+                given.append(self._address(value) if kind is Place else self._argument(value, encoded.get(k - first)))
+                first -= value.places - 1 if kind is LaunchTimeArguments else 0
+                done = k + 1
+        if done < len(values):
+            given.append(self._write_constants(values[done:]))
+        self._line(f"{self.hold(start, id(start))}({', '.join(given)})")
 
-    def _write_constants(self, values: list[Any]) -> list[str]:
+    def _write_constants(self, values: list[Any]) -> str:
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
-        return [f"*{self.hold(tuple(values))}"] if len(values) > 1 else [*map(self._value, values)]
+        return f"*{self.hold(tuple(values))}" if len(values) > 1 else self._value(values[0])
 
     def _encode(self, relaunch: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []
         for v in arguments:
-            templates += [v.template] if type(v) is Descriptor else [None] * _count_arguments(v)
+            if type(v) is LaunchTimeArguments:
+                templates += [None] * v.places
+            else:
+                templates.append(v.template if type(v) is Descriptor else None)
         key = (id(relaunch), *(_describe_descriptor(v) for v in templates if v is not None))
         if key not in self.encoded:
             self.encoded[key] = relaunch.open_descriptors(templates)
         return self.encoded[key]
 
     def _argument(self, value: Any, encoded: descriptors.EncodedByAddress | None) -> str:
-        """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
-        if isinstance(value, Place):
-            return self._address(value)
+        """An argument of a kernel that is no tensor; a descriptor, as a whole or by its ``encoded`` parts."""
         if isinstance(value, LaunchTimeArguments):
             call = f"{self.hold(value.function)}({', '.join(map(self._value, value.arguments))})"
             known = self.known.get(value)
@@ -483,14 +484,16 @@ class _Writer(FunctionWriter):
         return f"*{self.hold(encoded, id(encoded))}[{address}]"
 
     def _address(self, place: Place) -> str:
-        store, key = place.store, (place.store, "address")
+        """Where a tensor begins."""
+        store = place.store
         if store in self.constants:
             return self.hold(self.constants[store].data_ptr() + place.offset)
-        if key not in self.known:
-            self.known[key] = f"{store}_at"
-            self._line(f"{store}_at = {self._use(store)}.data_ptr()")
-        self._use(store)
-        return f"{store}_at + {self.hold(place.offset)}" if place.offset else f"{store}_at"
+        self.using.append(store)
+        name = self.addresses.get(store)
+        if name is None:
+            name = self.addresses[store] = f"{store}_at"
+            self._line(f"{name} = {store}.data_ptr()")
+        return f"{name} + {self.hold(place.offset)}" if place.offset else name
 
     def _view(self, place: Place) -> str:
         if place == self.whole[place.store]:
@@ -540,11 +543,6 @@ class _Writer(FunctionWriter):
         return self.hold(value, ("float", repr(value)) if type(value) is float else id(value))
 
 
-def _count_arguments(value: Any) -> int:
-    """How many arguments of a kernel a value is."""
-    return value.places if type(value) is LaunchTimeArguments else 1
-
-
 def _describe_descriptor(template: Any) -> tuple:
     """What tells descriptors apart."""
     more = (getattr(template, name, None) for name in ("padding", "layout"))
@@ -563,7 +561,12 @@ def _is_dense(place: Place) -> bool:
 
 
 def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    """The strides of a contiguous tensor."""
+    found, step = [], 1
+    for length in reversed(shape):
+        found.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(found))
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,6 +166,7 @@ class EpilogueGemm:
     feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
     exact: bool  # whether logits are not rounded as a panel would hold them
     prepared: dict[tuple, PreparedGemm] = field(default_factory=dict, compare=False)
+    written: dict[tuple, dict[str, _Written]] = field(default_factory=dict, compare=False)  # for panels of all lengths
     compiled: set[tuple] = field(default_factory=set, compare=False)  # keys whose kernels were compiled together
 
     @property
@@ -210,6 +211,14 @@ class EpilogueGemm:
         return found
 
 
+class _Written(NamedTuple):
+    """A kernel, whatever the number of rows."""
+
+    kernel: kernel_text.Kernel
+    copied: tuple[tuple[Expr, int], ...]  # by tensor descriptors: leaves, and how many vectors a block has
+    compiled: row_kernel.Compiled
+
+
 class PreparedGemm:
     """The kernels of an :class:`EpilogueGemm` on panels of given lengths, types, strides and alignment; each is written
     when it is first launched."""
@@ -229,6 +238,10 @@ class PreparedGemm:
         self.plans = {name: self._plan_kernel(name, width) for name in PLANS}
         plan = self.plans[name]
         self.tiles = -(-here.cols // plan.block_folded)  # across all columns
+        kinds = [v.dtype if isinstance(v, Tensor) else type(v) for v in values.values()]
+        how = self.copied, self.pingpong, here.cols, here.compute, here.device
+        key = (*values, *kinds, *how, *here.letters.values(), *self.plans.values())
+        self.written = gemm.written.setdefault(key, {})
         block = (plan.block_kept, EXTRA if self.pingpong else plan.block_folded // HALVES)
         self.out_descriptor = descriptors.make_descriptor(out, (), block, self.pingpong) if out.dim() == 2 else None
 
@@ -290,17 +303,24 @@ class PreparedGemm:
         return write_pingpong_kernel(name, self.gemm.epilogue, spec, masked, self.wide)
 
     def _prepare_kernel(self, name: str, values: Mapping[Expr, Any], tiles: int) -> row_kernel.PreparedKernel:
+        plan, found = self.plans[name], self.written.get(name)
+        if found is None:
+            found = self.written[name] = self._write_kernel(name, values)
+        wide = row_kernel.need_64_bits(found.kernel.leaves, values, (plan.block_kept, plan.block_folded))
+        return row_kernel.PreparedKernel(
+            found.kernel, plan, self.lengths, wide, tiles, self._grid(name), found.copied, found.compiled
+        )
+
+    def _write_kernel(self, name: str, values: Mapping[Expr, Any]) -> _Written:
         plan, pingpong = self.plans[name], self.pingpong and name in GEMMS
         spec, masked = self._make_spec(name, values), self.here.cols % plan.block_folded != 0
         kernel = self._write_pingpong(name, values, plan) if pingpong else None
         kernel = kernel or write_kernel(name, self.gemm.epilogue, spec, masked)
-        blocks = (plan.block_kept, plan.block_folded)
-        wide = any(row_kernel.needs_64_bits(e, values[e], blocks) for e in kernel.leaves)
         order = () if name in ROW_KERNELS else tuple(e for e in kernel.leaves if e in self.copied)
         copied = [(e, plan.block_folded if e.cols else plan.block_kept) for e in order]
         if pingpong and self.wide:
             copied = [(e, TILE) for e in order] + [(e, EXTRA) for e in order if e.cols]
-        return row_kernel.PreparedKernel(kernel, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
+        return _Written(kernel, tuple(copied), {})
 
     def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here, fold = self.here, _list_folds(name, self.gemm.epilogue, tuple(values))

@@ -9,7 +9,7 @@ still be in cache, is read first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import LaunchCache, Relaunch
+from ..launch.jit_module import LaunchCache, Relaunch, launch_on_grid, specialize
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
@@ -223,6 +223,7 @@ class _KernelScope:
 _WHOLE_SIZES = {size(axis): count for axis, count in COUNT.items()}
 
 
+@functools.lru_cache(maxsize=16)
 def shift_indices(*axes: str) -> dict[Expr, Expr]:
     """Substitutions of the indices along some axes: the panel's own index, and where the panel begins."""
     return {index(axis): apply("add", index(axis), FIRST[axis]) for axis in axes}
@@ -412,6 +413,9 @@ def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[
 # Launching ----------------------------------------------------------------------------------------------------
 
 
+Compiled = dict[tuple, Relaunch]  # what launches a kernel, by what Triton specializes it on
+
+
 class PreparedKernel:
     """A kernel on panels of given lengths; from the second launch on without Triton's look-up."""
 
@@ -424,13 +428,15 @@ class PreparedKernel:
         tiles: int = 0,
         grid: int = 0,
         copied: tuple[tuple[Expr, int], ...] = (),
+        compiled: Compiled | None = None,
     ):
         """``tiles``: of the kept axis; ``grid``: the number of program instances, ``tiles`` if left out. ``copied``:
         the leaves that tensor descriptors copy, and how many of their vectors a block has. ``wide``: offsets need 64
-        bits."""
+        bits. ``compiled``: what launches the same kernel on panels of other lengths."""
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
+        self.compiled: Compiled = {} if compiled is None else compiled
         self.launch_cache = LaunchCache()  # by the alignment of what is pointed to
         self.templates: list[Any] = []
 
@@ -458,8 +464,14 @@ class PreparedKernel:
 
     def _first(self, arguments: list[Any], device: torch.device) -> Relaunch | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
-        call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
-        return fold_kernel.execute(call)
+        key = (self.wide, ragged, *specialize(arguments))
+        found = launch_on_grid(self.compiled.get(key), self.grid, arguments)
+        if found is None:
+            call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
+            found = fold_kernel.execute(call)
+            if found is not None:
+                self.compiled[key] = found
+        return found
 
 
 def specialization(v: Any) -> Any:
@@ -481,7 +493,7 @@ def prepare_kernel(work: KernelWork, over: str, values: Mapping[Expr, Any], here
     plan = replace(PLANS[over], block_folded=round_to_power(lengths[1], PLANS[over].block_folded))
     written = work.write(spec)
     blocks = (plan.block_kept, plan.block_folded)
-    wide = any(needs_64_bits(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
+    wide = need_64_bits(written.leaves, values, blocks if over == "cols" else blocks[::-1])
     return PreparedKernel(written, plan, lengths, wide)
 
 
@@ -490,7 +502,12 @@ def round_to_power(length: int, most: int) -> int:
     return max(16, min(most, power_of_two(length)))
 
 
-def needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
+def need_64_bits(leaves: Iterable[Expr], values: Mapping[Expr, Any], blocks: tuple[int, int]) -> bool:
+    """True when one of these leaves needs 64 bits."""
+    return True in [_needs_64_bits(e, values[e], blocks) for e in leaves]
+
+
+def _needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
     """True when offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
         return isinstance(v, int) and abs(v) >= fold_kernel.SMALL

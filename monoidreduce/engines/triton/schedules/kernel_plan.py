@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -271,6 +272,7 @@ def _find_float32_split_kind(kernel: Kernel) -> str:
     return f"{found}, wide" if wide and traits.pieces == 3 else f"{found}, sums" if widths.state else found
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit_shared_memory(kernel: Kernel, item: int, family: Family, copies: bool) -> KernelPlan:
     """The table's plan, reduced until what it holds fits in registers and its blocks fit in shared memory."""
     plan = _look_up(kernel, item, family, copies)

@@ -133,8 +133,8 @@ def list_thresholds(over: str, batch: tuple[int, ...], sizes: Sizes) -> tuple[bo
     are."""
     pairs, folded = like.get() or sizes.rows * sizes.cols, sizes.cols if over == "cols" else sizes.rows
     every = pairs * torch.Size(batch).numel()
-    found = [pairs > 1, pairs >= MANY, *(pairs >= n for n in (MANY_STORED,)), *(every >= n for n in _THRESHOLDS)]
-    return (*found, *(folded <= n for n in _FEW))
+    found = [pairs > 1, pairs >= MANY, pairs >= MANY_STORED, *[every >= n for n in _THRESHOLDS]]
+    return (*found, *[folded <= n for n in _FEW])
 
 
 def describe_leaf(e: Expr, v: Any) -> tuple | type:
@@ -166,9 +166,24 @@ def describe_as_given(
     fold: Fold, over: str, values: Iterable[Any], sizes: Sizes, rank: int = 1, narrow: str | None = None, **more: Any
 ) -> Spec:
     """The spec of a kernel that reads its leaves as they are given, tensors or Python numbers, and skips no tiles."""
-    types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in values)
+    types = tuple([v.dtype if isinstance(v, Tensor) else None for v in values])
     letters = tuple(sorted(sizes.letters.items()))
-    return Spec(fold, over, types, (0,) * len(types), letters, str(sizes.compute)[6:], narrow, rank, **more)
+    return _make_spec(fold, over, types, letters, sizes.compute, narrow, rank, tuple(more.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_spec(
+    fold: Fold,
+    over: str,
+    types: tuple[torch.dtype | None, ...],
+    letters: tuple[tuple[str, int], ...],
+    compute: torch.dtype,
+    narrow: str | None,
+    rank: int,
+    more: tuple[tuple[str, Any], ...],
+) -> Spec:
+    names = tuple("number" if dtype is None else str(dtype)[6:] for dtype in types)
+    return Spec(fold, over, names, (0,) * len(types), letters, str(compute)[6:], narrow, rank, **dict(more))
 
 
 def _is_unaligned(v: Tensor) -> bool:
