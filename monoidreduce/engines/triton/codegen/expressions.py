@@ -590,16 +590,8 @@ class ExpressionWriter:
             blocks = [self.block(e, at=at, stored=bool(kind)) for e in (kept, folded)]
             text = f"tl.dot({blocks[0]}, tl.trans({blocks[1]}){more}{options})"
         if self.spec.multiplies_in_float16:
-            return f"{text} * {self._kept_unit(kept)[1]}[:, None]"
+            return f"{text} * {packed_vectors.load_kept(self, kept)[1]}[:, None]"
         return f"{text}.to(tl.float32)" if kind == "int32" else text
-
-    def _kept_unit(self, e: Expr) -> tuple[str, str]:
-        """The names of kept bfloat16 vectors as they are loaded, and of the power of two by which each is divided, so
-        that float16 holds it."""
-        name, (lane, exists) = e.attrs[0], self.lane(e.feature, self.spec.padded_width_of[e])
-        text = self.load_rows(e, "", lane, exists, self.spec.zero(e))
-        loaded = self.bind((e, "loaded"), text, False, f"{name}_loaded")
-        return loaded, self.bind((e, "unit"), f"float16_unit({loaded})", False, f"{name}_unit")
 
     def products(self, *roots: Expr) -> None:
         """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
@@ -653,7 +645,7 @@ class ExpressionWriter:
             text = packed_vectors.write_block(self, e, str(first), size, wanted)
             return self.bind(key, text, folded, name)
         if self.spec.multiplies_in_float16 and not folded:
-            loaded, unit = self._kept_unit(e)
+            loaded, unit = packed_vectors.load_kept(self, e)
             return self.bind(key, f"({loaded} / {unit}[:, None]).to(tl.float16)", False, name)
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))

@@ -23,6 +23,14 @@ def widen_block(spec: Spec, e: Expr, text: str, kind: str, wanted: str) -> str:
     return f"{wanted}_of_{kind}({text})" if fast else widen(text, kind, wanted)
 
 
+def load_kept(v: ExpressionWriter, e: Expr) -> tuple[str, str]:
+    """The names of kept bfloat16 vectors as they are loaded, and of the power of two by which each is divided, so that
+    float16 holds it."""
+    name, (lane, exists) = e.attrs[0], v.lane(e.feature, v.spec.padded_width_of[e])
+    loaded = v.bind((e, "loaded"), v.load_rows(e, "", lane, exists, v.spec.zero(e)), False, f"{name}_loaded")
+    return loaded, v.bind((e, "unit"), f"float16_unit({loaded})", False, f"{name}_unit")
+
+
 def write_block(v: ExpressionWriter, e: Expr, first: str, size: int, wanted: str) -> str:
     """``size`` features, from ``first`` on, of a tile's vectors, times their scales, in the type ``wanted``."""
     bits, block = e.packing or (8, 0)
