@@ -175,4 +175,5 @@ def test_the_tiles_that_ship_fit_as_they_are_counted(capability):
             most = family.shared if call.kernel.hand_scheduled else int(family.shared * family.spare)
             assert taken <= most, f"{case.name}, {call.kernel.name}: {taken} of {most} bytes of shared memory"
             assert call.plan.num_stages > family.ahead, (case.name, call.plan)
-            assert call.plan.block_kept * call.plan.block_folded >= 64 * 64, (case.name, call.plan)
+            rows = 16 if case.name.startswith("decoding") else 64
+            assert call.plan.block_kept * call.plan.block_folded >= rows * 64, (case.name, call.plan)
