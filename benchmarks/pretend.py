@@ -32,8 +32,8 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
 from monoidreduce.engines.triton.panel import contraction, kernel_step
-from monoidreduce.plan import op_counts, tiles
-from monoidreduce.plan.cost import ScheduleCost
+from monoidreduce.plan import op_counts, schedule
+from monoidreduce.plan.candidates import ScheduleCost
 from monoidreduce.runtime import call_cost, dispatch, forward_form, fused_expressions
 from monoidreduce.runtime.dry_run import LiveMemory
 
@@ -52,7 +52,7 @@ def h200(again: bool = False) -> Iterator[None]:
     repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes = lambda *given: True
-    device = dict(find_family=lambda device: tiles.family(9, 0), count_processors=lambda device: 132)
+    device = dict(find_family=lambda device: schedule.family(9, 0), count_processors=lambda device: 132)
     device |= dict(can_relaunch=yes, runs_warp_specialized=yes, splits_float32=yes)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(make_shift_descriptor=on_cpu)),

@@ -32,7 +32,7 @@ from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
-from .plan.cost import Cost
+from .plan.candidates import Cost
 from .plan.settings import requested_budget
 from .program import declarations
 from .program.compile import compile_program

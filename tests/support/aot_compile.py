@@ -32,7 +32,7 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
-from monoidreduce.plan import tiles as default_tiles
+from monoidreduce.plan import schedule as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}

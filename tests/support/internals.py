@@ -127,12 +127,12 @@ def pretend_free_memory(patch: Patch, size: float) -> None:
 
 def pretend_host(patch: Patch, root: Path) -> None:
     """What the system says of memory stands in files under ``root``: meminfo, cgroup and groups/."""
-    from monoidreduce.plan import host_memory
+    from monoidreduce.plan import budget
 
-    patch.setattr(host_memory, "_MEMINFO", root / "meminfo")
-    patch.setattr(host_memory, "_OWN_GROUPS", root / "cgroup")
-    patch.setattr(host_memory, "_GROUPS", root / "groups")
-    host_memory._find_groups.cache_clear()
+    patch.setattr(budget, "_MEMINFO", root / "meminfo")
+    patch.setattr(budget, "_OWN_GROUPS", root / "cgroup")
+    patch.setattr(budget, "_GROUPS", root / "groups")
+    budget._find_groups.cache_clear()
 
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
@@ -347,9 +347,9 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
     """Another choice of the eager engine's tiles, and of how many pairs one holds at most."""
     run_engines(patch)
     if choose is not None:
-        patch.setattr("monoidreduce.plan.tiles.choose", choose)
+        patch.setattr("monoidreduce.plan.schedule.choose_tiles", choose)
     if pairs is not None:
-        patch.setattr("monoidreduce.plan.tiles.ELEMENTS", pairs)
+        patch.setattr("monoidreduce.plan.schedule.ELEMENTS", pairs)
 
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import host_memory, settings
+from ...plan import budget, settings
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 
@@ -250,7 +250,7 @@ def _query_available(device: torch.device) -> int:
         if device.type == "cuda":
             found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
         else:
-            found = host_memory.available_bytes()
+            found = budget.available_bytes()
         _answers[device] = now, found
     return found
 

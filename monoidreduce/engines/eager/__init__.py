@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import tiles as plan
+from ...plan import schedule as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold, scaled_result
@@ -52,7 +52,7 @@ def run(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
-    tiles = tiles or plan.choose(
+    tiles = tiles or plan.choose_tiles(
         shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes), copied=_copied_bytes(given, sizes)
     )
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))

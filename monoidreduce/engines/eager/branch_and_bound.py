@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan import schedule as plan
 from ...plan import settings
-from ...plan import tiles as plan
 from ...program.constructors import ONE, interval
 from ...program.expression import Expr, size, topological
 from ...program.intervals import INF
@@ -155,7 +155,7 @@ class NearestSearch(BatchChunk):
     def __init__(
         self, r: Expr, fold: Fold, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles | None, ladder: Tensor
     ):
-        tiles = tiles or plan.choose(1, sizes.rows, sizes.cols)
+        tiles = tiles or plan.choose_tiles(1, sizes.rows, sizes.cols)
         elements = max(tiles.rows * tiles.cols, KEPT_BLOCK * FOLDED_BLOCK)
         numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
         code = compile_fold(Fold(fold.leaves, (r,)), frozenset(numbers))

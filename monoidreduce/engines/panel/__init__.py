@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import BudgetError
 from ...plan import budget, panel_layout
-from ...plan import tiles as plan
+from ...plan import schedule as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
 from ...reductions import kind_of, outputs_of
@@ -369,7 +369,7 @@ class TorchStep:
 
     def cut_tiles(self, layout: panel_layout.PanelLayout) -> plan.Tiles:
         """The tiles in which everything but GEMMs is done to a panel."""
-        return plan.choose(1, layout.rows, layout.cols, room=self.tile_bytes)
+        return plan.choose_tiles(1, layout.rows, layout.cols, room=self.tile_bytes)
 
     def iterate_panels(self) -> Iterable[tuple[slice, slice]]:
         return iterate_grid(self.sizes, self.layout)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan.tiles import FEW_ROWS, Tile
+from ....plan.schedule import FEW_ROWS, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import settings, tiles
+from ....plan import schedule, settings
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
@@ -369,7 +369,7 @@ def gather_labels(
     values: dict[Expr, Any],
     batch: tuple[int, ...],
     sizes: Sizes,
-    elements: int = tiles.ELEMENTS,
+    elements: int = schedule.ELEMENTS,
     raised: bool = True,
     known: dict[tuple[int, ...], pick.Pairs] | None = None,
 ) -> Tensor:

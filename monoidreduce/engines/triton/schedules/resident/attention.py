@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS

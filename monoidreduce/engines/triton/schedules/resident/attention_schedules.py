@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from ..gluon_parts import GROUP_ROWS, SHARED_BYTES, SPARE_BYTES
 
 _WIDEST = 256  # features: the longest block that TMA copies

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_spec, kernel_text
