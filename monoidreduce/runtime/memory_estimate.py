@@ -26,7 +26,7 @@ from ..engines.common import evaluate, matmul
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
-from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
+from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..plan import candidates, schedule, settings
@@ -89,8 +89,8 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     asked = choice.tile("tile")
     own = schedule.choose_tiles(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else schedule.Tiles(*asked)
-    if nearest_tree.fits(fold, leaves, sizes):
-        return results + nearest_tree.estimate_bytes(fold, sizes)
+    if branch_and_bound.fits(fold, leaves, sizes):
+        return results + branch_and_bound.estimate_bytes(fold, sizes)
     bounds = branch_and_bound.find_distance_bounds(fold, leaves, sizes)
     if bounds is not None:
         return _add_batch(_run_branch_and_bound(_take_batch(call, 1), tile, bounds), results, batch)

@@ -58,7 +58,7 @@ def forget_launches(patch: Patch) -> None:
 
 def forget_contractions(patch: Patch) -> None:
     """No contraction kernel is prepared."""
-    patch.setattr("monoidreduce.engines.triton.panel.contraction._PREPARED", BoundedCache(1024))
+    patch.setattr("monoidreduce.engines.triton.panel.accumulators._PREPARED", BoundedCache(1024))
 
 
 def forget_tile_ranges(patch: Patch) -> None:
@@ -161,8 +161,8 @@ def set_pair_thresholds(
     targets = {
         "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY": many,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.VERY_MANY": very_many,
-        "monoidreduce.runtime.forward_form.MANY": saved_row_gradients,
-        "monoidreduce.engines.triton.schedules.vector_conversions.MANY_FLOAT32": float32_split,
+        "monoidreduce.runtime.dispatch.MANY": saved_row_gradients,
+        "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY_FLOAT32": float32_split,
     }
     for target, value in targets.items():
         if value is not None:
@@ -237,7 +237,7 @@ def collect_launches(patch: Patch) -> list:
     replace_launch(patch, lambda launch, call: found.append(call))
     patch.setattr("monoidreduce.engines.triton.launch.jit_module.load_module", lambda *text: mock.MagicMock())
     patch.setattr("monoidreduce.engines.common.matmul.multiply_into_panel", nothing)
-    patch.setattr("monoidreduce.engines.triton.panel.contraction.contract_into", nothing)
+    patch.setattr("monoidreduce.engines.triton.panel.accumulators.contract_into", nothing)
     return found
 
 
@@ -383,5 +383,5 @@ def set_candidates(patch: Patch, candidates: Callable) -> None:
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:
     """``form(fold, leaves, sizes, engine)``: how a pass saves its row gradients, or None."""
-    patch.setattr("monoidreduce.runtime.forward_form.find_saving_fold", form)
+    patch.setattr("monoidreduce.runtime.dispatch.find_saving_fold", form)
     patch.setattr("monoidreduce.runtime.autograd.PassContext.may_save", True)

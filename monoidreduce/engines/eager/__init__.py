@@ -22,7 +22,7 @@ from ...program.lower import Fold, scaled_result
 from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
-from . import branch_and_bound, cpp, nearest_tree
+from . import branch_and_bound, cpp
 from .tile_code import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
 
@@ -86,7 +86,7 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
     if fold.packed:
         return None
     selects = all(kind_of(r).selected(r.attrs[2]) for r in fold.reductions)
-    if selects and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
+    if selects and (found := branch_and_bound.search_boxes(fold, leaves, sizes)) is not None:
         return found
     many = sizes.rows * sizes.cols > _SEARCHED
     if selects and many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:

@@ -25,17 +25,7 @@ from ..common.torch_code import Elementwise
 from . import describe_leaves, prepared_folds
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported
-from .kernels import (
-    elementwise,
-    fold_kernel,
-    large_topk,
-    pick,
-    point_search,
-    row_kernels,
-    split_combine,
-    topk,
-    user_kernels,
-)
+from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, split_combine, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
@@ -71,6 +61,7 @@ __all__ = [
     "compile_ahead",
     "compile_only",
     "describe_numbers",
+    "elementwise",
     "epilogue",
     "gather_labels",
     "hardware",
@@ -89,7 +80,6 @@ __all__ = [
     "prepare_listed",
     "prepare_side",
     "record",
-    "row_kernels",
     "run",
     "run_k_loop_fold",
     "run_listed",

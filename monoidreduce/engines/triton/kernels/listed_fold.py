@@ -26,8 +26,7 @@ from ...common import bounded_cache, matmul
 from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
-from ...common.subproblem import choose_leaves, keep_reductions
-from ...common.unseen import add_unlisted
+from ...common.subproblem import add_unlisted, choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf

@@ -35,10 +35,9 @@ from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, use_plan
 from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
-from .histogram import DiagonalLaunch, HistogramLaunch
+from .histogram import Bands, DiagonalLaunch, HistogramLaunch, SummedPlaces, rewrite_bands, rewrite_sums
 from .joint_launch import JointLaunch
 from .split_combine import CombiningLaunch
-from .table_lookups import Bands, SummedPlaces, rewrite_bands, rewrite_sums
 
 
 class PreparedFold:
