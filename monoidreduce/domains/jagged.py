@@ -1,6 +1,6 @@
 """Packed sequences: each folds its own stretch of the columns.
 
-The border of a call for jagged nested tensors (``torch.nested``): they go in as packed values with ``mr.jagged``,
+Jagged nested tensors (``torch.nested``) go in as packed values with ``mr.jagged``,
 and results that have an entry for each row come out nested as the rows were.
 """
 

@@ -1,13 +1,11 @@
-"""The dense schedule: a program on whole M x N matrices of pairs, differentiated by autograd, for small problems.
+"""All pairs at once, differentiated by autograd: the dense schedule, for small problems, and the engine ``reference``.
 
-It runs the program in normal form, as all engines do, so that sums of vectors are matrix products, written once as
-straight-line torch code (``torch_code.py``). The backward recomputes nothing: autograd saves a few numbers per pair.
-The planner decides whether that is worth its memory. Tests compare it with ``reference.py``.
+The dense schedule runs the program in normal form, as all engines do, so that sums of vectors are matrix products,
+written once as straight-line torch code (``torch_code.py``). The backward recomputes nothing: autograd saves a few
+numbers per pair. The planner decides whether that is worth its memory.
 
-The engine ``reference``: builds every pair, differentiates with autograd, and refuses to grow past a limit.
-
-It runs the program as traced, before any rewriting, so that normal form, passes, symbolic gradients and tiles are all
-checked against something that has none of them.
+The reference runs the program as traced, before any rewriting, and refuses to grow past a limit. So that normal form,
+passes, symbolic gradients and tiles are all checked against something that has none of them.
 """
 
 from __future__ import annotations

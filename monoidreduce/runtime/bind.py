@@ -2,12 +2,11 @@
 
 Every message names the argument, what was given and what was expected; ``op.py`` adds the op and its arguments.
 
-Calls over some of the pairs, ``op(..., cols=domain)``: the domain as further arguments of the call.
-
-A domain is a static form and a few integer tensors. For each form an op has a second op, whose program is restricted
-(``program/declarations.py``) and which takes the tensors as arguments that the body does not see: from there on they
-are bound, cached, traced, saved and replayed as all other tensors are. Pages also change how arguments are read: the
-columns of all sequences lie in one pool, so that heads are a batch dimension of the columns and sequences are not.
+A domain (``op(..., cols=domain)``) is bound as further arguments of the call. It is a static form and a few integer
+tensors. For each form an op has a second op, whose program is restricted (``program/declarations.py``) and which takes
+the tensors as arguments that the body does not see: from there on they are bound, cached, traced, saved and replayed as
+all other tensors are. Pages also change how arguments are read: the columns of all sequences lie in one pool, so that
+heads are a batch dimension of the columns and sequences are not.
 """
 
 from __future__ import annotations

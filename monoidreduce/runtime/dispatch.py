@@ -1,4 +1,4 @@
-"""What runs a call: the engines, which of them is in force, and what around the call has a say in it.
+"""What runs a call: the engines, which of them is in force, what around the call has a say in it, and in which form.
 
 ``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one
 function: run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the
@@ -9,7 +9,7 @@ A call on plain tensors that nobody traces takes the fast paths (a cached plan, 
 value in a context variable (``plan/settings.py``), and torch runs a backward on a GPU in a thread of its own, where no
 block of the caller's is open: so the forward keeps its settings, and the backward applies them.
 
-The form that a forward takes for the sake of its gradients: exact products, saved row gradients.
+A forward takes its form for the sake of its gradients:
 
 **Products of 16-bit vectors that are not rounded.** A forward in one kernel has its products in float32. A gradient
 that reads them from a panel of bfloat16 divides by the forward's sum of exponentials, which must be that of the same
@@ -25,9 +25,8 @@ the usual path is taken, and so it is by a backward that is itself to be differe
 in any order) lie in every tile, so that no tile goes without a condition and a running maximum: they take the usual
 path too.
 
-Small torch expressions around the folds that have a kernel of their own on a GPU.
-
-Each function is its torch expression; where its arguments are plain tensors on a GPU and the Triton engine has a kernel
+Three small expressions around folds (:func:`row_dot`, ...) have kernels of their own on a GPU. Each function is its
+torch expression; where its arguments are plain tensors on a GPU and the Triton engine has a kernel
 for them, that runs instead: one launch, and 16-bit numbers are converted as they are read.
 """
 
@@ -220,7 +219,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, matmul.float32_precision())
+    return None if state is None else (*state, settings.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:

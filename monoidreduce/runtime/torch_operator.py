@@ -1,16 +1,14 @@
-"""A fold as a registered torch operator, ``torch.ops.monoidreduce.fold``: what compilers and tracers see of us.
+"""What torch's compilers and tracers see of us: folds as registered operators, and calls inside ``torch.compile``.
 
-The operator has no gradient of its own (``autograd.py`` puts it under one), no state, and outputs that alias nothing.
-A fold travels as its name: a digest of its text, so that a graph kept on disk means the same fold in the next
-process, or is not found in its cache at all.
+The operator of a fold, ``torch.ops.monoidreduce.fold``, has no gradient of its own (``autograd.py`` puts it under one),
+no state, and outputs that alias nothing. A fold travels as its name: a digest of its text, so that a graph kept on disk
+means the same fold in the next process, or is not found in its cache at all.
 
-Calls inside ``torch.compile``: what its tracer (dynamo) sees of an op.
-
-Dynamo runs our front door symbolically and must not look further: the body of an op, the checks and the plans are
-ours. So it sees one function that it puts into its graph unread (:func:`in_graph`, tensors and numbers in, tensors
-out); the compiler's next stage runs that on fake tensors, and finds the registered operators of ``torch_operator.py``.
-Fixed choices (an activation) are no values of a graph: they stay with the op under a name, and so does the form in
-which results are handed back.
+Inside ``torch.compile`` its tracer, dynamo, runs our front door symbolically and must not look further: the body of an
+op, the checks and the plans are ours. So it sees one function that it puts into its graph unread (:func:`in_graph`,
+tensors and numbers in, tensors out); the compiler's next stage runs that on fake tensors, and finds the registered
+operators. Fixed choices (an activation) are no values of a graph: they stay with the op under a name, and so does the
+form in which results are handed back.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A fold over a subproblem: some ranges of the rows and columns of a larger problem.
+"""A fold over a part of a larger problem: some ranges of its rows and columns, or the pairs that a list names.
 
 A shard, a step of a ring and a chunk of a stream are all subproblems: the leaves hold some of the global rows and
 columns, and the results are states (``combine.py``) that are merged with those of the other subproblems. Each pair of
 contiguous ranges is one engine call on slices of the leaves.
 
-Pairs that were not folded, added to results that they change: those that no list names, or in other sequences.
-
-Whatever says that a pair does not exist, a condition or a list, it is the identity of its reduction. Of the k smallest
-numbers it is an infinity, and stands before NaN.
+Pairs that no list names, or of other sequences, are not folded. They are added afterwards to the results that they
+change: whatever says that a pair does not exist, a condition or a list, it is the identity of its reduction. Of the k
+smallest numbers it is an infinity, and stands before NaN.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Branch and bound: nearest-neighbour folds visit near blocks of points first and skip blocks that are too far.
+"""Nearest-neighbour folds on a CPU: near blocks of points are visited first, and those that are too far skipped.
 
-``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs only the columns near each row. Rows and columns are sorted into
-blocks of points that lie together. A block of rows is folded with the columns whose bounding boxes are nearest, and
-from then on only with those that may hold a better pair than the worst kept so far. Interval arithmetic on the program
-bounds the value of a pair at a given distance, so this works for any value that a distance bounds. Results are those of
-all pairs, including the order of ties. Used on CPUs for points of few features; with many, all points are about equally
-far from each other and no box can be skipped.
+**Branch and bound.** ``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs only the columns near each row. Rows and
+columns are sorted into blocks of points that lie together. A block of rows is folded with the columns whose bounding
+boxes are nearest, and from then on only with those that may hold a better pair than the worst kept so far. Interval
+arithmetic on the program bounds the value of a pair at a given distance, so this works for any value that a distance
+bounds. Results are those of all pairs, including the order of ties. Used on CPUs for points of few features; with many,
+all points are about equally far from each other and no box can be skipped.
 
-Nearest-neighbour folds on a CPU by boxes, for points that are searched in one call.
-
-For ``mr.topk(mr.sqdist(x, y), k, largest=False)``, also without pairs of equal index, of points with few features. Few
-queries are boxed: one pass over the points looks up which queries a point may be near to (``cpp/ball_search.py``). For
-more, the points are: a tree of boxes is built, which costs about as much as a hundred such passes, and a query in it
-takes a few microseconds (``cpp/point_search.py``). A tree that is kept between calls is ``ops.knn.prepare``. Values
-that are made of a distance in any other way are left to ``branch_and_bound``.
+**Boxes** (:func:`search_boxes`), in C++, of points that are searched in one call: for the same reduction, also without
+pairs of equal index, of points with few features. Few queries are boxed: one pass over the points looks up which
+queries a point may be near to (``cpp/ball_search.py``). For more, the points are: a tree of boxes is built, which costs
+about as much as a hundred such passes, and a query in it takes a few microseconds (``cpp/point_search.py``). A tree
+that is kept between calls is ``ops.knn.prepare``. Values that are made of a distance in any other way are left to
+branch and bound.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 A pass joins the loop before it unless it needs a result that only the end of that loop completes: one over rows, or a
 gather. Inner products of a row's and a column's vector become leaves given per pair, which a GEMM computes.
 
-Sums of vectors as whole products: the weights of a panel are written over its inner products, then multiplied.
-
-On a CPU. A gradient of a vocabulary head is Σ weight × vector over both axes. Tiles of torch calls write the weights
-of a tile, and multiply it, hundreds of times for each panel; here one generated C++ function writes those of all tiles
-where their inner products were, and each sum is one matrix product.
+On a CPU, sums of vectors are found that can be whole products (:func:`find_whole_sums`): the weights of a panel are
+written over its inner products, then multiplied. A gradient of a vocabulary head is Σ weight × vector over both axes.
+Tiles of torch calls write the weights of a tile, and multiply it, hundreds of times for each panel; here one generated
+C++ function writes those of all tiles where their inner products were, and each sum is one matrix product.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Products of more features than a block holds: a K loop over features, some of both operands at a time.
+"""Products of vectors that are not one block times another: of many features, of several vectors, of stored ones.
 
-This is a GEMM with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a logsumexp, an
-argmax, a sample) of 16-bit vectors; sums of vectors would need as many registers as features, and use panels instead.
+**K loop**: products of more features than a block holds, over some features of both operands at a time. This is a GEMM
+with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a logsumexp, an argmax, a
+sample) of 16-bit vectors; sums of vectors would need as many registers as features, and use panels instead.
 
-Products of several vectors in a kernel (``program/several.py``), one matrix product for each; and extremes.
+**Several vectors** (``program/several.py``): one matrix product for each; and extremes. The loop over the vectors is
+inside the loop over tiles: a block of one of them is loaded for each product, which the compiler does ahead of it, and
+the block that they are multiplied with stays for all of them.
 
-The loop over the vectors is inside the loop over tiles: a block of one of them is loaded for each product, which the
-compiler does ahead of it, and the block that they are multiplied with stays for all of them.
-
-Vectors stored with scales for blocks of features, or in 4 bits, in a kernel: widened where a block is loaded.
-
-Bytes of 4-bit numbers are loaded as they lie, and their halves interleaved. Scales of blocks are loaded once for each
-block where blocks are powers of two, and repeated in registers; else once for each feature.
+**Packed vectors**, stored with scales for blocks of features or in 4 bits, are widened where a block is loaded. Bytes
+of 4-bit numbers are loaded as they lie, and their halves interleaved. Scales of blocks are loaded once for each block
+where blocks are powers of two, and repeated in registers; else once for each feature.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What a kernel's text depends on, besides the fold itself; and why some folds have no kernel.
+"""What a kernel's text depends on, besides the fold itself, and what is known of its numbers before it is written.
 
-What is known of a kernel's numbers before its text is written: constant factors of exponents, widths of integers.
-
-``exp(scale * s)`` becomes ``exp2(s * factor)`` with ``factor = scale * log2(e)``, a number that is known before the
-loop: pairs do not pay for it. Integers have 64 bits in a body. In a kernel, indices, small data and what stays small
-are computed in 32, which is faster: an operation whose result may not fit is given its arguments in 64. Bounds follow
-from types and constants. All of this is symbolic; ``expressions.py`` writes what is found.
+:class:`Spec` is the first, with why some folds have no kernel. Of numbers, constant factors of exponents and widths of
+integers are found: ``exp(scale * s)`` becomes ``exp2(s * factor)`` with ``factor = scale * log2(e)``, a number that is
+known before the loop: pairs do not pay for it. Integers have 64 bits in a body. In a kernel, indices, small data and
+what stays small are computed in 32, which is faster: an operation whose result may not fit is given its arguments in
+64. Bounds follow from types and constants. All of this is symbolic; ``expressions.py`` writes what is found.
 """
 
 from __future__ import annotations

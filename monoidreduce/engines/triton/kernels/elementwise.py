@@ -1,11 +1,10 @@
-"""One kernel for all arithmetic on one side between passes: a program instance takes some rows, and every feature.
+"""Kernels on one side, between passes: a program instance takes some rows, and every feature.
 
-The text is made of the same lines as a fold's (``expressions.py``): a number is a block ``[KEPT, 1]``, a vector
-``[KEPT, features]``, and there is no folded axis.
+All arithmetic between two passes is one generated kernel. The text is made of the same lines as a fold's
+(``expressions.py``): a number is a block ``[KEPT, 1]``, a vector ``[KEPT, features]``, and there is no folded axis.
 
-Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and a factor for all of them.
-
-torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
+Small fixed kernels read vectors once: ⟨x_i, y_i⟩ for every row, a factor for all of them, shifts of exponents. torch
+raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
 """
 
 from __future__ import annotations

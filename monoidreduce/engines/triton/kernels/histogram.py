@@ -1,11 +1,12 @@
-"""Launches of a table's gradient, and what makes one result of all program instances' parts, in a fixed order.
+"""Tables that pairs look up, around a launch: put in order before it, and their gradients.
 
+**Gradients**: launches, and what makes one result of all program instances' parts, in a fixed order.
 :class:`HistogramLaunch` runs a kernel of its own (``codegen/histogram.py``). :class:`DiagonalLaunch` has the gradient
 with respect to rows and that of a band in one launch: both are sums of the same numbers per pair. The warp-specialised
 kernel of the first also leaves their sums along the diagonals of every tile (``schedules/resident/diagonal_sums.py``),
 128 numbers of 64 × 64 pairs; a small kernel adds those of all tiles, in a fixed order.
 
-Tables that pairs look up, put in order before a launch where the index allows it.
+Before a launch, tables are put in order where the index allows it.
 
 **Bands**: what is looked up by a function of ``row_index - col_index``, once for every diagonal. A kernel that reads a
 table by any index computes the index, compares it with both ends and loads an entry, for every pair. Where the index is

@@ -1,9 +1,8 @@
 """What the panels of a loop add up to: sums of vectors by GEMMs, in the type and the place that keep them exact, and
 scalars by the combine of their reduction.
 
-Contractions of a panel's weights with vectors, by ping-pong kernels where these are faster than the vendor's GEMM.
-
-The vendor's GEMM is as fast in its K loop, and then waits for what it adds to and until results are written: where few
+Panels' weights are contracted with vectors by ping-pong kernels where these are faster than the vendor's GEMM. The
+vendor's GEMM is as fast in its K loop, and then waits for what it adds to and until results are written: where few
 indices are folded, that is a tenth of the time. Here one consumer writes while the other multiplies
 (``schedules/pingpong/contraction_kernel.py``). What is added to is added in float32 and rounded once; the vendor's GEMM
 rounds before it adds, and again.
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....plan import settings
 from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
 from ....program.lower import Fold
@@ -263,7 +263,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     tl = jit_module.load_module(_kernels.text).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
-    constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=matmul.float32_precision())
+    constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=settings.float32_precision())
     constants["SUM"] = tl.float64 if weights.dtype is torch.float64 else tl.float32
     options = dict(num_warps=warps, num_stages=stages)
     _kernels("contract", (len(kept.lists[over]) * blocks,), given, constants, options)

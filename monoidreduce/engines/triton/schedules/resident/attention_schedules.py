@@ -1,4 +1,6 @@
-"""The tiles of the warp-specialised attention forward (``attention.py``): one frozen value per class of head widths.
+"""The tiles and the text of the warp-specialised attention forward, which ``attention.py`` fills.
+
+The tiles are one frozen value per class of head widths.
 
 **To give the kernel another tile, edit** ``SCHEDULES``. A value says how wide vectors may be, how many consumer groups
 an instance has (64 kept indices each), how many folded indices a tile has, how deep the ring buffers are, and how
@@ -8,11 +10,9 @@ where a plan asks for its tile, and nowhere else.
 A value that cannot run raises when this module is imported. ``docs/internals/schedules.md`` shows it step by step, with
 what to run afterwards.
 
-The text of the warp-specialised attention kernel; ``attention.py`` fills its holes.
-
-The producer (``gluon_parts.PRODUCER``) runs in one warp. Consumers run in warp groups of four warps; consumer ``GROUP``
-has 64 kept indices. Its step overlaps two MMAs with arithmetic: it starts the scores of a tile and the sums of the tile
-before, and makes weights of the scores while the sums run.
+In the text, the producer (``gluon_parts.PRODUCER``) runs in one warp. Consumers run in warp groups of four warps;
+consumer ``GROUP`` has 64 kept indices. Its step overlaps two MMAs with arithmetic: it starts the scores of a tile and
+the sums of the tile before, and makes weights of the scores while the sums run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cheaper forms of two logits in whole tiles of the attention kernel: a soft cap (tanh) and ALiBi (index distance).
+"""Cheaper forms of what hand-scheduled kernels do to each pair: a soft cap (tanh), ALiBi (index distance), dropout.
 
 **Softcap.** A tanh costs a pair as much as eight instructions, an odd polynomial of degree five costs three. Within
 0.8 of 0 the polynomial equals tanh to 3.4e-4 of itself, little beside logits of bfloat16 vectors. Beyond, it is
@@ -15,7 +15,7 @@ tile nearest to the kept indices, which is computed first, has pairs on both sid
 row's logits are a line in the column, whose slope has one sign for the whole tile and whose columns are constants of
 the kernel: one instruction a pair, and subtracting the maximum is part of it.
 
-Dropout in hand-scheduled kernels: two columns per 32-bit random word.
+**Dropout** takes two columns from each 32-bit random word.
 """
 
 from __future__ import annotations
