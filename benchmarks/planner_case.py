@@ -22,7 +22,7 @@ from monoidreduce import autotune, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
-from monoidreduce.plan import candidates, plan_records
+from monoidreduce.plan import candidates, disk
 from monoidreduce.plan.op_counts import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost
@@ -124,14 +124,14 @@ def tuned(op: Any, args: list[Tensor]) -> tuple[dict[str, Choice], dict[str, Tim
 @contextlib.contextmanager
 def tuned_plans() -> Iterator[None]:
     """What is tuned inside the block is known inside such blocks alone."""
-    kept = plan_records.FOLDER
-    plan_records.FOLDER = f"{kept}-tuned"
-    plan_records.forget()
+    kept = disk.FOLDER
+    disk.FOLDER = f"{kept}-tuned"
+    disk.forget()
     try:
         yield
     finally:
-        plan_records.FOLDER = kept
-        plan_records.forget()
+        disk.FOLDER = kept
+        disk.forget()
 
 
 def _tried(choice: Choice, call: tuning.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:

@@ -17,7 +17,7 @@ import torch
 
 from monoidreduce import tuning
 from monoidreduce.engines import auto
-from monoidreduce.plan import cost
+from monoidreduce.plan import candidates
 from monoidreduce.plan.op_counts import Case
 from monoidreduce.plan.schedule import Choice
 
@@ -50,7 +50,7 @@ def _kernel(case: Case, way: str | None, choice: Choice) -> tuple:
     tile = choice.tile(way) if way else None
     if way is None or tile is None:
         return case.name, choice.schedule
-    return case.name, way, tile[:4], cost.count_splits(case, way, tile) > 1, tile[5:]
+    return case.name, way, tile[:4], candidates.count_splits(case, way, tile) > 1, tile[5:]
 
 
 def compiled(device: str, work: int, wanted: Wanted) -> None:

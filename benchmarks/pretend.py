@@ -29,12 +29,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton.kernels import row_kernels
+from monoidreduce.engines.triton.kernels import elementwise
 from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
-from monoidreduce.engines.triton.panel import contraction, kernel_step
-from monoidreduce.plan import op_counts, tiles
-from monoidreduce.plan.cost import ScheduleCost
-from monoidreduce.runtime import call_cost, dispatch, forward_form, fused_expressions
+from monoidreduce.engines.triton.panel import accumulators, kernel_step
+from monoidreduce.plan import op_counts, schedule
+from monoidreduce.plan.candidates import ScheduleCost
+from monoidreduce.runtime import call_cost, dispatch
 from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
@@ -48,24 +48,24 @@ _ABILITIES = ["descriptors", "tanh", "fast_epilogues"]  # that an H200 has
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = auto.case_without_leaves, forward_form.find_saving_fold, descriptors.make_shift_descriptor
+    bare, form, line = auto.case_without_leaves, dispatch.find_saving_fold, descriptors.make_shift_descriptor
     repeated = kernel_step.replay_walk if again else lambda walked, *given: walked(*given)
     on_cpu = lambda length, count, block, device: line(length, count, block, _CPU)
     yes = lambda *given: True
-    device = dict(find_family=lambda device: tiles.family(9, 0), count_processors=lambda device: 132)
+    device = dict(find_family=lambda device: schedule.family(9, 0), count_processors=lambda device: 132)
     device |= dict(can_relaunch=yes, runs_warp_specialized=yes, splits_float32=yes)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(make_shift_descriptor=on_cpu)),
         (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
         (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
-        (forward_form, dict(find_saving_fold=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
+        (dispatch, dict(find_saving_fold=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (dispatch, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),
-        (contraction, dict(contract_into=_contracted)),
+        (accumulators, dict(contract_into=_contracted)),
         (auto, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (kernel_step, dict(replay_walk=repeated)),
         (call_cost, dict(fits_one_matrix=lambda *given: False)),
-        (fused_expressions, dict(row_dot=_row_dot)),
+        (dispatch, dict(row_dot=_row_dot)),
         (jit_module, dict(make_relauncher=lambda *given: _nothing)),
     )
     with contextlib.ExitStack() as stack:
@@ -85,17 +85,17 @@ def _heard(*given: Any) -> None:
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    if not contraction.contract_by_pingpong(out, weights, vectors, add):
+    if not accumulators.contract_by_pingpong(out, weights, vectors, add):
         _heard(out, weights, vectors, add)
 
 
-_plain_row_dot = fused_expressions.row_dot
+_plain_row_dot = dispatch.row_dot
 
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     narrow = x.dtype in matmul.SIXTEEN and compute is torch.float32
-    found = row_kernels.compute_row_dots(x, y) if narrow and not asks else None
+    found = elementwise.compute_row_dots(x, y) if narrow and not asks else None
     return _plain_row_dot(x, y, compute) if found is None else found
 
 

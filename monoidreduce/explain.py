@@ -20,7 +20,7 @@ from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
 from .plan import settings
 from .plan.budget import format_ceil as _size
-from .plan.cost import Cost, Part, ScheduleCost
+from .plan.candidates import Cost, Part, ScheduleCost
 from .plan.op_counts import DeviceRates
 from .program.compile import Stage, compile_program, list_stages
 from .program.lower import Fold, Lowered

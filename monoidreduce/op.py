@@ -23,7 +23,7 @@ from . import arrays
 from .algebra import Monoid
 from .autotune import Tuning, tune
 from .block_runs import Argument, Place, Prepared
-from .domains import nested
+from .domains import jagged
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, distributed_fold, dtensors
 from .engines.stream import ChunkedProgram
@@ -32,7 +32,7 @@ from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
 from .plan.budget import budget
-from .plan.cost import Cost
+from .plan.candidates import Cost
 from .plan.settings import requested_budget
 from .program import declarations
 from .program.compile import compile_program
@@ -41,7 +41,7 @@ from .program.declarations import public_name
 from .program.expression import Expr
 from .program.lower import Lowered
 from .program.trace import TracedBody, find_place
-from .runtime import call_cost, dispatch, domain_call, dynamo, forward_form, recorder, table_range, torch_replay
+from .runtime import bind, call_cost, dispatch, recorder, table_range, torch_operator, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_axes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
 from .stored_vectors import Scaled, make_body, split_arguments
@@ -56,7 +56,7 @@ explained_calls: contextvars.ContextVar[Calls | None] = contextvars.ContextVar(
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
 
-class Op(dynamo.Compiled, Generic[Result]):
+class Op(torch_operator.Compiled, Generic[Result]):
     """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
 
     >>> import torch, monoidreduce as mr
@@ -79,9 +79,9 @@ class Op(dynamo.Compiled, Generic[Result]):
         self.function = function
         self.parameters = declarations.parameters(function) if parameters is None else dict(parameters)
         self.signature = inspect.signature(function)
-        self.domain = domain  # the form of the pairs that exist (``runtime/domain_call.py``); None: all
+        self.domain = domain  # the form of the pairs that exist (``runtime/bind.py``); None: all
         if domain is not None:
-            self.parameters = domain_call.parameters_over(domain, self.parameters)
+            self.parameters = bind.parameters_over(domain, self.parameters)
             given = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n, _ in domain_inputs(domain)]
             self.signature = self.signature.replace(parameters=[*self.signature.parameters.values(), *given])
         self._axes = {n: p.axis for n, p in self.parameters.items() if p.axis in ("rows", "cols")}
@@ -104,7 +104,7 @@ class Op(dynamo.Compiled, Generic[Result]):
                 return arrays.call_traced(self._call_compiled, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(self._call_divided)(*args, **kwargs)
-            if nested.any_nested([*args, *kwargs.values()]):
+            if jagged.any_nested([*args, *kwargs.values()]):
                 return self._call_with_values(args, kwargs)
             return self._run_compiled(args, kwargs)
         if declarations.RESERVED in kwargs:
@@ -121,7 +121,7 @@ class Op(dynamo.Compiled, Generic[Result]):
 
     def _call_with_values(self, args: tuple, kwargs: dict) -> Any:
         """A call with nested tensors among its arguments."""
-        return nested.call_with_values(
+        return jagged.call_with_values(
             self, self._axes, list(self.parameters), args, kwargs, lambda given, _: self._result_axes(dict(given))
         )
 
@@ -143,7 +143,7 @@ class Op(dynamo.Compiled, Generic[Result]):
             return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
         if key is None and _has_scaled(args, kwargs):
             return self._stored_calls(args, kwargs)
-        if key is None and nested.any_nested((*args, *kwargs.values())):
+        if key is None and jagged.any_nested((*args, *kwargs.values())):
             return self._call_with_values(args, kwargs)
         if torch.jit.is_tracing():
             raise EngineError(
@@ -390,7 +390,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         columns = functools.partial(bind_inputs, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = forward_form.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
+        program = dispatch.mark_exact_folds(compile_program(traced.outputs), frozenset(inputs), sizes)
         where = () if place is None else (place.first, place.total)
         forms = [output_form(e, sizes, out) for e in traced.outputs]
         return Prepared(
@@ -412,13 +412,13 @@ class Op(dynamo.Compiled, Generic[Result]):
         table_range.check_part(traced.outputs, sizes, inputs)
         inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         needed = dispatch.names_needing_gradient(inputs)
-        program = forward_form.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
+        program = dispatch.mark_exact_folds(compile_program(traced.outputs), needed, sizes)
         results = distributed_fold.execute_program(program, inputs, sizes, dispatch.sharded_folder())
         return traced.outputs, format_results(results, traced, sizes, out), sizes, traced.pack
 
     # The same op for arguments that are stored as small numbers, or over some of the pairs: each is an op of its own
 
-    def _find_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall] | None:
+    def _find_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, bind.DomainCall] | None:
         """The op that runs a call with stored arguments or listed columns, and what it is called with; None where that
         is this one."""
         if _has_scaled(args, kwargs):
@@ -444,7 +444,7 @@ class Op(dynamo.Compiled, Generic[Result]):
         op, call = found
         return call.finish(op(**call.values))
 
-    def _find_stored_variant(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+    def _find_stored_variant(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Op, bind.DomainCall]:
         """The op for arguments of which some are stored (``stored_vectors.py``)."""
         if len(args) > len(self.parameters):
             raise ArgumentError(
@@ -453,20 +453,20 @@ class Op(dynamo.Compiled, Generic[Result]):
         self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
         forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
         op = getattr(self, self._name_variant("stored", *forms)) if forms else self
-        return op, domain_call.DomainCall((), given)
+        return op, bind.DomainCall((), given)
 
-    def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, domain_call.DomainCall]:
+    def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, bind.DomainCall]:
         """The op over the pairs that the keyword ``cols`` says."""
         own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
         try:
-            domain = domain_call.check_domain(kwargs[declarations.RESERVED])
+            domain = bind.check_domain(kwargs[declarations.RESERVED])
             parameters = getattr(self, self._name_variant("over", *domain.form)).parameters
-            call = domain_call.bind_domain(parameters, self._bind(args, own, parameters), domain)
+            call = bind.bind_domain(parameters, self._bind(args, own, parameters), domain)
             return getattr(self, self._name_variant("over", *call.form)), call
         except MonoidReduceError as error:
             raise error.at(self._describe(args, own)) from None
 
-    @dynamo.constant
+    @torch_operator.constant
     def _name_variant(self, how: str, *form: Any) -> str:
         """The attribute that holds the op for stored arguments or pairs of a form: there dynamo can guard it."""
         name = f"_{how}_{form!r}".replace(".", "_")  # of dtypes: dynamo takes no dots

@@ -20,7 +20,7 @@ from torch.autograd.gradcheck import GradcheckError
 from .. import errors
 from ..algebra import Monoid, laws
 from ..errors import MonoidLawError, MonoidReduceError, NoGradientError
-from ..plan import tiles
+from ..plan import schedule
 from ..plan.budget import budget
 from ..program.expression import topological
 from ..runtime.dispatch import use
@@ -320,7 +320,7 @@ def _check_memory(t: LayerUnderTest) -> Found:
     sizes stops growing there.
     """
     small, large, larger = (tuple(n * by // 2 for n in t.large) for by in (1, 2, 4))
-    if small[0] * small[1] < 2 * tiles.ELEMENTS:
+    if small[0] * small[1] < 2 * schedule.ELEMENTS:
         words = f"{_format_size(t.large)} is too small to tell a tile from a matrix: {_format_size(LARGE_SIZE)} is not"
         return NOT_TRIED, words
     before, now, size = t.profile_memory(small), t.profile_memory(large), large

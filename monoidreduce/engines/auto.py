@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import candidates, op_counts, plan_records, settings, tiles
+from ..plan import candidates, disk, op_counts, schedule, settings
 from ..plan.op_counts import Case, round_length
 from ..plan.schedule import Choice
 from ..program.expression import Expr, index, size
@@ -92,7 +92,7 @@ def run_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> 
         how = Choice("flash")
     if not _has_kernels(sizes.device):
         tile = how.tile("tile")
-        return eager.run(fold, given, sizes, None if tile is None else tiles.Tiles(*tile))
+        return eager.run(fold, given, sizes, None if tile is None else schedule.Tiles(*tile))
     with _use_tiles(how):
         return triton.run(fold, given, sizes, fallback=eager.run)
 
@@ -138,22 +138,22 @@ def _step_class(device: torch.device) -> panel.StepClass:
 # Tuned plans --------------------------------------------------------------------------------------------------
 
 
-def fold_key(case: Case, device: torch.device) -> plan_records.Key:
+def fold_key(case: Case, device: torch.device) -> disk.Key:
     """What a tuned plan of a fold depends on."""
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {settings.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
-    return plan_records.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
+    return disk.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
 
 
-def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> plan_records.Key:
+def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> disk.Key:
     """What the tuned choice of a whole call, dense or tiled, depends on."""
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     gradients = "with" if backward else "without"
-    types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {settings.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
     letters, device = sorted(sizes.letters.items()), op_counts.device_name(sizes.device)
-    return plan_records.make_key(name, "call ", lengths, letters, types, device)
+    return disk.make_key(name, "call ", lengths, letters, types, device)
 
 
 # What a choice depends on -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..domains import Domain, nested
+from ..domains import Domain, jagged
 from ..domains.base import wrong_domain_error
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
@@ -554,11 +554,11 @@ def _public(
         for name, fix in dense_only.items():
             if given.get(name):
                 raise ArgumentError(detail=f"{name} was given beside nested tensors", fix=fix)
-        return nested.call_with_values(layer, sides, names, args, kwargs, result_sides, takes_cols="cols" in names)
+        return jagged.call_with_values(layer, sides, names, args, kwargs, result_sides, takes_cols="cols" in names)
 
     def of_any_tensors(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        if nested.any_nested(given):
+        if jagged.any_nested(given):
             return of_nested(*args, **kwargs)
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
         return run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
@@ -572,7 +572,7 @@ def _public(
                 return arrays.call_traced(layer, args, kwargs)
             if dtensors.are_traced([*args, *kwargs.values()]):
                 return torch._dynamo.disable(of_any_tensors)(*args, **kwargs)
-            if nested.any_nested([*args, *kwargs.values()]):
+            if jagged.any_nested([*args, *kwargs.values()]):
                 return of_nested(*args, **kwargs)
             return layer(*args, **kwargs)
         if settings.layout.get() is None:

@@ -12,7 +12,7 @@ from ..engines.common.shard import find_chunk, gather_chunks
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from ..runtime import recorder
-from ..runtime.fused_expressions import label_share, label_share_kernel
+from ..runtime.dispatch import label_share, label_share_kernel
 from ..stored_vectors import Vectors
 from . import checks, heads
 from . import language as mr

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CacheError
-from . import disk, plan_records
-from .plan_records import Key, Record
+from . import disk
+from .disk import Key, Record
 
 KERNELS, LIBRARIES = "kernels", "cpp"
-_SUFFIXES = {plan_records.FOLDER: (".json",), KERNELS: (".py",), LIBRARIES: (".so", ".sum")}
+_SUFFIXES = {disk.FOLDER: (".json",), KERNELS: (".py",), LIBRARIES: (".so", ".sum")}
 
 __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
@@ -38,7 +38,7 @@ def plans() -> list[Record]:
     >>> all(plan.key.program for plan in mr.cache.plans())
     True
     """
-    return plan_records.list_records()
+    return disk.list_records()
 
 
 def clear(*, kernels: bool = True) -> int:
@@ -53,12 +53,12 @@ def clear(*, kernels: bool = True) -> int:
     0
     """
     count = 0
-    for name in _SUFFIXES if kernels else (plan_records.FOLDER,):
+    for name in _SUFFIXES if kernels else (disk.FOLDER,):
         place = disk.cache_root() / name
         if place.is_dir() and not place.is_symlink():
             found = [file for suffix in _SUFFIXES[name] for file in disk.list_files(place, suffix)]
             count += sum(map(disk.remove, found))
-    plan_records.forget()
+    disk.forget()
     return count
 
 
@@ -74,10 +74,10 @@ def export(file: str | os.PathLike[str]) -> int:
     True
     """
     found = plans()
-    body = {"format": plan_records.FORMAT, "plans": [r.to_json() for r in found]}
+    body = {"format": disk.FORMAT, "plans": [r.to_json() for r in found]}
     try:
         with disk.open_new(Path(file)) as new:
-            new.write(plan_records.canonical_json(body).encode())
+            new.write(disk.canonical_json(body).encode())
     except OSError as error:
         raise CacheError(
             detail=f"plans cannot be written to {os.fspath(file)}: {error}", fix="Name a file in a folder of yours"
@@ -99,7 +99,7 @@ def import_(file: str | os.PathLike[str]) -> int:
     """
     found = _read_records(Path(file))
     for record in found:
-        plan_records.remember(record)
+        disk.remember(record)
     return len(found)
 
 
@@ -109,12 +109,8 @@ def _read_records(file: Path) -> list[Record]:
             data = opened.read(disk.LARGEST + 1)
     except OSError as error:
         raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
-    body = plan_records.parse_json(data) if len(data) <= disk.LARGEST else None
-    if (
-        not isinstance(body, dict)
-        or not isinstance(body.get("plans"), list)
-        or body.get("format") != plan_records.FORMAT
-    ):
+    body = disk.parse_json(data) if len(data) <= disk.LARGEST else None
+    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") != disk.FORMAT:
         raise CacheError(
             detail=f"{file} holds no plans in the form that this version knows",
             fix="Give a file that mr.cache.export of the same version wrote",

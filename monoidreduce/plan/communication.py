@@ -1,4 +1,4 @@
-"""Communication of a sharded fold, in bytes: what our layouts send (the papers' equations 5 and 9: ``cost.py``).
+"""Communication of a sharded fold, in bytes: what our layouts send (the papers' equations 5 and 9: ``candidates.py``).
 
 Counts are bytes sent by one rank, averaged over the ranks. ``A`` and ``B`` are the bytes of one row's and one column's
 inputs, ``P`` those of one row's result.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..program.expression import Expr
 from ..program.lower import Fold
 from ..reductions import kind_of
-from .cost import backward_cost, forward_cost
+from .candidates import backward_cost, forward_cost
 
 Of = Callable[[str], int]  # the size of a feature letter
 
@@ -154,10 +154,10 @@ def count_sent_in_grid(
 
 # What a fold costs on many machines: row blocks × stretches of columns, states on disk between them.
 #
-# Extends ``cost.py`` past one machine. A unit folds ``chunks`` chunks of columns over one block of rows on one worker;
-# all units are alike, and workers take them one after the other:
+# Extends ``candidates.py`` past one machine. A unit folds ``chunks`` chunks of columns over one block of rows on one
+# worker; all units are alike, and workers take them one after the other:
 #
-#     unit     = chunks × seconds of one chunk (``cost.py``) + bytes of its columns and rows / read rate
+#     unit     = chunks × seconds of one chunk (``candidates.py``) + bytes of its columns and rows / read rate
 #                + bytes of its state, written, and read and written again by the merges / write rate + overhead
 #     job      = ⌈units / workers⌉ × unit, and no less than the bytes that a machine reads / its disk's rate
 #

@@ -27,7 +27,7 @@ from ..program.primitives import PRIMITIVES
 from ..program.several import DOTS, is_product
 from ..reductions import kind_of, outputs_of
 from . import settings
-from .tiles import family_name
+from .schedule import family_name
 
 # Device rates: what the cost model divides by.
 #
@@ -326,7 +326,7 @@ class Case:
 
     @functools.cached_property
     def estimated(self) -> dict[tuple[str, tuple[int, ...]], tuple[float, float, float, int]]:
-        """What was estimated of its kernels, by folded axis and tile (``cost.py``)."""
+        """What was estimated of its kernels, by folded axis and tile (``candidates.py``)."""
         return {}
 
     @functools.cached_property

@@ -1,4 +1,5 @@
-"""A :class:`Choice`: how a fold is run, as one of five schedules and its tiles. Plain data, stored as JSON.
+"""How a fold is run: a :class:`Choice` of one of five schedules and its tiles (plain data, stored as JSON), and the
+tiles that are taken where nothing was chosen.
 
 | schedule | how |
 |---|---|
@@ -9,17 +10,23 @@
 | ``total`` | panels, with the gradient taken in the forward (a whole call) |
 
 The cost model ranks choices (``candidates.py``), the tuner measures them, and :func:`follow` sets one for a block.
+
+Default tiles: those of the eager engine (:func:`choose_tiles`), then the tables of Triton kernels. The eager engine's
+time is matrix products, a few passes of arithmetic over the tile, and about 0.1 ms of Python per tile. The products and
+Python want it large, the passes want it in the cache, and skipping wants it small. Measured with attention, forward and
+backward, on two cores each of a Neoverse N1 (1 MB of L2) and of a Xeon with AMX (2 MB of L2): 1024 × 1024 is within a
+few per cent of the best shape on both, in float32 and bfloat16; 512 × 512 costs 20 to 40 %.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentError
-from . import settings
+from ..errors import ArgumentError, BudgetError
+from . import budget, settings
 
 SCHEDULES = ("dense", "flash", "split", "panel", "total")
 
@@ -110,3 +117,193 @@ def get_followed(name: str) -> Choice | None:
         return None
     whole = found.schedule in ("dense", "total")
     return found if whole == (name == "call") else None
+
+
+ROWS, COLS = 1024, 1024  # the tile when both axes are long
+ELEMENTS = ROWS * COLS
+HELD = 6 * 8  # bytes per pair, at most, of a tile's buffers and torch's temporaries: six numbers of 64 bits
+LEAST = 16 * 16 * HELD  # a smaller budget is refused: the tiles would be too slow
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Batch elements, rows and columns of one tile."""
+
+    batch: int
+    rows: int
+    cols: int
+
+
+def choose_tiles(
+    batch: int, rows: int, cols: int, width: int = 1, room: int | None = None, copied: tuple[int, int] = (0, 0)
+) -> Tiles:
+    """The tile for ``batch`` folds of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
+
+    ``copied``: bytes of a row's and of a column's vectors that are copied for a tile, as they are multiplied in another
+    type than they are stored in. ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that
+    is too little.
+    """
+    asked = settings.now()
+    elements, room = ELEMENTS // max(1, width) // asked.shrink, room or asked.budget
+    if room is not None:
+        if room < LEAST:
+            raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(LEAST))
+        elements = min(elements, max(LEAST, room // asked.shrink) // HELD)
+    elements = max(1, elements)
+    r = min(max(1, rows), max(1, min(ROWS, elements)))
+    c = min(max(1, cols), max(1, elements // r))
+    r = min(max(1, rows), max(r, elements // c))  # few columns: take more rows
+    if room is not None:  # a quarter for the copies of either side
+        r, c = (min(n, max(16, room // 4 // held)) if held else n for n, held in zip((r, c), copied, strict=True))
+    b = min(max(1, batch), max(1, elements // (r * c)))
+    return Tiles(b, r, c)
+
+
+# Default tiles of generated kernels, by what a kernel holds and by GPU family: what an untuned call runs with.
+#
+# ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile was the fastest, or within a few per cent of
+# it, over attention, MLPs, contrastive losses and kernel sums, each kernel alone. The other families were not measured:
+# their tiles are the same, or smaller where those spill, and fit by a count of shared memory that is at most 6 % below
+# what kernels compiled for 8.0 and 8.9 take; none of them spills more than the fastest tiles on an H200 do
+# (``tests/interpret/test_aot_compile.py``).
+
+Tile = tuple[int, int, int, int]  # kept indices per program instance, folded indices per step, warps, stages
+
+KERNELS: dict[str, Tile] = {
+    "few features": (32, 32, 4, 2),  # or none; all in registers: gradients of points spill with 32 × 128 (8 → 22 ms)
+    "float64": (32, 32, 4, 1),
+    "float64, wide": (16, 16, 4, 1),
+    "float32, exact": (32, 32, 4, 2),  # no tensor cores: one stage, or larger tiles, spill
+    "float32": (64, 64, 4, 2),
+    "float32, wide": (64, 32, 4, 2),
+    "float32, halves": (128, 64, 4, 2),  # split float32 on tensor cores; kernels that hold more spill with larger tiles
+    "float32, halves, close": (64, 64, 4, 2),  # neighbours: 27 ms where 64 × 32 takes 40
+    "float32, halves, close, powers": (64, 32, 4, 3),
+    "float32, thirds": (64, 64, 4, 3),
+    "float32, thirds, close": (64, 32, 4, 3),
+    "float32, thirds, sums": (64, 64, 4, 2),
+    "float32, thirds, wide": (64, 32, 4, 2),
+    "16 bits": (64, 64, 4, 3),
+    "16 bits, wide": (128, 64, 8, 3),
+    # not measured: a block of kept vectors is loaded for each product, 128 folded indices keep the L2 cache up with it
+    "several vectors, 16 bits": (128, 128, 8, 3),
+}
+
+# Kernels that load operands by tensor descriptors: by feature size, number of vector accumulators, and what they do.
+#   "one block": one folded operand per tile ("softmax": with a guessed maximum)
+#   "passes": a condition skips tiles; "softmax": a guessed maximum; "powers": computes powers
+#   "reads": conditions on data, whose numbers leave no shared memory for three stages of 64 in two instances
+#   "short": several conditions, so that few tiles per row are computed
+#   "plain": none of these; "gated": three folded operands; "gradient": the row gradient; "apart": two kept operands,
+#   and an accumulator of a third that is in no other product
+COPIED: dict[tuple[int, int, str], Tile] = {
+    (64, 1, "one block"): (64, 64, 4, 2),
+    (64, 1, "one block, softmax"): (64, 64, 4, 2),
+    (128, 1, "one block"): (64, 128, 4, 2),
+    (128, 1, "one block, softmax"): (64, 128, 4, 3),
+    (256, 1, "one block"): (128, 64, 8, 3),
+    (256, 1, "one block, softmax"): (128, 64, 8, 3),
+    (64, 1, "plain"): (64, 64, 4, 4),
+    (64, 1, "plain gradient"): (64, 128, 4, 3),
+    (64, 2, "plain"): (64, 128, 4, 3),
+    (128, 1, "plain"): (64, 64, 4, 3),
+    (128, 2, "plain"): (64, 64, 4, 2),
+    (128, 1, "gated"): (64, 64, 4, 2),
+    (128, 1, "gated gradient"): (128, 64, 8, 3),
+    (128, 1, "plain apart"): (64, 64, 4, 2),
+    (128, 1, "passes"): (64, 64, 4, 3),
+    (128, 1, "short"): (64, 64, 4, 3),
+    (128, 1, "reads"): (64, 32, 4, 3),
+    (128, 1, "short gradient"): (64, 64, 4, 2),
+    (128, 1, "reads gradient"): (64, 64, 4, 2),
+    (128, 1, "powers"): (64, 64, 4, 2),
+    **{
+        (width, sums, how): tile
+        for how in ("passes", "short", "reads", "softmax", "powers")
+        for width, sums, tile in (
+            (64, 0, (64, 64, 4, 2)),
+            (64, 1, (64, 64, 4, 2)),
+            (64, 2, (64, 128, 4, 2)),
+            (128, 0, (128, 64, 8, 3)),
+            (128, 2, (64, 64, 4, 2)),
+            (256, 0, (128, 64, 8, 3)),
+            (256, 1, (128, 64, 8, 3)),
+        )
+        # column sums of attention, 64 × 4096 × 4096 pairs: 1.07 ms by plain loads, 1.20 by descriptors (H200)
+        if (width, sums, how) != (128, 0, "powers")
+    },
+}
+
+
+# GEMM with a fold as its epilogue: by whether pairs draw random numbers, and whether there are many rows
+FEW_ROWS = 64
+DEEP: dict[tuple[str, bool], Tile] = {
+    ("", True): (128, 256, 8, 3),
+    ("", False): (64, 256, 8, 4),
+    ("draws", True): (128, 256, 8, 3),
+    ("draws", False): (64, 256, 8, 4),
+}
+
+
+# Few kept indices against many folded ones (decoding): by the widest features, folded indices per step, warps, stages.
+# Kept indices per program instance: as many as there are, from 16 to ``MOST_FEW``
+MOST_FEW = 64
+FEW: dict[int, tuple[int, int, int]] = {64: (128, 4, 4), 128: (64, 4, 4), 256: (32, 4, 4)}
+# Where the folded vectors are stored in 8 bits or fewer. H200, one row of 16 x 32/8 heads against as many columns as
+# have the bytes of 8192 of 128 features, by FEW's tiles and by these: FP8 0.104 to 0.087, 0.096 to 0.089 and
+# 0.110 to 0.088 ms of 64, 128 and 256 features; int8 0.118 to 0.108, 0.112 to 0.099 and 0.120 to 0.100; in bfloat16
+# 0.134, 0.134 and 0.140.
+FEW_STORED: dict[int, tuple[int, int, int]] = {64: (256, 4, 3), 128: (128, 4, 3), 256: (64, 4, 3)}
+# The same of pages, whose length tiles keep to. H200, the same in pages of 64: 0.106 ms, by four warps 0.128, in
+# bfloat16 0.147
+FEW_STORED_PAGES = FEW | {128: (64, 2, 3)}
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """GPUs with the same limits. ``spare``: the share of shared memory that a kernel's counted buffers may take."""
+
+    name: str
+    shared: int  # bytes of shared memory of one program instance
+    spare: float
+    ahead: int  # pipeline stages that have no buffer of their own
+    source: str
+    own: Mapping[str, Tile] = field(default_factory=dict)  # tiles that differ from the table
+
+    def tile(self, kind: str) -> Tile:
+        """The default tile for a kind of kernel, a key of ``KERNELS``."""
+        return self.own.get(kind, KERNELS[kind])
+
+
+# With Hopper's 128 × 64, or 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
+# A product's 128 × 256 spills there too.
+_OLDER = {
+    "16 bits, wide": (64, 64, 4, 2),
+    "several vectors, 16 bits": (64, 64, 4, 2),
+    "product": (128, 128, 8, 3),
+}
+FAMILIES = {
+    "hopper": Family("H100, H200", 232_448, 0.93, 0, "measured on an H200"),
+    "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0", _OLDER),
+    "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, "derived from kernels compiled for 8.9", _OLDER),
+}
+
+
+def family(major: int, minor: int) -> Family:
+    """The family of a compute capability; newer ones count as Hopper.
+
+    >>> [family(*version).name for version in ((8, 0), (8, 9), (9, 0))]
+    ['A100', 'L4, RTX 4090, A10', 'H100, H200']
+    """
+    return FAMILIES[family_name(major, minor)]
+
+
+def family_name(major: int, minor: int) -> str:
+    """The family of a compute capability as a key of ``FAMILIES``.
+
+    >>> family_name(8, 6)
+    'ada'
+    """
+    if (major, minor) == (8, 0):
+        return "ampere"
+    return "ada" if major in (7, 8, 12) else "hopper"

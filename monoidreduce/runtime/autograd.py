@@ -40,7 +40,7 @@ from ..errors import NoGradientError
 from ..plan import settings
 from ..program.loss_and_gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
-from . import dispatch, forward_form, fused_expressions, torch_operator
+from . import dispatch, torch_operator
 from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, include_16_bits, need_gradient
 from .replay import CallViews, ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, SavedValues, make_steps
 from .torch_replay import FoldReplay
@@ -63,7 +63,7 @@ def make_runner(engine: str, program: Lowered, numbers: frozenset[str], one_kind
 def make_stepwise_runner(engine: str, program: Lowered, numbers: frozenset[str], one_kind: bool) -> Runner:
     """The same, always step by step."""
     grouped = one_kind or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
-    steps, run = StepRunner(engine, one_kind), script(program, numbers, grouped, fused_expressions.row_dot).run
+    steps, run = StepRunner(engine, one_kind), script(program, numbers, grouped, dispatch.row_dot).run
     return lambda sizes, *values: run(sizes, steps, *values)
 
 
@@ -361,7 +361,7 @@ class PassContext:
         """How the forward also saves gradients of its rows, where that pays."""
         if not self.may_save:
             return None
-        return forward_form.find_saving_fold(self.fold, leaves, sizes or self.sizes, self.engine)
+        return dispatch.find_saving_fold(self.fold, leaves, sizes or self.sizes, self.engine)
 
     @property
     def may_save(self) -> bool:
@@ -650,7 +650,7 @@ class ElementwiseStep:
     def _run_in_torch(self) -> ElementwiseRun:
         names = {e.attrs[0]: k for k, e in enumerate(self.group.leaves)}
         numbers = frozenset(n for n, k in names.items() if self.numbers[k])
-        made = script(Lowered((), self.group.outputs), numbers, False, fused_expressions.row_dot)
+        made = script(Lowered((), self.group.outputs), numbers, False, dispatch.row_dot)
         return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> GradientRunner:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines import panel, reference, triton
+from ..engines import dense, panel, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
@@ -33,7 +33,7 @@ from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.lower import looks_up
 from ..program.trace import TracedBody, trace, watch
-from . import dispatch, forward_form, gradient_in_forward, table_range
+from . import dispatch, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims
 from .call_cost import DenseOrTiled
@@ -204,7 +204,7 @@ def _run_by_passes(
     numbers = frozenset([n for n in names if not isinstance(values[n], Tensor)])
     needed = names_needing_gradient(values)
     if settings.kernels_run_on(sizes.device):
-        program = forward_form.mark_exact_folds(program, needed, sizes)
+        program = dispatch.mark_exact_folds(program, needed, sizes)
     others = [n for n in names if n not in numbers and n not in needed] if program.exact else []
     without = [n for n in others if values[n].is_floating_point()]
     passes: Callable = functools.partial(make_stepwise_runner(engine, program, numbers, records), sizes)
@@ -241,7 +241,7 @@ def _run_reference(traced: TracedBody, sizes: Sizes, total: bool) -> tuple[tuple
 
     def run(*given: Any) -> list[Any]:
         known = dict(zip(names, given, strict=True))
-        found = reference.run(traced.outputs, known, sizes, settings.now().limit)
+        found = dense.run(traced.outputs, known, sizes, settings.now().limit)
         rows = [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
         return sum_rows(rows, sizes) if total else rows
 

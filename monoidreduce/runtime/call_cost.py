@@ -6,7 +6,8 @@ For every schedule the cost of a call is then
     seconds = torch's own operators + Σ over folds (estimate of the fold's best choice of that schedule + host time)
     peak    = max over folds (bytes alive beside the fold + bytes that the fold holds)
 
-with a fold's time from ``plan/cost.py`` and its memory from ``memory_estimate.py``. The dense form is dry-run as well.
+with a fold's time from ``plan/candidates.py`` and its memory from ``memory_estimate.py``. The dense form is dry-run as
+well.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ..engines.eager import cpp
 from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
-from ..plan import budget, candidates, communication, cost, op_counts, plan_records, schedule, settings
-from ..plan.cost import Cost, Part, ScheduleCost
+from ..plan import budget, candidates, communication, disk, op_counts, schedule, settings
+from ..plan.candidates import Cost, Part, ScheduleCost
 from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
 from ..program import constructors
@@ -147,9 +148,9 @@ def _estimate_schedule(
     """The cost of the call with every fold run by its choice."""
     parts = []
     for fold, case, choice in zip(passes.folds, cases, choices, strict=True):
-        found = cost.estimate(case, choice)
+        found = candidates.estimate(case, choice)
         if case.kernels:  # as choices are ranked, so that the fastest is the one that runs
-            found = replace(found, seconds=cost.estimate(case.rounded(), choice).seconds)
+            found = replace(found, seconds=candidates.estimate(case.rounded(), choice).seconds)
         if closely and case.pairs():
             found = replace(found, peak=_estimate_memory(fold, choice, found.peak))
         parts.append(Part(case, choice, found, fold.backward))
@@ -217,7 +218,7 @@ def estimate_total(
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
-    found = cost.estimate_panels(
+    found = candidates.estimate_panels(
         case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), 0, budget.PANELS)
     )
     return ScheduleCost("total", found.flops, found.bytes, found.seconds, found.held, found.peak)
@@ -364,7 +365,7 @@ def may_be_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, back
     if not fits_one_matrix(program, sizes):
         return False
     found = estimate_dense(program, inputs, sizes, backward)
-    return found is not None and cost.fits_dense(found, settings.requested_budget(), DENSE_LIMIT)
+    return found is not None and candidates.fits_dense(found, settings.requested_budget(), DENSE_LIMIT)
 
 
 def fits_one_matrix(program: Lowered, sizes: Sizes) -> bool:
@@ -388,7 +389,7 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
         return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not fits_one_matrix(program, sizes):
         return False
-    tuned = plan_records.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
+    tuned = disk.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense" and may_be_dense(program, inputs, sizes, backward)
     return predict_dense(program, inputs, sizes, backward)
@@ -408,7 +409,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

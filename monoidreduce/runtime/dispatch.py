@@ -1,4 +1,4 @@
-"""What runs a call: the engines, which of them is in force, and what around the call has a say in it.
+"""What runs a call: the engines, which of them is in force, what around the call has a say in it, and in which form.
 
 ``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one
 function: run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the
@@ -8,13 +8,35 @@ checks.
 A call on plain tensors that nobody traces takes the fast paths (a cached plan, recorded launches). The settings are one
 value in a context variable (``plan/settings.py``), and torch runs a backward on a GPU in a thread of its own, where no
 block of the caller's is open: so the forward keeps its settings, and the backward applies them.
+
+A forward takes its form for the sake of its gradients:
+
+**Products of 16-bit vectors that are not rounded.** A forward in one kernel has its products in float32. A gradient
+that reads them from a panel of bfloat16 divides by the forward's sum of exponentials, which must be that of the same
+numbers: of exact ones, it would miss the largest weights of a peaked softmax by several per cent. So such a forward
+rounds its products, unless its gradients, too, are written by products of our own, which have theirs in float32
+(``engines/triton/panel/epilogue.py``). Which it will be is predicted here, and said in the fold (``Fold.exact``).
+Gradients inherit it, gradients of gradients too, and whoever runs them obeys: where panels are the vendor's after all
+they hold float32. A prediction that fails costs memory and time, and no digits.
+
+**Gradients of rows that the forward saves** (``program/loss_and_gradient.py``). It pays where kernels run and pairs are
+many: a product less in all, for the price of one vector per row that is held until the backward. Under a memory budget
+the usual path is taken, and so it is by a backward that is itself to be differentiated. Targets that are data (labels
+in any order) lie in every tile, so that no tile goes without a condition and a running maximum: they take the usual
+path too.
+
+Three small expressions around folds (:func:`row_dot`, ...) have kernels of their own on a GPU. Each function is its
+torch expression; where its arguments are plain tensors on a GPU and the Triton engine has a kernel
+for them, that runs instead: one launch, and 16-bit numbers are converted as they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +47,18 @@ from .. import tuning
 from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
+from ..engines.common.matmul import SIXTEEN, dry_run_sizes
+from ..engines.panel.panel_program import as_program, split_into_loops
 from ..engines.ranks import distributed_fold
-from ..errors import EngineError
+from ..errors import EngineError, NoGradientError
 from ..plan import settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
+from ..program.compile import compile_program
 from ..program.declarations import Parameter
-from ..program.lower import Fold, find_same_sequence
+from ..program.expression import Expr, topological
+from ..program.gradient import FoldGradient
+from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
+from ..program.lower import Fold, Lowered, Pass, find_same_sequence
 
 # The engines
 
@@ -191,7 +219,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, matmul.float32_precision())
+    return None if state is None else (*state, settings.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:
@@ -300,3 +328,112 @@ def _cast(value: Any, p: Parameter | None, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or p is None or p.axis == "number" or p.stored:
         return value
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+
+
+MANY = 2**24  # pairs from which saved row gradients pay
+
+
+def mark_exact_folds(program: Lowered, needed: frozenset[str], sizes: Sizes) -> Lowered:
+    """The same program; its folds say which of them keep their products exact.
+
+    ``needed``: the inputs whose gradients may be needed; those of vectors always may."""
+    if not settings.kernels_run_on(sizes.device):
+        return program
+    letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
+    if not any(letters.values()) or not triton.hardware.has_fast_epilogues(sizes.device):
+        return program
+    given = (needed, tuple(letters.items()), sizes.device, sizes.compute)
+    return _mark_passes(program, tuple(_keeps_exact(p, *given) for p in program.passes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mark_passes(program: Lowered, exact: tuple[bool, ...]) -> Lowered:
+    pairs = zip(program.passes, exact, strict=True)
+    passes = tuple(replace(p, fold=replace(p.fold, exact=True)) if is_exact else p for p, is_exact in pairs)
+    return replace(program, passes=passes) if any(exact) else program
+
+
+@functools.lru_cache(maxsize=1024)
+def _keeps_exact(p: Pass, needed: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
+    """Whether a fold's products stay exact: it is a softmax-weighted mean of vectors, or it is done in one kernel and
+    its gradients are sums of weights that products of our own write."""
+    fold, features = p.fold, {letter: triton.WIDEST + wide for letter, wide in letters}
+    if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
+        return True  # such a forward never rounds its logits, so its gradients may not either
+    if not triton.k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
+        return False
+    pairs = zip(fold.leaves, p.feeds, strict=True)
+    wanted = tuple(e.dtype == "float" and _may_need_gradient(feed, needed) for e, feed in pairs)
+    try:
+        passes = compile_program(FoldGradient(fold, wanted, (True,) * len(fold.outputs))).passes
+        found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
+        sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
+        return len(found) == 1 and triton.MemoryPlan(found[0], sizes, {torch.bfloat16}).has_epilogue()
+    except (NoGradientError, triton.Unsupported):
+        return False
+
+
+def _may_need_gradient(feed: Expr, needed: frozenset[str]) -> bool:
+    inputs = [e for e in topological([feed]) if e.op == "input"]
+    return any(e.feature is not None or e.attrs[0] in needed for e in inputs)
+
+
+def has_many_pairs(sizes: Sizes) -> bool:
+    """Whether pairs are so many that it pays."""
+    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= MANY
+
+
+def may_save_row_gradients(fold: Fold) -> bool:
+    """Whether a forward may save what the gradients of its rows need: where it folds a logsumexp or sums numbers."""
+    return any(r.attrs[0] in ("soft", "sum") and len(r.args) == 1 for r in fold.reductions)
+
+
+def find_saving_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> SavingFold | None:
+    """How a fold saves what its rows' gradients need, where that pays; in a dry run, as the real call would."""
+    real = matmul.dry_run_sizes.get()
+    sizes = sizes if real is None else real
+    kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
+    if not kernels or not has_many_pairs(sizes) or fold.domain is not None:
+        return None
+    if settings.requested_budget() is not None or not settings.kernels_run_on(sizes.device):
+        return None
+    found = fold_saving_row_gradients(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
+    if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
+        return None
+    widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]
+    return found if min(widths) > triton.TINY and sum(widths) <= triton.WIDEST else None
+
+
+def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
+    """``(x * y).sum(-1)`` in the type ``compute``."""
+    on_gpu = x.is_cuda or dry_run_sizes.get() is not None
+    plain = type(x) is Tensor and type(y) is Tensor and on_gpu and x.dtype in SIXTEEN and compute is torch.float32
+    if plain and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
+        found = triton.elementwise.compute_row_dots(x, y) if x.is_cuda else torch.zeros(x.shape[:-1], device="cpu")
+        if found is not None:
+            return found
+    x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
+    return (x * y).sum(-1)
+
+
+def label_share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
+    """``1 / (labels != ignored).sum()`` as a 0-dim tensor: infinite where all labels are ignored."""
+    kernel = label_share_kernel(labels, ignored, dtype)
+    if kernel is not None:
+        return kernel(labels, ignored, dtype)
+    return (labels != ignored).sum().to(dtype).reciprocal()
+
+
+def label_share_kernel(labels: Tensor, ignored: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The function that computes :func:`label_share` for labels like these by one kernel; None where there is none."""
+    plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
+    return triton.elementwise.prepare_share(labels, ignored) if plain and dtype is torch.float32 else None
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """``x.mul_(factor)`` for a 0-dim factor. A factor of 1 reads nothing: gradients of a mean are large."""
+    if x.is_cuda and triton.elementwise.scale_in_place(x, factor):
+        return x
+    if factor.device.type == "cpu" and float(factor) == 1.0:
+        return x
+    return x.mul_(factor)

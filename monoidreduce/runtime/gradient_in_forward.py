@@ -34,7 +34,7 @@ from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from ..program.lower import digest_nodes, looks_up
-from . import autograd, dispatch, forward_form, fused_expressions
+from . import autograd, dispatch
 from .bind import contiguous_strides, output_form
 from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient
 from .program_operator import own_tensors
@@ -240,7 +240,7 @@ class _LossFunction(torch.autograd.Function):
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):
             grad = waiting.get(name)
-            found.append(None if grad is None else fused_expressions.scale_(grad, g).to(t.dtype))
+            found.append(None if grad is None else dispatch.scale_(grad, g).to(t.dtype))
         return None, *found
 
 
@@ -267,8 +267,8 @@ def _differentiate_usual(context: _Context, tensors: tuple, needs: tuple, g: Ten
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         usual = compile_program((context.outputs[context.program.loss],))
-        usual = forward_form.mark_exact_folds(usual, names_needing_gradient(inputs), context.sizes)
-        made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
+        usual = dispatch.mark_exact_folds(usual, names_needing_gradient(inputs), context.sizes)
+        made = script(usual, frozenset(context.numbers), False, dispatch.row_dot)
         (rows,) = made.run(context.sizes, autograd.StepRunner(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(
@@ -371,8 +371,8 @@ def _run_stepwise(
     with torch.enable_grad():
         given = {n: t.detach().requires_grad_(n in sums.wanted) for n, t in tensors.items()}
         inputs = numbers | given
-        usual = forward_form.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.wanted), sizes)
-        made = script(usual, frozenset(numbers), False, fused_expressions.row_dot)
+        usual = dispatch.mark_exact_folds(compile_program(sums.outputs), frozenset(sums.wanted), sizes)
+        made = script(usual, frozenset(numbers), False, dispatch.row_dot)
         rows = made.run(sizes, autograd.StepRunner(engine), *(inputs[n] for n in made.inputs))
         totals = [_sum_rows(v, sizes) for v in rows]
         wanted = [given[n] for n in sums.wanted]

@@ -7,7 +7,7 @@ is counted is what they allocate, copies and all, and stays so when they change:
 - GPU engines (kernels, panels) run on meta tensors, and no kernel is launched.
 
 It takes a few milliseconds, so it is used where somebody asks (``op.cost``, ``op.explain``). Choosing a schedule uses
-the closed formulas of ``plan/cost.py`` instead. This module sits in ``runtime/`` and not in ``plan/`` because it
+the closed formulas of ``plan/candidates.py`` instead. This module sits in ``runtime/`` and not in ``plan/`` because it
 executes the engines, which lie above ``plan/``.
 """
 
@@ -26,10 +26,10 @@ from ..engines.common import evaluate, matmul
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
-from ..engines.eager import branch_and_bound, nearest_tree, tile_walk
+from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
-from ..plan import cost, settings, tiles
+from ..plan import candidates, schedule, settings
 from ..plan.panel_layout import PanelLayout, choose_in_budget
 from ..plan.schedule import Choice
 from ..program.expression import Expr
@@ -87,10 +87,10 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
     merged, *_ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
-    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
-    tile = own if asked is None else tiles.Tiles(*asked)
-    if nearest_tree.fits(fold, leaves, sizes):
-        return results + nearest_tree.estimate_bytes(fold, sizes)
+    own = schedule.choose_tiles(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
+    tile = own if asked is None else schedule.Tiles(*asked)
+    if branch_and_bound.fits(fold, leaves, sizes):
+        return results + branch_and_bound.estimate_bytes(fold, sizes)
     bounds = branch_and_bound.find_distance_bounds(fold, leaves, sizes)
     if bounds is not None:
         return _add_batch(_run_branch_and_bound(_take_batch(call, 1), tile, bounds), results, batch)
@@ -98,11 +98,11 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     return _run_tiles(_take_batch(call, together), tile) + results - results * together // batch
 
 
-def _run_tiles(call: FoldCall, tile: tiles.Tiles) -> int:
+def _run_tiles(call: FoldCall, tile: schedule.Tiles) -> int:
     sizes = call.sizes
     rows, cols = min(tile.rows, sizes.rows), min(tile.cols, sizes.cols)
     scale = Scale(sizes, tiles=(rows, cols))
-    small = tiles.Tiles(*map(scale.down, (sizes.batch[0], rows, cols)))
+    small = schedule.Tiles(*map(scale.down, (sizes.batch[0], rows, cols)))
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
         eager.run(call.fold, leaves, scale.sizes(sizes), small, _FirstTileMasked)
@@ -119,11 +119,11 @@ class _FirstTileMasked(tile_walk.FoldCode):
         return super().variant({} if first else known)
 
 
-def _run_branch_and_bound(call: FoldCall, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
+def _run_branch_and_bound(call: FoldCall, tile: schedule.Tiles, bounds: list[Tensor]) -> int:
     """Points are sorted, and a block of them is compared with as many others as fill a tile."""
     sizes, kept = call.sizes, branch_and_bound.KEPT_BLOCK
     scale = Scale(sizes, tiles=(kept, tile.rows * tile.cols // kept))
-    small = tiles.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
+    small = schedule.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
         branch_and_bound.run_by_distance(call.fold, leaves, scale.sizes(sizes), small, bounds, _FirstBlock)
@@ -160,7 +160,7 @@ def _run_panels(call: FoldCall, choice: Choice) -> int:
     return memory.peak
 
 
-def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[PanelLayout, tiles.Tiles, int]]:
+def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[PanelLayout, schedule.Tiles, int]]:
     """Of every loop over panels: the panels, their tiles and the pitch of their rows."""
     dtypes = {v.dtype for e, v in zip(call.fold.leaves, call.leaves, strict=True) if e.feature is not None}
     for loop in split_into_loops(as_program(call.fold)):
@@ -201,9 +201,9 @@ class _SmallStep(panel.TorchStep):
     def pitch(self, layout: PanelLayout) -> int:
         return self.by.down(self.real.pitch(self.found))
 
-    def cut_tiles(self, layout: PanelLayout) -> tiles.Tiles:
+    def cut_tiles(self, layout: PanelLayout) -> schedule.Tiles:
         found = self.real.cut_tiles(self.found)
-        return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
+        return schedule.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
 
 
 # GPU engines: meta tensors ------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
         return triton.pick.estimate_bytes(r, given, sizes, whole, call.fold.raised)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)
+    length = chunk_size(schedule.ELEMENTS, whole[-1], matches, widest)
     scale = Scale(sizes, tiles=(length,))
     small = scale.sizes(sizes)
     leaves = [scale.varied_leaf(v) for v in call.leaves]
@@ -317,7 +317,7 @@ def _run_gpu_panels(call: FoldCall, choice: Choice) -> int:
     batch, alone = torch.Size(call.sizes.batch).numel(), replace(call.sizes, batch=())
     own = [v[0] if isinstance(v, Tensor) else v for v in _take_batch(call, 1).leaves]
     known = settings.requested_budget() is not None or torch.cuda.is_available()
-    (asked,) = choice.tile("room") or (0 if known else cost.ROOM,)  # free memory of an absent device is unknown
+    (asked,) = choice.tile("room") or (0 if known else candidates.ROOM,)  # free memory of an absent device is unknown
 
     class Step(triton.MetaStep):
         real_sizes = alone

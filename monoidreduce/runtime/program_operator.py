@@ -31,7 +31,7 @@ from ..plan import settings
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
-from . import dispatch, forward_form
+from . import dispatch
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner
 from .bind import contiguous_strides, gradient_strides, output_form, output_strides
 from .dispatch import apply_settings, can_record, include_16_bits, need_gradient
@@ -371,7 +371,7 @@ class TracedProgram:
             return True
         fold = steps.program.passes[0].fold
         asking = [self._asks(e, values) for e in steps.program.passes[0].feeds]
-        if forward_form.find_saving_fold(fold, asking, fix_lengths(sizes), steps.engine) is not None:
+        if dispatch.find_saving_fold(fold, asking, fix_lengths(sizes), steps.engine) is not None:
             return False
         needs = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
         try:

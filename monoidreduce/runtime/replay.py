@@ -40,7 +40,7 @@ from ..program.expression import Expr, topological
 from ..program.gradient import collect_weights
 from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
-from . import dispatch, forward_form
+from . import dispatch
 from .dispatch import ENGINES, PLAIN, apply_settings, include_16_bits
 
 MOST = 64  # recordings of one pass, program or backward
@@ -393,8 +393,8 @@ class ForwardReplays:
         """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
         keep more for a backward."""
         pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        keeps = forward_form.has_many_pairs(sizes) and any(
-            forward_form.may_save_row_gradients(p.fold) for p in self.steps.program.passes
+        keeps = dispatch.has_many_pairs(sizes) and any(
+            dispatch.may_save_row_gradients(p.fold) for p in self.steps.program.passes
         )
         return (pairs <= _PAIRS or self.steps.program.is_listed) and not keeps
 
@@ -406,7 +406,7 @@ class ForwardReplays:
         tensors = [made.names[k] for k in self.tensors]
         names = triton.ReplayNames(made.names, tensors, made.returned, kept)
         launches = triton.ProgramReplay(recorded, names, sizes)
-        if forward_form.has_many_pairs(sizes) and not launches.holds_little:
+        if dispatch.has_many_pairs(sizes) and not launches.holds_little:
             return None
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
         is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)

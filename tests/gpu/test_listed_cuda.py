@@ -7,7 +7,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.runtime import domain_call
+from monoidreduce.runtime import bind
 from tests.support import listed_cases
 
 pytestmark = [
@@ -107,7 +107,7 @@ def test_attention_and_sums(name):
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_sequences(causal, monkeypatch):
     """Packed sequences as those that are long on average run: warp-specialised kernels."""
-    monkeypatch.setattr(domain_call, "_LONG", 1)
+    monkeypatch.setattr(bind, "_LONG", 1)
     call, inputs, domain = CASES["jagged"]
     compare(lambda *args, **more: call(*args, causal=causal, **more), inputs, torch.bfloat16, domain)
 

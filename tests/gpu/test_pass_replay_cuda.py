@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import ops
-from monoidreduce.runtime import fused_expressions, replay
+from monoidreduce.runtime import dispatch, replay
 from monoidreduce.runtime.torch_replay import LayerReplay
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_cross_entropy(reduction, smoothing):
 @pytest.mark.parametrize("count", [1, 1000, 2**16, 2**16 + 1])
 def test_the_share_of_a_row(count):
     labels = torch.randint(0, 3, (count,), device="cuda")
-    share = fused_expressions.label_share(labels, 1, torch.float32)
+    share = dispatch.label_share(labels, 1, torch.float32)
     assert torch.equal(share, (labels != 1).sum().float().reciprocal())
 
 

@@ -12,7 +12,7 @@ from monoidreduce import Col, Row, autotune, explain, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import candidates, plan_records, tiles
+from monoidreduce.plan import candidates, disk, schedule
 from monoidreduce.plan.schedule import Choice
 from tests.support import internals
 from tests.support.comparison import errors
@@ -36,9 +36,9 @@ def loss(x: Row["d"], w: Col["d"], label: Row):
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(tuning, "MOST", 4)  # candidates of a kernel: each is compiled
-    plan_records.forget()
+    disk.forget()
     yield
-    plan_records.forget()
+    disk.forget()
 
 
 def drawn(*lengths, d=64, dtype=torch.bfloat16):
@@ -145,7 +145,7 @@ def test_memory_that_runs_out_is_given_back():
     args = [a.requires_grad_() for a in drawn(2048, 2048, 2048, dtype=torch.float32)]
     with mr.use(engine="eager"):
         expected = attention(*args).detach()  # and the vendor's library has what it keeps
-    assert expected.nbytes == PIECE < tiles.ELEMENTS * 4
+    assert expected.nbytes == PIECE < schedule.ELEMENTS * 4
     ran_out = lambda: torch.cuda.memory_stats()["num_ooms"]
     try:
         taken = pieces()

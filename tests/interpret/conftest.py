@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engines.triton.kernels import listed_launch, pick, row_kernels, split_combine, topk
+from monoidreduce.engines.triton.kernels import elementwise, listed_launch, pick, split_combine, topk
 from monoidreduce.engines.triton.launch import descriptors, jit_module
-from monoidreduce.engines.triton.panel import contraction, row_factor
-from monoidreduce.engines.triton.schedules import vector_conversions
+from monoidreduce.engines.triton.panel import accumulators, row_factor
+from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
@@ -66,7 +66,7 @@ def by_address(monkeypatch):
         return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
     internals.replace_fixed_kernel_launch(monkeypatch, first)
-    small_ones = (row_factor, contraction, vector_conversions, row_kernels, pick, topk, split_combine, listed_launch)
+    small_ones = (row_factor, accumulators, spec_from_tensors, elementwise, pick, topk, split_combine, listed_launch)
     for kernels in (module._kernels for module in small_ones):
         monkeypatch.setattr(kernels, "launch_cache", jit_module.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)

@@ -151,7 +151,7 @@ def test_a_head_of_other_lengths_is_the_same_graph():
 
 def test_gradients_of_rows_are_kept_in_a_graph(monkeypatch):
     """The backward folds for the columns alone: what rows need was saved by the forward."""
-    monkeypatch.setattr("monoidreduce.runtime.forward_form.MANY", 16)
+    monkeypatch.setattr("monoidreduce.runtime.dispatch.MANY", 16)
 
     @mr.op
     def potential(x: mr.Row["d"], y: mr.Col["d"]):

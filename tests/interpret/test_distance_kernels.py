@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.triton.schedules import vector_conversions
+from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import internals
 
 
@@ -28,7 +28,7 @@ def nearest(x: Row["f"], y: Col["f"]):
 @pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
 def test_values_and_gradients_equal_float64(op, width, many, seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0 if many else 2**24)
+    monkeypatch.setattr(spec_from_tensors, "MANY_SIXTEEN", 0 if many else 2**24)
     internals.forget_launches(monkeypatch)
     texts = []
     internals.replace_launch(monkeypatch, lambda launch, call: texts.append(call.kernel.text) or launch(call))
@@ -52,7 +52,7 @@ def test_values_and_gradients_equal_float64(op, width, many, seed, monkeypatch):
 
 def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(spec_from_tensors, "MANY_SIXTEEN", 0)
     internals.forget_launches(monkeypatch)
     x, y, v = (torch.randn(n, 32).half() for n in (20, 40, 40))
     x[3, 5] = torch.nan
@@ -65,7 +65,7 @@ def test_a_point_that_is_not_a_number_stays_in_its_row(seed, monkeypatch):
 @pytest.mark.parametrize("split", [False, True], ids=["contiguous", "split heads"])
 def test_norms_are_part_of_a_replay(split, by_address, monkeypatch, seed):
     torch.manual_seed(seed)
-    monkeypatch.setattr(vector_conversions, "MANY_SIXTEEN", 0)
+    monkeypatch.setattr(spec_from_tensors, "MANY_SIXTEEN", 0)
     shapes = [(2, 20, 24), (2, 30, 24), (2, 30, 40)]
     given = [torch.randn(b, n, d) if not split else torch.randn(n, b, d).transpose(0, 1) for b, n, d in shapes]
     for step in range(3):

@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.schedules import vector_conversions
+from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run
 from tests.support.float32_split_cases import WORKS, gaussian, shapes
@@ -97,7 +97,7 @@ def test_thirds_add_up_to_their_number():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(70, 19, generator=gen) * torch.logspace(-25, 30, 70)[:, None]
     x[3, 2], x[4, 5], x[5, 1], x[6, 6] = torch.inf, -torch.inf, 0.0, 1.0
-    whole, norms, _ = vector_conversions._split_vectors(x.expand(3, 70, 19), 1, None, True, False)
+    whole, norms, _ = spec_from_tensors._split_vectors(x.expand(3, 70, 19), 1, None, True, False)
     assert whole.shape == (3, 70, 96) and whole.stride(0) == 0
     first, second, third = whole[0].float().unflatten(1, (3, 32)).unbind(1)
     assert not first[:, 19:].any()
@@ -114,7 +114,7 @@ def test_thirds_add_up_to_their_number():
 def test_halves_add_up_to_their_number():
     x = torch.randn(70, 19, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 70)[:, None]
     x[1], x[2, 2:] = 0.0, 0.0
-    whole, norms, scales = vector_conversions._split_vectors(x.expand(3, 70, 19), 1, None, True, True)
+    whole, norms, scales = spec_from_tensors._split_vectors(x.expand(3, 70, 19), 1, None, True, True)
     assert whole.shape == (3, 70, 64) and scales.shape == norms.shape == (3, 70) and scales.stride(0) == 0
     first, second = whole[0].double().unflatten(1, (2, 32)).unbind(1)
     together = (first + second)[:, :19] * scales[0].double()[:, None]

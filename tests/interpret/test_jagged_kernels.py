@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import tile_ranges
-from monoidreduce.runtime import domain_call
+from monoidreduce.runtime import bind
 from tests.support import gluon_simulator, internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,7 +48,7 @@ def dense(op, q, k, v, domain):
 
 @pytest.fixture
 def long(monkeypatch):
-    monkeypatch.setattr(domain_call, "_is_long", lambda *given: True)
+    monkeypatch.setattr(bind, "_is_long", lambda *given: True)
 
 
 @pytest.mark.parametrize("name, op", [*zip(DOMAINS, (local, causal, attention), strict=True), ("one", causal)])
@@ -124,7 +124,7 @@ def test_the_cpu_knows_no_stretches():
     """Where there are no kernels for it, the condition is the plain one."""
     lengths = torch.tensor([4096, 8192])
     offsets = torch.tensor([0, *itertools.accumulate(lengths.tolist())])
-    call = domain_call.bind_domain(
+    call = bind.bind_domain(
         attention.parameters, {n: torch.empty(12288, 1) for n in ("q", "k", "v")}, mr.jagged(offsets)
     )
     assert call.form == ("jagged", True)

@@ -11,7 +11,7 @@ from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.panel import epilogue
 from monoidreduce.errors import BudgetError
 from monoidreduce.program.compile import compile_program
-from monoidreduce.runtime import forward_form, torch_operator
+from monoidreduce.runtime import dispatch, torch_operator
 from monoidreduce.runtime.dispatch import names_needing_gradient
 from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
@@ -51,7 +51,7 @@ def hopper(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
         one._plans.known.clear()
-    forward_form._keeps_exact.cache_clear()
+    dispatch._keeps_exact.cache_clear()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def zeros(*shapes, asks=True):
 def stays(op, *args):
     """Whether the folds of a call keep their products."""
     traced, bound, sizes, _ = op._prepare(args, {})
-    program = forward_form.mark_exact_folds(compile_program(traced.outputs), names_needing_gradient(bound), sizes)
+    program = dispatch.mark_exact_folds(compile_program(traced.outputs), names_needing_gradient(bound), sizes)
     return [p.fold.exact for p in program.passes]
 
 
@@ -107,7 +107,7 @@ def test_gradients_inherit_and_a_compiler_tells_them_apart():
     label = torch.zeros(5).long()
     traced, bound, sizes, _ = head._prepare((x, w, label), {})
     program = compile_program(traced.outputs)
-    (fold,) = (p.fold for p in forward_form.mark_exact_folds(program, names_needing_gradient(bound), sizes).passes)
+    (fold,) = (p.fold for p in dispatch.mark_exact_folds(program, names_needing_gradient(bound), sizes).passes)
     (usual,) = (p.fold for p in program.passes)
     assert fold != usual and torch_operator.name(fold) != torch_operator.name(usual)
     assert (
@@ -216,7 +216,7 @@ def test_panels_in_torch_hold_float32_too(monkeypatch):
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
     for program in (
         compile_program(traced.outputs),
-        forward_form.mark_exact_folds(compile_program(traced.outputs), names_needing_gradient(bound), sizes),
+        dispatch.mark_exact_folds(compile_program(traced.outputs), names_needing_gradient(bound), sizes),
     ):
         (p,) = program.passes
         panel.run(p.fold, [bound[str(f.attrs[0])] for f in p.feeds], sizes)

@@ -7,7 +7,7 @@ They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.
 import pytest
 import torch
 
-from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.panel import accumulators
 from tests.support import gluon_simulator, internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check, made
 
@@ -40,10 +40,10 @@ def test_sums_that_are_long_few_or_of_other_widths_are_the_vendors(seen):
     """What is left to them is told; the other goes through the door that panels use."""
     out, weights, vectors = made(1500, 512, 768, "rows")
     exact = torch.addmm(out.double(), weights.double(), vectors.double())
-    contraction.contract_into(out, weights, vectors, True)
+    accumulators.contract_into(out, weights, vectors, True)
     assert len(seen) == 1 and (out.double() - exact).norm() <= 3e-3 * exact.norm()
     for L, N, D in [(500, 512, 768), (1500, 504, 768), (1500, 4104, 768), (1500, 512, 640), (1500, 512, 776)]:
-        assert not contraction.contract_by_pingpong(*made(L, N, D, "rows"), True) and len(seen) == 1
+        assert not accumulators.contract_by_pingpong(*made(L, N, D, "rows"), True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("change", ["types", "features apart", "unaligned", "another device"])
@@ -57,4 +57,4 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
         internals.pretend_device(monkeypatch, warp_specialised=False)
-    assert not contraction.contract_by_pingpong(out, weights, vectors, False) and not seen
+    assert not accumulators.contract_by_pingpong(out, weights, vectors, False) and not seen

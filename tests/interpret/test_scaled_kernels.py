@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.schedules import vector_conversions
+from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import gluon_simulator, internals
 from tests.support import scaled_cases as cases
 from tests.support.scaled_cases import KINDS, store, widen
@@ -44,7 +44,7 @@ def test_kernels_equal_plain_tensors(op, width, seed):
 @pytest.mark.parametrize("width", [24, 40, 128, 300])
 def test_products_of_both_sides_as_they_are_stored(kind, width, seed, monkeypatch):
     torch.manual_seed(seed)
-    monkeypatch.setattr(vector_conversions, "MANY_STORED", 0)
+    monkeypatch.setattr(spec_from_tensors, "MANY_STORED", 0)
     seen = []
     internals.forget_launches(monkeypatch)
     internals.replace_launch(monkeypatch, lambda launch, call: seen.append(call.kernel.text) or launch(call))

@@ -9,7 +9,7 @@ import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import skip_small_tiles
 from monoidreduce.engines.triton.kernels import topk
-from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.panel import accumulators
 from tests.support import internals
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
@@ -19,9 +19,9 @@ BOUND = 2.0**-12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
-    for module in (skip_small_tiles, contraction):
+    for module in (skip_small_tiles, accumulators):
         monkeypatch.setattr(module, "TILE", 16)
-    monkeypatch.setattr(contraction, "_PLANS", {2: (32, 16, 4, 1), 4: (32, 16, 4, 1), 8: (32, 16, 4, 1)})
+    monkeypatch.setattr(accumulators, "_PLANS", {2: (32, 16, 4, 1), 4: (32, 16, 4, 1), 8: (32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -54,7 +54,7 @@ def test_contractions_skip_what_is_small(dtype, size, add):
     rows, cols, width = size
     w, exact = weights(rows, cols, dtype, 5), None
     exact, count = kept_of(w.double())
-    contract = contraction.PanelContraction()
+    contract = accumulators.PanelContraction()
     with mr.skip_below(BOUND) as skipped, skip_small_tiles.apply_to_gradient():
         for over, folded, kept in (("cols", cols, rows), ("rows", rows, cols)):
             vectors = torch.randn(folded, width).to(dtype)
@@ -67,9 +67,9 @@ def test_contractions_skip_what_is_small(dtype, size, add):
 
 
 def test_without_asking_the_vendor_multiplies(monkeypatch):
-    monkeypatch.setattr(contraction, "_contract_kept_tiles", None)
+    monkeypatch.setattr(accumulators, "_contract_kept_tiles", None)
     w, vectors, out = weights(20, 30, torch.float32), torch.randn(30, 4), torch.empty(20, 4)
-    contraction.PanelContraction()(out, w, vectors, "cols", False)
+    accumulators.PanelContraction()(out, w, vectors, "cols", False)
     torch.testing.assert_close(out, w @ vectors)
 
 
@@ -79,7 +79,7 @@ def test_nan_and_infinity_are_kept():
         w[3, 20] = value
         with mr.skip_below(BOUND) as skipped, skip_small_tiles.apply_to_gradient():
             out = torch.empty(32, 4)
-            contraction.PanelContraction()(out, w, torch.ones(48, 4), "cols", False)
+            accumulators.PanelContraction()(out, w, torch.ones(48, 4), "cols", False)
         assert (skipped.kept == 1.0) == everything and not out[3].isfinite().any() and out[16:].isfinite().all()
 
 

@@ -29,10 +29,10 @@ from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import kernel_text
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.panel import accumulators
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
-from monoidreduce.plan import tiles as default_tiles
+from monoidreduce.plan import schedule as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
@@ -166,7 +166,7 @@ def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Sums with a panel's weights as they are made by turns, added to or not."""
     out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
     for panel, add in itertools.product((weights.detach(), weights.detach().mT.contiguous().mT), (False, True)):
-        contraction.PreparedContraction(out, panel, vectors, add)(out, panel, vectors)
+        accumulators.PreparedContraction(out, panel, vectors, add)(out, panel, vectors)
     return out
 
 

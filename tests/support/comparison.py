@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monoidreduce.plan import tiles
+from monoidreduce.plan import schedule
 from tests.support import internals
 from tests.support.layers.base import Layer
 
@@ -162,8 +162,8 @@ def _rms(x: Tensor) -> Tensor:
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 24, cols: int = 48, batch: int = 2) -> None:
     """Make every fold walk many ragged tiles, also a small one: 59 × 111 pairs by three and three, one end ragged."""
 
-    def choose(all_batch: int, all_rows: int, all_cols: int, *_: Any, **__: Any) -> tiles.Tiles:
+    def choose(all_batch: int, all_rows: int, all_cols: int, *_: Any, **__: Any) -> schedule.Tiles:
         least = lambda size, most: min(max(1, size), most)
-        return tiles.Tiles(least(all_batch, batch), least(all_rows, rows), least(all_cols, cols))
+        return schedule.Tiles(least(all_batch, batch), least(all_rows, rows), least(all_cols, cols))
 
     internals.set_tiles(monkeypatch, choose=choose, pairs=rows * cols)

@@ -58,7 +58,7 @@ def forget_launches(patch: Patch) -> None:
 
 def forget_contractions(patch: Patch) -> None:
     """No contraction kernel is prepared."""
-    patch.setattr("monoidreduce.engines.triton.panel.contraction._PREPARED", BoundedCache(1024))
+    patch.setattr("monoidreduce.engines.triton.panel.accumulators._PREPARED", BoundedCache(1024))
 
 
 def forget_tile_ranges(patch: Patch) -> None:
@@ -127,12 +127,12 @@ def pretend_free_memory(patch: Patch, size: float) -> None:
 
 def pretend_host(patch: Patch, root: Path) -> None:
     """What the system says of memory stands in files under ``root``: meminfo, cgroup and groups/."""
-    from monoidreduce.plan import host_memory
+    from monoidreduce.plan import budget
 
-    patch.setattr(host_memory, "_MEMINFO", root / "meminfo")
-    patch.setattr(host_memory, "_OWN_GROUPS", root / "cgroup")
-    patch.setattr(host_memory, "_GROUPS", root / "groups")
-    host_memory._find_groups.cache_clear()
+    patch.setattr(budget, "_MEMINFO", root / "meminfo")
+    patch.setattr(budget, "_OWN_GROUPS", root / "cgroup")
+    patch.setattr(budget, "_GROUPS", root / "groups")
+    budget._find_groups.cache_clear()
 
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
@@ -161,8 +161,8 @@ def set_pair_thresholds(
     targets = {
         "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY": many,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.VERY_MANY": very_many,
-        "monoidreduce.runtime.forward_form.MANY": saved_row_gradients,
-        "monoidreduce.engines.triton.schedules.vector_conversions.MANY_FLOAT32": float32_split,
+        "monoidreduce.runtime.dispatch.MANY": saved_row_gradients,
+        "monoidreduce.engines.triton.schedules.spec_from_tensors.MANY_FLOAT32": float32_split,
     }
     for target, value in targets.items():
         if value is not None:
@@ -237,7 +237,7 @@ def collect_launches(patch: Patch) -> list:
     replace_launch(patch, lambda launch, call: found.append(call))
     patch.setattr("monoidreduce.engines.triton.launch.jit_module.load_module", lambda *text: mock.MagicMock())
     patch.setattr("monoidreduce.engines.common.matmul.multiply_into_panel", nothing)
-    patch.setattr("monoidreduce.engines.triton.panel.contraction.contract_into", nothing)
+    patch.setattr("monoidreduce.engines.triton.panel.accumulators.contract_into", nothing)
     return found
 
 
@@ -347,9 +347,9 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
     """Another choice of the eager engine's tiles, and of how many pairs one holds at most."""
     run_engines(patch)
     if choose is not None:
-        patch.setattr("monoidreduce.plan.tiles.choose", choose)
+        patch.setattr("monoidreduce.plan.schedule.choose_tiles", choose)
     if pairs is not None:
-        patch.setattr("monoidreduce.plan.tiles.ELEMENTS", pairs)
+        patch.setattr("monoidreduce.plan.schedule.ELEMENTS", pairs)
 
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
@@ -383,5 +383,5 @@ def set_candidates(patch: Patch, candidates: Callable) -> None:
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:
     """``form(fold, leaves, sizes, engine)``: how a pass saves its row gradients, or None."""
-    patch.setattr("monoidreduce.runtime.forward_form.find_saving_fold", form)
+    patch.setattr("monoidreduce.runtime.dispatch.find_saving_fold", form)
     patch.setattr("monoidreduce.runtime.autograd.PassContext.may_save", True)

@@ -26,7 +26,7 @@ BOUNDARIES = (1023, 1024, 1025, 1032, 1040, 1056, 1088, 1089, 130)
 PROGRAM = ("program/trace:trace", "program/compile:run_passes", "program/normal_form", "program/reverse_mode")
 PROGRAM += ("program/loss_and_gradient", "program/gradient")
 PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/reductions", "runtime/dry_run")
-CLASS = ("plan/cost", "plan/candidates")
+CLASS = ("plan/candidates",)
 # and what runs once for lengths whose strides are aligned alike
 ALIGNED = ("engines/triton/schedules/spec_from_tensors:describe_fold", "engines/triton/launch/descriptors:find_copied")
 LIKE_OTHERS, JOINED = 1016, "logprobs"  # of which one kernel for both sums is tried for every length

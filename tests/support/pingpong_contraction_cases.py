@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.panel import accumulators
 
 SIZES = [(256, 512, 128), (300, 616, 264), (700, 520, 392), (130, 1030, 192)]  # kept, folded, features
 KINDS = list(itertools.product(("cols", "rows"), (False, True)))  # over, and whether sums are added to
@@ -27,7 +27,7 @@ def check(L, N, D, over, add, device="cpu", narrow=torch.bfloat16):
     begin = out.clone() if add else torch.zeros_like(out)
     exact, plain = (torch.addmm(begin.to(t), weights.to(t), vectors.to(t)) for t in (torch.float64, torch.float32))
     out = out if add else torch.full_like(out, torch.nan)
-    contraction.PreparedContraction(out, weights, vectors, add)(out, weights, vectors)
+    accumulators.PreparedContraction(out, weights, vectors, add)(out, weights, vectors)
     error, other = ((t.double() - exact).norm() for t in (out, plain.to(narrow)))
     assert error <= 2.5 * other, (error / exact.norm(), other / exact.norm())
     return out

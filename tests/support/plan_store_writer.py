@@ -28,7 +28,7 @@ def without_torch():
     package = types.ModuleType("monoidreduce")
     package.__path__ = [str(ROOT / "monoidreduce")]
     sys.modules["monoidreduce"] = package
-    from monoidreduce.plan import plan_records as store
+    from monoidreduce.plan import disk as store
 
     return store
 

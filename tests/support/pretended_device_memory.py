@@ -14,7 +14,7 @@ import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row, autotune
-from monoidreduce.engines.triton.panel import contraction, kernel_step
+from monoidreduce.engines.triton.panel import accumulators, kernel_step
 from monoidreduce.runtime import torch_operator
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
@@ -157,7 +157,7 @@ def again():
                 found.append(counted(*(CASES | MANY)[name]).peak)
                 written = sum(len(kind.recordings) for kind in kernel_step._LOOPS.values())
         yield f"{name}, {budget}", (*found, written)
-    assert {key[0] for key, ready in contraction._PREPARED.items() if ready} == {False, True}  # added to, and not
+    assert {key[0] for key, ready in accumulators._PREPARED.items() if ready} == {False, True}  # added to, and not
 
 
 class Staying(LiveMemory):

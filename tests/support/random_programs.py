@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.plan import tiles as plan
+from monoidreduce.plan import schedule as plan
 from tests.support import internals
 from tests.support.dense_reference import plain
 
@@ -180,7 +180,7 @@ class Program:
                 "import torch.nn.functional as F",
                 "import monoidreduce as mr",
                 "from monoidreduce import Batch, Col, Row",
-                "from monoidreduce.plan.tiles import Tiles",
+                "from monoidreduce.plan.schedule import Tiles",
                 "from tests.support.random_programs import Blend, Either, Turn, check, signed",
                 "",
                 "@mr.op",

@@ -17,7 +17,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.launch import hardware
-from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.panel import accumulators
 from tests.support.single_warpgroup_cases import ALONE
 from tests.support.warp_specialised_mlp_cases import ABREAST, BY_GROUPS
 
@@ -92,7 +92,7 @@ def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
     if not hardware.runs_warp_specialized(out.device):
         return out.addmm_(weights, vectors)
-    contraction.PreparedContraction(out, weights, vectors, True)(out, weights, vectors)
+    accumulators.PreparedContraction(out, weights, vectors, True)(out, weights, vectors)
     return out
 
 
@@ -143,7 +143,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
 
 def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    with mock.patch.object(contraction, "contract_into", in_float32):
+    with mock.patch.object(accumulators, "contract_into", in_float32):
         for case in CASES[share::shares]:
             print(case.name, flush=True)
             case.run()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.program.loss_and_gradient import fold_saving_row_gradients
-from monoidreduce.runtime import forward_form
+from monoidreduce.runtime import dispatch
 from tests.support import internals
 
 
@@ -118,6 +118,6 @@ def keep_always(patch: pytest.MonkeyPatch) -> list:
         met.append(found)
         return found
 
-    patch.setattr(forward_form, "has_many_pairs", lambda sizes: True)
+    patch.setattr(dispatch, "has_many_pairs", lambda sizes: True)
     internals.replace_saved_row_gradients(patch, form)
     return met

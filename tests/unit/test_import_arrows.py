@@ -43,7 +43,6 @@ PACKAGES: dict[str, set[str]] = {
     "program": KINDS,  # symbolic only
     "plan": KINDS | {"program"},
     "engines.common": BASE,  # torch only: evaluation, matrix products, combination of partial results
-    "engines.reference": COMMON,
     "engines.dense": COMMON,
     "engines.eager": COMMON,
     "engines.panel": COMMON | {"engines.eager"},  # panels in torch use the eager engine's accumulators
@@ -60,7 +59,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines": set(),
     "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
     "tuning": COMMON | {"engines.auto", "engines.triton"},
-    "runtime": ENGINES | {"engines.auto", "engines.reference", "stored_vectors", "tuning"},
+    "runtime": ENGINES | {"engines.auto", "stored_vectors", "tuning"},
     "blockwise": {"errors", "algebra", "runtime", "engines.triton"},
     "files": {"errors", "arrays"},  # readers of .npy, .safetensors and .parquet
     "sources": {"errors", "arrays", "files"},
@@ -222,7 +221,7 @@ def test_imports_follow_the_architecture():
         ("ops/attention.py", "import monoidreduce as mr", "ops imports monoidreduce itself"),
         ("ops/attention.py", "from monoidreduce.engines import eager", "ops may not import engines.eager"),
         ("ops/attention.py", "from monoidreduce.engines.triton.codegen import x", "not import engines.triton.codegen"),
-        ("engines/eager/run.py", "from .. import reference", "engines.eager may not import engines.reference"),
+        ("engines/eager/run.py", "from .. import dense", "engines.eager may not import engines.dense"),
         (
             "engines/triton/codegen/x.py",
             "from ...eager import run",
@@ -265,7 +264,7 @@ def plant(folder: Path, path: str, source: str) -> Path:
     """A small package with the named modules, and one file in it as given."""
     package = folder / "monoidreduce"
     modules = "program/x program/symbol program/expression reductions/best plan/tiles op ops/attention runtime/call"
-    modules += " tuning engines/reference engines/common/evaluate"
+    modules += " tuning engines/dense engines/common/evaluate"
     inner = "engines/eager/run engines/ranks/x engines/triton/launch/go engines/triton/schedules/y"
     inner += " engines/triton/kernels/x engines/triton/codegen/x"
     for name in [*modules.split(), *inner.split()]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NoGradientError
-from ...plan import budget, cost
+from ...plan import budget, candidates
 from ...plan.op_counts import DeviceRates, count_fold
 from ...program.constructors import find_listed
 from ...program.expression import Expr, Feature
@@ -271,7 +271,7 @@ def describe_blocks(r: Expr, sizes: Sizes) -> tuple[int, int, int]:
     return one.stop, block.stop, one.stop * _count_elements(folded, block.stop) * _count_held_bytes(r, sizes)
 
 
-def estimate_gradient(fold: Fold, sizes: Sizes, rates: DeviceRates) -> cost.Estimate:
+def estimate_gradient(fold: Fold, sizes: Sizes, rates: DeviceRates) -> candidates.Estimate:
     """The cost of differentiating a fold of one reduction block by block."""
     (r,), (kept, block, held) = fold.reductions, describe_blocks(fold.reductions[0], sizes)
     wide = sizes.compute.itemsize
@@ -283,8 +283,8 @@ def estimate_gradient(fold: Fold, sizes: Sizes, rates: DeviceRates) -> cost.Esti
     numbers = pairs * times * (work.plain + work.special)
     operators = len(trace_combine(r.attrs[2][0], tuple(a.feature for a in r.args))) + _STEPS
     calls = -(-length // max(kept, 1)) * -(-folded // max(block, 1)) * times * max(block, 2).bit_length() * operators
-    seconds = flops / rates.rate(str(sizes.compute)[6:]) + numbers * cost.torch_number_seconds(rates, wide)
-    return cost.Estimate(flops, 3 * wide * numbers, seconds + calls * rates.launch, held, held)
+    seconds = flops / rates.rate(str(sizes.compute)[6:]) + numbers * candidates.torch_number_seconds(rates, wide)
+    return candidates.Estimate(flops, 3 * wide * numbers, seconds + calls * rates.launch, held, held)
 
 
 def _cut_slices(length: int, size: int) -> list[slice]:

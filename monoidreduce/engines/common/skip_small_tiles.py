@@ -109,7 +109,8 @@ class SkippingContraction:
     """Contractions of one sum, tile by tile; what is small is relative to the largest weight so far.
 
     The large tiles along the folded axis are gathered for 128 kept indices at a time. On a GPU all tiles are contracted
-    here, since comparing would need a host sync; panel kernels compare on the device (``triton/panel/contraction.py``).
+    here, since comparing would need a host sync; panel kernels compare on the device
+    (``triton/panel/accumulators.py``).
     """
 
     def __init__(self) -> None:

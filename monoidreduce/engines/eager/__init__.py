@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import tiles as plan
+from ...plan import schedule as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold, scaled_result
 from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
-from . import branch_and_bound, cpp, nearest_tree
+from . import branch_and_bound, cpp
 from .tile_code import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold
 
@@ -52,7 +52,7 @@ def run(
         sizes.batch, [*given.values(), *whole], [t.stride()[: len(sizes.batch)] for t in rooms]
     )
     outputs = [t.unsqueeze(0) if not sizes.batch else t.view(*shape, *t.shape[len(sizes.batch) :]) for t in rooms]
-    tiles = tiles or plan.choose(
+    tiles = tiles or plan.choose_tiles(
         shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes), copied=_copied_bytes(given, sizes)
     )
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
@@ -86,7 +86,7 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
     if fold.packed:
         return None
     selects = all(kind_of(r).selected(r.attrs[2]) for r in fold.reductions)
-    if selects and (found := nearest_tree.run(fold, leaves, sizes)) is not None:
+    if selects and (found := branch_and_bound.search_boxes(fold, leaves, sizes)) is not None:
         return found
     many = sizes.rows * sizes.cols > _SEARCHED
     if selects and many and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import tiles as plan
+from ...plan import schedule as plan
 from ...program.constructors import Contraction, interval
 from ...program.declarations import STORED
 from ...program.expression import Expr, index, letters, size, topological

@@ -21,7 +21,7 @@ from ...program.compile import offset_fold
 from ...program.expression import Expr, const
 from ...program.lower import Fold, find_same_sequence
 from ...reductions import kind_of
-from ..common import bounded_cache, combine, unseen
+from ..common import bounded_cache, combine, subproblem
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
 from .run import make_empty_results
@@ -77,7 +77,7 @@ def _run_stretch(
     starts, totals = {"row_start": row.start, "col_start": col.start}, (sizes.of("rows"), sizes.of("cols"))
     given = dict(zip(fold.leaves, cut, strict=True))
     cut += [make_offset_leaf(f, given, starts, totals, own) for f in fed]
-    found = unseen.add_unseen(placed, engine(placed, cut, own), lambda over: (own.here(over), sizes.here(over)))
+    found = subproblem.add_unseen(placed, engine(placed, cut, own), lambda over: (own.here(over), sizes.here(over)))
     for (r, k), t, target in zip(fold.outputs, found, outputs, strict=True):
         over, kind = r.attrs[1], kind_of(r)
         if kind.per_pair:

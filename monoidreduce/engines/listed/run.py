@@ -16,7 +16,7 @@ from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
-from ..common import combine, unseen
+from ..common import combine, subproblem
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
 from . import chosen_edges, edge_numbers
@@ -68,7 +68,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
             found = _DirectionRun(fold, local, given, sizes, lists, over[0], over[1], edges, engine).run()
         for k, values in zip(places, found, strict=True):
             results[k] = values
-    return unseen.add_unlisted(fold, [t for values in results for t in values], tensors, sizes)
+    return subproblem.add_unlisted(fold, [t for values in results for t in values], tensors, sizes)
 
 
 def _has_once(fold: Fold, places: tuple[int, ...]) -> bool:

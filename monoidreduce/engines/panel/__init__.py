@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import BudgetError
 from ...plan import budget, panel_layout
-from ...plan import tiles as plan
+from ...plan import schedule as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
 from ...reductions import kind_of, outputs_of
@@ -38,13 +38,13 @@ from .panel_program import (
     as_program,
     find_least_bytes,
     find_row_scalars,
+    find_whole_sums,
     group_by_reduction,
     list_feeds,
     pair_results,
     split_into_loops,
     split_softmax_means,
 )
-from .whole_sums import find_whole_sums
 
 ALIGN = 64  # elements: the row pitch of a panel is a multiple
 
@@ -369,7 +369,7 @@ class TorchStep:
 
     def cut_tiles(self, layout: panel_layout.PanelLayout) -> plan.Tiles:
         """The tiles in which everything but GEMMs is done to a panel."""
-        return plan.choose(1, layout.rows, layout.cols, room=self.tile_bytes)
+        return plan.choose_tiles(1, layout.rows, layout.cols, room=self.tile_bytes)
 
     def iterate_panels(self) -> Iterable[tuple[slice, slice]]:
         return iterate_grid(self.sizes, self.layout)
@@ -420,7 +420,7 @@ class TorchStep:
         return True
 
     def _run_whole_sums(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
-        """Do a stage as whole products (``whole_sums.py``); False if tiles of torch calls should."""
+        """Do a stage as whole products (``panel_program.py``); False if tiles of torch calls should."""
         stage, last = self.loop.stages[at], self.loop.list_last_uses(at)
         free = tuple(leaf for leaf, f in stage.products if f in last)
         whole = find_whole_sums(stage.fold, free) if type(self).code is TorchStep.code else None

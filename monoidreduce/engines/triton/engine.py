@@ -18,24 +18,13 @@ from ...errors import EngineError, FallbackWarning
 from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ..common import matmul
 from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
 from ..common.torch_code import Elementwise
 from . import describe_leaves, prepared_folds
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported
-from .kernels import (
-    elementwise,
-    fold_kernel,
-    large_topk,
-    pick,
-    point_search,
-    row_kernels,
-    split_combine,
-    topk,
-    user_kernels,
-)
+from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, split_combine, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
@@ -71,6 +60,7 @@ __all__ = [
     "compile_ahead",
     "compile_only",
     "describe_numbers",
+    "elementwise",
     "epilogue",
     "gather_labels",
     "hardware",
@@ -89,7 +79,6 @@ __all__ = [
     "prepare_listed",
     "prepare_side",
     "record",
-    "row_kernels",
     "run",
     "run_k_loop_fold",
     "run_listed",
@@ -206,7 +195,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
         sizes.batch,
         sizes.compute,
         sizes.device,
-        matmul.float32_precision(),
+        settings.float32_precision(),
         settings.requested_budget() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),

@@ -26,8 +26,8 @@ from ...engines.stream import ChunkedProgram, merge_states
 from ...errors import ArgumentError, StreamError, shown
 from ...op import Op, op
 from ...plan import communication, schedule, settings
+from ...plan.candidates import ScheduleCost
 from ...plan.communication import ClusterCost
-from ...plan.cost import ScheduleCost
 from ...plan.schedule import Choice
 from ...program.expression import topological
 from ...program.lower import Pass

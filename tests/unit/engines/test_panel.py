@@ -14,7 +14,7 @@ import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.eager.cpp import compiler
 from monoidreduce.engines.panel import panel_program
-from monoidreduce.plan import budget, panel_layout, settings, tiles
+from monoidreduce.plan import budget, panel_layout, schedule, settings
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime import gradient_in_forward
 from tests.support import internals
@@ -37,7 +37,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_in_panels(layer, rows, seed):
     args = layer.args(19, 37, seed)
-    with mr.use(engine="panel"), mr.budget(tiles.LEAST + rows * 37 * 8 * 2):
+    with mr.use(engine="panel"), mr.budget(schedule.LEAST + rows * 37 * 8 * 2):
         got = run(layer.op, args)
     with mr.use(engine="eager"):
         assert_equal(got, run(layer.op, args))
@@ -89,7 +89,7 @@ def test_sums_take_their_gradient_in_the_forward(layer, rows, seed, monkeypatch)
     taken = []
     original = panel.execute
     monkeypatch.setattr(panel, "execute", lambda *a, **k: taken.append(1) or original(*a, **k))
-    with mr.budget(4 * tiles.LEAST + rows * 37 * 8 * 2):
+    with mr.budget(4 * schedule.LEAST + rows * 37 * 8 * 2):
         got = pulled(layer.op.total, args, 3.0)
     assert_equal(got, pulled(lambda *a: layer.dense(*a).sum(), args, 3.0))
     products = any(f for w in panel_program.split_into_loops(layer.op.program(*args)) for f in w.products)
@@ -133,7 +133,7 @@ def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, mo
     internals.set_panel_sizes(monkeypatch, MIN_ROWS=4)
     x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
     plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
-    tight = tiles.LEAST + 13 * 8 * 2
+    tight = schedule.LEAST + 13 * 8 * 2
     for limit, scale in (("1MB", 0.7), (tight, 0.7), ("1MB", -0.3)):
         for wants in ((True, True, True), (True, False, False), (False, True, False)):
             given = [t.clone().requires_grad_(want) for t, want in zip((x, w, bias), wants, strict=True)]
@@ -300,7 +300,7 @@ def test_gradients_of_a_head_are_whole_products_of_a_panel(dtype, smoothing, who
     target[3] = -100
     x, weight = x.requires_grad_(), weight.requires_grad_()
     plain = lambda x, w: F.cross_entropy(x @ w.T, target, label_smoothing=smoothing)
-    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 16 * 411 * dtype.itemsize):
+    with mr.use(engine="panel"), mr.budget(schedule.LEAST + 16 * 411 * dtype.itemsize):
         loss = mr.ops.cross_entropy(x, weight, target, label_smoothing=smoothing)
         ours = torch.autograd.grad(loss, (x, weight))
     assert whole.count(True) > 3  # panels
@@ -346,7 +346,7 @@ def test_sums_over_rows_alone_are_added_up_over_panels(monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
     x, weight, target = head(70, 300, 411, True, torch.float32)
     bias = torch.zeros(411, requires_grad=True)
-    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 16 * 411 * 4):
+    with mr.use(engine="panel"), mr.budget(schedule.LEAST + 16 * 411 * 4):
         (found,) = torch.autograd.grad(mr.ops.cross_entropy(x, weight, target, bias=bias), bias)
     (truth,) = torch.autograd.grad(F.cross_entropy(x.double() @ weight.double().T + bias, target), bias)
     assert (found - truth).norm() <= 1e-5 * truth.norm()
@@ -360,5 +360,5 @@ def test_every_layer_in_panels_of_generated_code(layer, seed, monkeypatch):
     with mr.use(engine="eager"):
         truth = run(layer.op, args)
     monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
-    with mr.use(engine="panel"), mr.budget(tiles.LEAST + 3 * 37 * 8 * 2):
+    with mr.use(engine="panel"), mr.budget(schedule.LEAST + 3 * 37 * 8 * 2):
         assert_equal(run(layer.op, args), truth)

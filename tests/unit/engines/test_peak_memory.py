@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.plan import tiles
+from monoidreduce.plan import schedule
 from monoidreduce.runtime import dispatch
 from tests.support import internals
 from tests.support.allocations import usage
@@ -34,10 +34,10 @@ def make(layer, M, N):
 
 def assert_never_dense(function, args, M, N):
     """The largest tensor is a tile or of the size of the inputs."""
-    assert M * N * 4 > tiles.ELEMENTS * WIDEST, "too small to tell a tile from the matrix"
+    assert M * N * 4 > schedule.ELEMENTS * WIDEST, "too small to tell a tile from the matrix"
     used = usage(function, args)
     inputs = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
-    allowed = max(tiles.ELEMENTS * WIDEST, 4 * WIDEST * inputs)
+    allowed = max(schedule.ELEMENTS * WIDEST, 4 * WIDEST * inputs)
     assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes, allowed {allowed:,}"
 
 
@@ -80,7 +80,7 @@ def test_broadcast_and_sliced_batches_are_viewed_not_copied(monkeypatch):
     q = torch.randn(heads, heads, few, f)
     cache = torch.randn(heads, 1, 2 * many, f)
     k, v = cache[:, :, ::2], cache[:, :, 1::2]
-    internals.set_tiles(monkeypatch, choose=lambda *_, **__: tiles.Tiles(1, few, 2**12), pairs=2**14)
+    internals.set_tiles(monkeypatch, choose=lambda *_, **__: schedule.Tiles(1, few, 2**12), pairs=2**14)
     used = usage(BY_NAME["scaled_attention"].op, (q, k, v, 1.0), backward=False)
     assert used.peak < k.numel() * 4, f"{used.culprit} took {used.largest:,} of {used.peak:,} bytes"
 

@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.common.point_tree import build_in_torch, choose_depth
-from monoidreduce.engines.eager import nearest_tree
+from monoidreduce.engines.eager import branch_and_bound
 from monoidreduce.engines.eager.cpp import ball_search, compiler, point_search
 from monoidreduce.ops import point_index
 
@@ -173,8 +173,8 @@ def test_trees_built_by_sorts_hold_the_same_points(count):
 
 
 def test_one_call_with_many_queries_builds_a_tree(monkeypatch):
-    monkeypatch.setattr(nearest_tree, "MOST_BOXED", 0)
-    monkeypatch.setattr(nearest_tree, "MIN_POINTS", 50)
+    monkeypatch.setattr(branch_and_bound, "MOST_BOXED", 0)
+    monkeypatch.setattr(branch_and_bound, "MIN_SEARCHED", 50)
     y, x = cloud(2, 700, 3), cloud(2, 60, 3, seed=1)
     built = []
     build = point_search.build
@@ -194,8 +194,8 @@ def test_one_call_with_many_queries_builds_a_tree(monkeypatch):
 def compare_all(x, y, k, **given):
     """What all pairs give; counted, so that what runs here is not recorded for later calls."""
     with pytest.MonkeyPatch.context() as patch, mr.tally():
-        patch.setattr(nearest_tree, "MIN_POINTS", 10**9)
-        patch.setattr(nearest_tree, "MIN_BATCHED", 10**9)
+        patch.setattr(branch_and_bound, "MIN_SEARCHED", 10**9)
+        patch.setattr(branch_and_bound, "MIN_BATCHED", 10**9)
         return ops.knn(x, y, k, **given)
 
 

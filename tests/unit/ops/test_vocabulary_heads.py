@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.ops import checks
-from monoidreduce.plan import tiles
+from monoidreduce.plan import schedule
 from tests.support.allocations import usage
 from tests.support.comparison import Result, assert_equal, assert_error_rule, is_float, run, use_small_tiles
 from tests.support.pairwise_options import pairwise
@@ -161,7 +161,7 @@ def test_nothing_of_the_size_of_the_logits_is_allocated(name, sample):
     held = {"target": inputs.pop("target")} if name == "linear_cross_entropy" else {}  # asks for no gradient
     names, args = split(inputs)
     used = usage(by_name(lambda **more: FUNCTIONS[name].ours(**more, **held), names), args, held=held.values())
-    allowed = tiles.ELEMENTS * 8
+    allowed = schedule.ELEMENTS * 8
     assert allowed < m * v * 4, "too small to tell a tile from the matrix"
     assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes"
 
@@ -171,7 +171,7 @@ def test_given_ids_are_gathered_in_chunks(dtype):
     m, k, d, v = 1024, 128, 64, 300
     x, w, ids = torch.randn(m, d).to(dtype), torch.randn(v, d).to(dtype), torch.randint(v, (m, k))
     used = usage(lambda x, w: ops.linear_logprobs(x, w, ids=ids).ids_log_probs, [x, w], held=[ids])
-    allowed = tiles.ELEMENTS * 8
+    allowed = schedule.ELEMENTS * 8
     assert allowed < m * k * d * dtype.itemsize, "too small to tell a chunk from all"
     assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes"
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row
 from monoidreduce.engines.eager import tile_code
-from monoidreduce.plan.tiles import Tiles
+from monoidreduce.plan.schedule import Tiles
 from monoidreduce.program import constructors
 from monoidreduce.program import intervals as iv
 from monoidreduce.program.expression import node

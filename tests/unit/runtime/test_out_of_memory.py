@@ -16,7 +16,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.common import matmul, oom_retry
-from monoidreduce.plan import budget, settings, tiles
+from monoidreduce.plan import budget, schedule, settings
 from monoidreduce.plan.settings import Settings, current, now
 from monoidreduce.runtime import autograd
 from tests.support import ROOT, internals
@@ -227,9 +227,9 @@ def test_the_real_allocator():
 
 
 def test_less_room_makes_smaller_tiles():
-    whole = tiles.choose(1, 4096, 4096)
+    whole = schedule.choose_tiles(1, 4096, 4096)
     with settings.shrink_memory():
-        less = tiles.choose(1, 4096, 4096)
+        less = schedule.choose_tiles(1, 4096, 4096)
     assert less.rows * less.cols * settings.SHRINK == whole.rows * whole.cols
 
 
@@ -309,7 +309,7 @@ def test_the_system_is_not_asked_for_every_call(monkeypatch):
     asked, clock = [], [10.0]
     monkeypatch.setattr(matmul, "_answers", {})
     monkeypatch.setattr(matmul.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(matmul.host_memory, "available_bytes", lambda: asked.append(1) or 100 * len(asked))
+    monkeypatch.setattr(matmul.budget, "available_bytes", lambda: asked.append(1) or 100 * len(asked))
     cpu = torch.device("cpu")
     assert [matmul.free_memory(cpu), matmul.free_memory(cpu)] == [100, 100]
     clock[0] = 10.2

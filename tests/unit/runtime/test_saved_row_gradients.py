@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.program.loss_and_gradient import fold_saving_row_gradients
-from monoidreduce.runtime import forward_form
+from monoidreduce.runtime import dispatch
 from tests.support import saved_row_gradient_cases as cases
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
 
@@ -117,14 +117,14 @@ def test_what_has_no_such_form():
 
 def test_when_it_pays(monkeypatch):
     """Where kernels run, pairs are many, features neither few nor too many, no budget is set, targets are indices."""
-    monkeypatch.setattr(forward_form.settings, "kernels_run_on", lambda device: True)
+    monkeypatch.setattr(dispatch.settings, "kernels_run_on", lambda device: True)
 
     def chosen(n, d, engine="triton", op=cases.contrastive, last=3.0, **how):
         x, y = (torch.empty(n, d, device="meta", requires_grad=True) for _ in range(2))
         fold = _fold(op, torch.randn(2, d), torch.randn(2, d), *([] if isinstance(last, float) else [last]))
         sizes = Sizes(n, n, (), {"d": d}, torch.device("cpu"), torch.float32)
         with mr.use(**how):
-            return forward_form.find_saving_fold(fold, [x, y, last], sizes, engine) is not None
+            return dispatch.find_saving_fold(fold, [x, y, last], sizes, engine) is not None
 
     assert chosen(4096, 64)
     assert not chosen(4096, 64, "eager") and not chosen(4096, 64, "auto")  # no GPU

@@ -18,9 +18,22 @@ from ....program.constructors import apply
 from ....program.expression import Expr, are_several, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import k_loop, lookups, packed_vectors, quick_functions, random_functions, several, special_functions
-from .arithmetic import BITS, LOG2E, IntegerBounds, factor_out, literal
-from .kernel_spec import EIGHT_BITS, TINY, WIDEST, Spec, Unsupported, name_descriptor, pad_width, widen
+from . import k_loop, lookups, quick_functions, random_functions, special_functions
+from .kernel_spec import (
+    BITS,
+    EIGHT_BITS,
+    LOG2E,
+    TINY,
+    WIDEST,
+    IntegerBounds,
+    Spec,
+    Unsupported,
+    factor_out,
+    literal,
+    name_descriptor,
+    pad_width,
+    widen,
+)
 
 _TYPED = (  # need typed constants
     "minimum", "maximum", "remainder", "fmod", "floor_divide", "logaddexp", "pow", "xlogy", "atan2", "hypot",
@@ -58,7 +71,7 @@ class ExpressionWriter:
         self.pair_features = 0  # features of all vectors that are held per pair
         self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``row_kernels.py``)
+        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``elementwise.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.delays_products = False  # a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
@@ -164,7 +177,7 @@ class ExpressionWriter:
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.vectors_of_distance:
-            return several.write_distance(self, e)
+            return k_loop.write_distance(self, e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
@@ -249,7 +262,7 @@ class ExpressionWriter:
     def leaf_component(self, e: Expr, f: str) -> str:
         """Feature ``f`` of a leaf, loaded, in the type that arithmetic is done in."""
         if e.packing is not None:
-            return packed_vectors.write_component(self, e, f)
+            return k_loop.write_component(self, e, f)
         return self.to_arithmetic_type(self.load_component(e, f), e, self.spec.type_of[e])
 
     def load_component(self, e: Expr, f: str) -> str:
@@ -486,7 +499,7 @@ class ExpressionWriter:
         if e.op == "leaf":
             return self.bind(key, self.leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
         if e.op == "einsum":
-            return self.bind(key, several.write_product(self, e, f), True)
+            return self.bind(key, k_loop.write_products(self, e, f), True)
         if e.depth > _LAYER and f not in self.layered:
             with self._binding_layers(f):
                 for n in _read_across_layers(
@@ -512,7 +525,7 @@ class ExpressionWriter:
         self.prepare_walk(vector)
         kind = self.float if e.dtype == "float" else "tl.int64"
         if e.op in ("famax", "famin"):
-            return several.write_extreme(self, e, kind, width)
+            return k_loop.write_extreme(self, e, kind, width)
         if not width:  # a sum of no features
             return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
@@ -547,7 +560,7 @@ class ExpressionWriter:
                 return square
             name = self.bind((e, "square"), square, True)
             if self.spec.exact:
-                several.recompute(self, e, name, norms)
+                k_loop.recompute(self, e, name, norms)
             return name
 
         def factors(f: str) -> tuple[str, str]:
@@ -590,7 +603,7 @@ class ExpressionWriter:
             blocks = [self.block(e, at=at, stored=bool(kind)) for e in (kept, folded)]
             text = f"tl.dot({blocks[0]}, tl.trans({blocks[1]}){more}{options})"
         if self.spec.multiplies_in_float16:
-            return f"{text} * {packed_vectors.load_kept(self, kept)[1]}[:, None]"
+            return f"{text} * {k_loop.load_kept(self, kept)[1]}[:, None]"
         return f"{text}.to(tl.float32)" if kind == "int32" else text
 
     def products(self, *roots: Expr) -> None:
@@ -635,21 +648,19 @@ class ExpressionWriter:
         if folded and e in self.spec.descriptor_dims:
             text = self.load_by_descriptor(e, "start", str(first))
             text = (
-                packed_vectors.widen_block(self.spec, e, text, kind, wanted)
-                if kind in EIGHT_BITS and kind != wanted
-                else text
+                k_loop.widen_block(self.spec, e, text, kind, wanted) if kind in EIGHT_BITS and kind != wanted else text
             )
             return self.bind(key, text, True, name)
         if e.packing is not None:
             size = whole if at is None else at[1]
-            text = packed_vectors.write_block(self, e, str(first), size, wanted)
+            text = k_loop.write_block(self, e, str(first), size, wanted)
             return self.bind(key, text, folded, name)
         if self.spec.multiplies_in_float16 and not folded:
-            loaded, unit = packed_vectors.load_kept(self, e)
+            loaded, unit = k_loop.load_kept(self, e)
             return self.bind(key, f"({loaded} / {unit}[:, None]).to(tl.float16)", False, name)
         stride = "" if piece is not None else f" * {e.attrs[0]}_f"  # parts of float32 vectors are contiguous
         text = self.load_rows(e, f" + {first}{stride}" if first else "", lane, exists, self.spec.zero(e))
-        text = text if kind == wanted else packed_vectors.widen_block(self.spec, e, text, kind, wanted)
+        text = text if kind == wanted else k_loop.widen_block(self.spec, e, text, kind, wanted)
         return self.bind(key, text, folded, name)
 
     def split_blocks(self, e: Expr) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ....plan.tiles import FEW_ROWS
+from ....plan.schedule import FEW_ROWS
 from ....program.constructors import substitute
 from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold, is_idle

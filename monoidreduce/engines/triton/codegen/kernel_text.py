@@ -94,7 +94,7 @@ class Kernel:
     hand_scheduled: bool = False  # hand-scheduled, written in Gluon
     single_warpgroup: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    transposed: Expr | None = None  # the leaf that is copied with its features first (``vector_conversions.py``)
+    transposed: Expr | None = None  # the leaf that is copied with its features first (``spec_from_tensors.py``)
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
     coefficients: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)

@@ -1,9 +1,9 @@
 """Lookups in a kernel's text: an entry of a table for every pair.
 
 They are loads through the L1 cache: the entries of neighbours are neighbours, or the same. Hand-scheduled kernels look
-up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/table_lookups.py``): all places that
+up two kinds of tables. Bands have an entry for every diagonal in order (``kernels/histogram.py``): all places that
 a thread reads are constants away from one another, and no tile reaches beyond the band. Others are read at a number of
-the row plus one of the column (``kernels/table_lookups.py``), which are never outside of the table.
+the row plus one of the column (``kernels/histogram.py``), which are never outside of the table.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....program.expression import Expr
-from .arithmetic import literal
-from .kernel_spec import Unsupported
+from .kernel_spec import Unsupported, literal
 
 BAND_ROOM = 128  # entries beyond both ends of a band: as much as a tile reaches beyond the last row or column
 

@@ -13,10 +13,9 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import MIX, OUTER, is_product
 from ....reductions import kind_of, outputs_of
 from ....reductions.base import Lines, Tools
-from .arithmetic import literal
 from .expressions import ExpressionWriter
-from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, pad_width, widen
-from .several import block_of
+from .k_loop import block_of
+from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, literal, pad_width, widen
 
 # Running sums in a kernel: of numbers, of few features one by one, of vectors by matrix products.
 #

@@ -18,27 +18,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan.tiles import FEW_ROWS, Tile
+from ....plan import settings
+from ....plan.schedule import FEW_ROWS, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.best import worst
-from ...common import bounded_cache, matmul
+from ...common import bounded_cache
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, k_loop, kernel_spec, kernel_text, tile_ranges
-from ..codegen.arithmetic import SMALL
-from ..codegen.kernel_spec import NARROW, WIDEST, Spec, Unsupported, specialize
+from ..codegen.kernel_spec import NARROW, SMALL, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
 from ..launch import descriptors, hardware, jit_module
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import kernel_plan, spec_from_tensors, vector_conversions
+from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
-from . import row_kernels, split_combine, topk
+from . import elementwise, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 Merged = Callable[[], Leaves]  # the leaves with merged batch dimensions, made where they are needed
@@ -244,7 +244,7 @@ class FoldLaunch:
         self.conversions = self.conversions._replace(transposed=())
         places = {e: k for k, e in enumerate(self.fold.leaves)}
         self.norm_rows = [
-            (places[one.vector], vector_conversions.NormRows.of(values[one.vector], len(self.batch)))
+            (places[one.vector], spec_from_tensors.NormRows.of(values[one.vector], len(self.batch)))
             for one in self.conversions.norms
         ]
         leaves = self.conversions.convert(values, self.batch, self.sizes)
@@ -253,7 +253,7 @@ class FoldLaunch:
         self._write_kernel(leaves)
         if self.kernel.transposed is not None:
             self.conversions = self.conversions._replace(transposed=(self.kernel.transposed,))
-            leaves |= vector_conversions.transpose_leaves(self.conversions.transposed, leaves, len(self.batch))
+            leaves |= spec_from_tensors.transpose_leaves(self.conversions.transposed, leaves, len(self.batch))
         self._lay_out_results()
         self._lay_out_arguments(leaves)
         self.masks_read_data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.mask_leaves)
@@ -473,7 +473,7 @@ class FoldLaunch:
         make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
         self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
-            wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
+            wide=wide, precision=settings.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
     def _list_blocks(self, e: Expr) -> list[tuple[int, ...]]:
@@ -567,7 +567,7 @@ class FoldLaunch:
             given = (Leaf(at, True), rows.count, *flat.stride())
             found.append(Recipe(relaunch, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
-            relaunch = row_kernels.replay_shift(leaves[n], leaves[t], shape)
+            relaunch = elementwise.replay_shift(leaves[n], leaves[t], shape)
             if relaunch is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -644,7 +644,7 @@ class FoldLaunch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
-        made = row_kernels.compute_shift(
+        made = elementwise.compute_shift(
             number, total, (*(self.batch if self.needs_merged else self.sizes.batch), self.lengths[1])
         )
         return made if self.shift_descriptor is None else descriptors.replace_base(self.shift_descriptor, made)

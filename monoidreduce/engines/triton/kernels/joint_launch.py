@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....plan import settings
-from ....plan.tiles import Tile
+from ....plan.schedule import Tile
 from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....program.lower import Fold

@@ -22,12 +22,11 @@ from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import FastForm, kind_of
 from ....reductions.histogram import add_at
-from ...common import bounded_cache, matmul
+from ...common import bounded_cache
 from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
-from ...common.subproblem import choose_leaves, keep_reductions
-from ...common.unseen import add_unlisted
+from ...common.subproblem import add_unlisted, choose_leaves, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
@@ -409,7 +408,7 @@ def _prepare_launches(
 ) -> PreparedListedFold:
     """The launches of a fold on leaves like these, along the lists of each direction; raises Unsupported where it has
     no kernel."""
-    key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, matmul.float32_precision())
+    key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, settings.float32_precision())
     key += (overriding_plans(), entries, *(one.form for one in lists.values()))
     key += tuple([describe_tensor(v) if isinstance(v, Tensor) else (type(v), *describe_numbers([v])) for v in leaves])
     found = _PREPARED.find(key)

@@ -34,7 +34,7 @@ from ..schedules.kernel_plan import (
     count_splits,
     find_overriding_plan,
 )
-from ..schedules.vector_conversions import Conversions
+from ..schedules.spec_from_tensors import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves
 from .lists import FIRST, ListForm, direction_of
 

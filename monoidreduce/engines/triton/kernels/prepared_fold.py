@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import settings, tiles
+from ....plan import schedule, settings
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
@@ -35,10 +35,9 @@ from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, use_plan
 from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
-from .histogram import DiagonalLaunch, HistogramLaunch
+from .histogram import Bands, DiagonalLaunch, HistogramLaunch, SummedPlaces, rewrite_bands, rewrite_sums
 from .joint_launch import JointLaunch
 from .split_combine import CombiningLaunch
-from .table_lookups import Bands, SummedPlaces, rewrite_bands, rewrite_sums
 
 
 class PreparedFold:
@@ -369,7 +368,7 @@ def gather_labels(
     values: dict[Expr, Any],
     batch: tuple[int, ...],
     sizes: Sizes,
-    elements: int = tiles.ELEMENTS,
+    elements: int = schedule.ELEMENTS,
     raised: bool = True,
     known: dict[tuple[int, ...], pick.Pairs] | None = None,
 ) -> Tensor:

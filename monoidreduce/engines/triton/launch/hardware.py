@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from ....plan import settings, tiles
-from ....plan.tiles import Family
+from ....plan import schedule, settings
+from ....plan.schedule import Family
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def find_family(device: torch.device) -> Family | None:
     if not _is_present(device):
         return None
     known = torch.cuda.get_device_properties(device)
-    found = tiles.family(known.major, known.minor)
+    found = schedule.family(known.major, known.minor)
     return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 

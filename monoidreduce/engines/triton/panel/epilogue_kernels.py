@@ -31,9 +31,8 @@ from ....program.expression import Expr, topological
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
 from ..codegen import k_loop, kernel_text
-from ..codegen.arithmetic import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec
+from ..codegen.kernel_spec import LOG2E, Spec, literal
 from ..codegen.reductions import TOOLS, LabelColumnWriter
 from .row_factor import FactoredWeight, LabelTerm
 from .row_kernel import RowValues, assemble_kernel

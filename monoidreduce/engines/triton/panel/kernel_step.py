@@ -33,9 +33,8 @@ from ..kernels import elementwise, topk
 from ..launch import hardware, jit_module
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
-from .accumulators import Accumulators, PanelWeights, StoredWeights
+from .accumulators import Accumulators, PanelWeights, StoredWeights, contract_by_pingpong
 from .arena import Arena, MemoryPlan
-from .contraction import contract_by_pingpong
 from .epilogue import EpilogueGemm
 from .row_kernel import OFFSETS, fuse_stages, shift_reduction
 

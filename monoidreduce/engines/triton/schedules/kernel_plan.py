@@ -1,6 +1,6 @@
 """The plan of a kernel: how many indices a program instance owns, how many folded ones a tile has, warps, stages.
 
-The defaults are in a table (``plan/tiles.py``), by what a kernel holds; here they are made to fit in shared
+The defaults are in a table (``plan/schedule.py``), by what a kernel holds; here they are made to fit in shared
 memory. Equal tiles combine in equal order: only a plan's tile sizes can change a result's last digits.
 """
 
@@ -13,7 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ....plan import settings
-from ....plan.tiles import COPIED, DEEP, FAMILIES, FEW, FEW_ROWS, FEW_STORED, FEW_STORED_PAGES, MOST_FEW, Family, Tile
+from ....plan.schedule import (
+    COPIED,
+    DEEP,
+    FAMILIES,
+    FEW,
+    FEW_ROWS,
+    FEW_STORED,
+    FEW_STORED_PAGES,
+    MOST_FEW,
+    Family,
+    Tile,
+)
 from ..codegen.kernel_spec import pad_width
 from ..codegen.kernel_text import Kernel
 

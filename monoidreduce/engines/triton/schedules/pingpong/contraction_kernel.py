@@ -4,7 +4,7 @@ A tile is 192 kept indices, three runs of 64 (the rows of one wgmma), and 128 fe
 weights and vectors into one ring buffer, ahead of both consumers; a consumer runs the K loop of its tile while the
 other stores its own (``order`` barriers, as in ``gemm_fold.py``). Results go through shared memory in pieces of 64
 features of a run. What is added to comes through the same slots: a consumer asks for the first pieces before it
-multiplies, and for another whenever one was written. ``engines/triton/panel/contraction.py`` launches these kernels.
+multiplies, and for another whenever one was written. ``engines/triton/panel/accumulators.py`` launches these kernels.
 """
 
 from __future__ import annotations

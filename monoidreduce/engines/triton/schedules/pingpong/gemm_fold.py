@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.base import Lines

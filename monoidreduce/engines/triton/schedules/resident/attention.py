@@ -18,16 +18,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
 from ...codegen import compiler, kernel_spec, kernel_text, listed
-from ...codegen.arithmetic import literal
-from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Slices, Spec, gluon_type
+from ...codegen.kernel_spec import Slices, Spec, gluon_type, literal
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import make_lines, move_factors_to_weight, substitute_truths
 from ...launch import hardware
@@ -35,9 +33,17 @@ from .. import gluon_parts as gluon
 from .. import spec_from_tensors
 from ..gluon_parts import leaf_name, suffix
 from ..kernel_plan import KernelPlan
-from . import attention_template
+from . import attention_schedules
 from .attention_schedules import CUT_SCHEDULES, NUMBER_RINGS, SCHEDULES, STORED_SCHEDULES, AttentionSchedule
-from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
+from .logit_forms import (
+    COEFFICIENTS,
+    AlibiLine,
+    DropoutFactor,
+    SoftcapPolynomial,
+    match_alibi,
+    match_dropout_factor,
+    match_softcap,
+)
 
 # In powers of two, weights of 8-bit floats, of which the largest is 448: by a running maximum they are at most this,
 # and by a guessed one those of the first tile; a row whose largest weight left the range is computed again.
@@ -292,7 +298,7 @@ class _Text:
             "pair": pair,
             "ring": self.schedule.ring,
         }
-        called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
+        called = [text for name, text in attention_schedules.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
         bands = [write_look_up_band(self.spec, self.schedule.folded)] if has_bands(self.spec.fold.tables) else []
         return "\n".join([*(text.format(**holes) for text in called), *bands])
 
@@ -388,7 +394,7 @@ class _Text:
         before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
         generated = [*v.before, *begin, *results, *(line for lines in arithmetic.values() for line in lines)]
         text = gluon.fill(
-            attention_template.CONSUMER,
+            attention_schedules.CONSUMER,
             parameters=partitions.parameters(),
             groups=self.schedule.groups,
             layouts=[*gluon.layouts(self.values.slices, packed=4 if self.stored else 2), *self.rows.layouts()],
@@ -562,7 +568,7 @@ class _Text:
             rounding.append(f"{n}_most = tl.convert_layout({most}, {rows})")
             right = f" & ({n}_most >= {low}) & ({n}_most <= {high})"
         text = gluon.fill(
-            attention_template.RETRY,
+            attention_schedules.RETRY,
             n=n,
             totals=self.totals,
             sums=self._zero_sums(),

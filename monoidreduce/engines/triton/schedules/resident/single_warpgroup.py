@@ -14,15 +14,13 @@ from dataclasses import replace
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import kernel_spec, kernel_text
-from ...codegen.arithmetic import literal
-from ...codegen.dropout import match_dropped_weight
 from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec
+from ...codegen.kernel_spec import Spec, literal
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
 from .. import gluon_parts as gluon
 from ..gluon_parts import leaf_name, suffix
-from .logit_forms import INDEX_DISTANCE
+from .logit_forms import INDEX_DISTANCE, match_dropped_weight
 from .work_split import GroupWork, folded_numbers, kept_and_folded, name_sums
 
 _IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init

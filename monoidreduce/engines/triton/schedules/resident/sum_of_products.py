@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.tiles import Tile
+from .....plan.schedule import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import compiler, kernel_spec, kernel_text
-from ...codegen.arithmetic import literal
-from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec
+from ...codegen.kernel_spec import Spec, literal
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
 from ...launch import hardware
@@ -32,6 +30,7 @@ from .. import spec_from_tensors
 from ..gluon_parts import leaf_name, suffix
 from ..kernel_plan import KernelPlan
 from . import diagonal_sums, single_warpgroup
+from .logit_forms import DropoutFactor, match_dropped_weight
 from .work_split import (
     GroupWork,
     Product,
