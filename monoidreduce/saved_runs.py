@@ -18,9 +18,9 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 import torch
@@ -258,17 +258,36 @@ def _map_result(path: Path, like: Tensor, axis: int, rows: int) -> Tensor:
 
 def write_results(result: Any, out: Path) -> Any:
     """Write every tensor of a result to a ``.npy`` file, and map it: one to ``out``, of several each to ``out`` with
-    its name in it (``result.values.npy``)."""
+    its name in it (``result.values.npy``). All of them appear under their names, or none."""
+    at = [out]
+    try:
+        with contextlib.ExitStack() as files:  # which get their names when it ends
+
+            def write(value: Tensor, path: Path) -> Tensor:
+                at.append(path)
+                _write_array(value, files.enter_context(disk.open_new(path, shared=True)))
+                return value
+
+            written = _map_tensors(result, out, write)
+    except OSError as error:
+        raise StreamError(
+            detail=f"{at[-1]} cannot be written: {error.strerror}", fix="Make room, or give out= another place"
+        ) from error
+    return _map_tensors(written, out, lambda _, path: numpy.load(path, mmap_mode="r"))
+
+
+def _map_tensors(result: Any, out: Path, call: Callable[[Tensor, Path], Any]) -> Any:
+    """A result in its form, with ``call(tensor, path)`` in place of every tensor."""
     if isinstance(result, Tensor):
-        return _write_array(result, out)
+        return call(result, out)
     if isinstance(result, Mapping):
-        return {name: write_results(value, _name_file(out, name)) for name, value in result.items()}
+        return {name: _map_tensors(value, _name_file(out, name), call) for name, value in result.items()}
     if isinstance(result, (tuple, list)):
         names = getattr(result, "_fields", range(len(result)))
-        inside = [write_results(value, _name_file(out, name)) for name, value in zip(names, result, strict=True)]
+        inside = [_map_tensors(value, _name_file(out, name), call) for name, value in zip(names, result, strict=True)]
         return type(result)(*inside) if hasattr(result, "_fields") else type(result)(inside)
     if hasattr(result, "asdict") and hasattr(type(result), "fields"):  # an element of a monoid
-        return type(result)(**write_results(result.asdict(), out))
+        return type(result)(**_map_tensors(result.asdict(), out, call))
     return result
 
 
@@ -276,18 +295,12 @@ def _name_file(out: Path, name: Any) -> Path:
     return out.with_name(f"{out.stem}.{name}{out.suffix}")
 
 
-def _write_array(result: Tensor, out: Path) -> numpy.ndarray:
-    try:
-        with disk.open_new(out, shared=True) as file:
-            kind = to_numpy(result.new_empty(0)).dtype
-            header = {"descr": numpy.lib.format.dtype_to_descr(kind), "fortran_order": False}
-            numpy.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(result.shape)})
-            flat = result.detach().contiguous().view(-1)
-            step = max(1, _COPIED_AT_ONCE // max(1, flat.element_size()))
-            for at in range(0, flat.numel(), step):
-                file.write(to_numpy(flat[at : at + step]).tobytes())
-    except OSError as error:
-        raise StreamError(
-            detail=f"{out} cannot be written: {error.strerror}", fix="Make room, or give out= another place"
-        ) from error
-    return numpy.load(out, mmap_mode="r")
+def _write_array(result: Tensor, file: BinaryIO) -> None:
+    kind = to_numpy(result.new_empty(0)).dtype
+    header = {"descr": numpy.lib.format.dtype_to_descr(kind), "fortran_order": False}
+    numpy.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(result.shape)})
+    flat = result.detach().contiguous().view(-1)
+    step = max(1, _COPIED_AT_ONCE // max(1, flat.element_size()))
+    for at in range(0, flat.numel(), step):
+        file.write(to_numpy(flat[at : at + step]).tobytes())
+    file.flush()  # a disk that is full says so here

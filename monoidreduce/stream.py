@@ -107,10 +107,7 @@ class Stream:
         rank = len(array.shape)
         axis = self._row_arguments[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
-            raise ShapeError(
-                detail=f"{name} in {getattr(array, 'filename', 'an array')} has shape {list(array.shape)}",
-                fix="Give an array with one number or one vector a row",
-            )
+            raise _make_shape_error(name, array, self._row_arguments[name].axis(0), "row")
         return AlongAxis(array, axis)
 
     def _prepare(self, chunk: Mapping[str, Any]) -> Prepared:
@@ -358,9 +355,7 @@ class Stream:
         rank = len(shape) if isinstance(shape, tuple) else 0  # what is no array may have a shape too
         axis = self._columns[name].axis(rank) if rank else -1
         if not 0 <= axis < rank:
-            raise ShapeError(
-                detail=f"{name} was given {shown(array)}", fix="Give an array with one number or one vector a column"
-            )
+            raise _make_shape_error(name, array, self._columns[name].axis(0), "column")
         return AlongAxis(array, axis)
 
     # Stop and resume
@@ -517,6 +512,14 @@ def _cut_stored(sources: Sequence[Any]) -> list[tuple[Any, ...]]:
             fix="Give mr.scaled(...) of [N, f] and tensors of as many columns, or an iterable of chunks",
         )
     return [tuple(s[k : k + SIZE] for s in sources) for k in range(0, max(1, len(sources[0])), SIZE)]
+
+
+def _make_shape_error(name: str, array: Any, axis: int, side: str) -> ShapeError:
+    """The error of an array that has too few axes; ``axis``: the one that is cut, counted from behind."""
+    axes = max(1, -axis)
+    given = shown(array).removesuffix(f" ({type(array).__name__})" if hasattr(array, "filename") else "")
+    what = {1: f"one number per {side}", 2: f"one vector per {side}"}.get(axes, f"several vectors per {side}")
+    return ShapeError(detail=f"{name} was given {given}", fix=f"Give {what}: an array of {axes} or more dimensions")
 
 
 def _make_table_error(found: Sequence[Any], needed: Sequence[str]) -> ArgumentError:

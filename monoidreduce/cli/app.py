@@ -1,6 +1,6 @@
-"""The table of commands, their help, and exit codes. Imports no torch: ``--help`` and a typo are answered at once.
+"""The command line and its exit codes. Imports no torch: help and a typo, also in an option, are answered at once.
 
-A command's module is imported when the command is named; ``execute`` then runs it.
+``options`` has the commands and what they take; a command's module is imported by ``execute``, which runs it.
 """
 
 from __future__ import annotations
@@ -11,35 +11,14 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import click
 
 from .._version import __version__
 from . import progress
+from .options import COMMANDS, JSON, Entry
 
-
-class Entry(NamedTuple):
-    """A row of the table: a command's name, the module that has it under that name, the first line of its help, whether
-    it is about a layer of a file, and whether it measures (then it says what it is doing, from the first second on)."""
-
-    name: str
-    module: str
-    summary: str
-    of_file: bool = False
-    measures: bool = False
-
-
-COMMANDS: tuple[Entry, ...] = (
-    Entry("demo", "demo", "Show what fits in a given memory, and how fast.", measures=True),
-    Entry("check", "check", "Check a monoid's laws, or a layer's mathematics and memory.", of_file=True, measures=True),
-    Entry("explain", "plans", "Say what would run at a size, and why.", of_file=True),
-    Entry("bench", "bench", "Measure layers beside every peer that is installed.", measures=True),
-    Entry("profile", "profile", "Draw a layer's memory over time, ours and the dense form's.", measures=True),
-    Entry("tune", "plans", "Find the fastest plans for a size, and remember them.", of_file=True),
-    Entry("cache", "plans", "Show, clear or share the plans kept on disk."),
-    Entry("doctor", "doctor", "Say what is here, what runs where, and what to install."),
-)
 PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
 
@@ -79,23 +58,13 @@ class _Group(click.Group):
         return [entry.name for entry in COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = next((e for e in COMMANDS if e.name == cmd_name), None)
-        if entry is None:
-            return None
-        execute = importlib.import_module(".execute", __package__)
-        command: click.Command = execute.load_command(entry.module, entry.name)
-        return command
+        return next((_make_command(entry) for entry in COMMANDS if entry.name == cmd_name), None)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        entry = next((e for e in COMMANDS if e.name == args[0]), None)
-        if entry is not None and entry.of_file:
-            _check_target(args[1:], ctx)
-        if entry is not None and entry.measures and "torch" not in sys.modules and not {"-h", "--help"} & set(args):
-            progress.print_line("importing torch")
-        if entry is not None or args[0].startswith("-"):
+        if args[0] in names or args[0].startswith("-"):
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(args[0], names, 1)
         advice = f"Did you mean {close[0]}?" if close else f"There are {', '.join(names)}"
@@ -103,18 +72,26 @@ class _Group(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(entry.name, entry.summary) for entry in COMMANDS])
+            formatter.write_dl([(entry.name, entry.help.splitlines()[0]) for entry in COMMANDS])
 
 
-def _check_target(args: Sequence[str], ctx: click.Context) -> None:
-    """Raise click's errors of a layer that is not named, or is in no file, before torch is imported (seconds)."""
-    if {"-h", "--help"} & set(args):
-        return
-    if all(a.startswith("-") for a in args):
-        raise click.UsageError("Missing argument 'FILE.py:NAME', such as layers.py:attention", ctx)
-    file = args[0].rpartition(":")[0]
-    if file.endswith(".py") and len(file) < 4096 and "\0" not in file and not os.path.exists(file):
-        raise click.UsageError(f"the file {file} does not exist. Give FILE.py:NAME, such as layers.py:attention", ctx)
+class _Command(click.Command):
+    """Fills the names of layers and peers into its help when that is asked for: they are in modules that need torch."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.help and "{" in self.help:
+            self.help = importlib.import_module(".execute", __package__).fill_names(self.help)
+        super().format_help_text(ctx, formatter)
+
+
+def _make_command(entry: Entry) -> click.Command:
+    def run(**options: Any) -> int:
+        if entry.measures and "torch" not in sys.modules:
+            progress.print_line("importing torch")
+        code: int = importlib.import_module(".execute", __package__).run_command(entry, **options)
+        return code
+
+    return _Command(entry.name, params=[*entry.params, JSON], callback=run, help=entry.help)
 
 
 def make_group() -> click.Group:

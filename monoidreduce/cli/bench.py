@@ -14,14 +14,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from . import measure, report, workload
-from .command import LAYER_OPTIONS, OUT, SIZE, Answer, CommandError, OutputFolder, command, dtype_name, dtype_option
+from .command import Answer, CommandError, OutputFolder, dtype_name
 from .layers import LAYERS
 from .measure import Outcome, Runner
 from .report import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
@@ -151,23 +150,6 @@ class Measurement:
         return self.forward_ms if self.total_ms is None else self.total_ms
 
 
-@command(
-    "bench",
-    click.Argument(["layers"], nargs=-1, metavar="[LAYER]..."),
-    click.Option(["--size", "sizes"], type=SIZE, multiple=True, help="ROWSxCOLS; may be given again"),
-    click.Option(
-        ["--peer", "peers"], multiple=True, metavar="PEER",
-        help=f"measure beside this one only; may be given again: none, {', '.join(p.key for p in PEERS)}",
-    ),
-    dtype_option("float32"),
-    click.Option(
-        ["--seconds"], type=click.FloatRange(min=0), default=1.0, show_default=True,
-        help="time to spend on the runs of each contender at each size",
-    ),
-    OUT,
-    *LAYER_OPTIONS,
-    layers=", ".join(LAYERS),
-)  # fmt: skip
 def bench(
     layers: tuple[str, ...],
     sizes: tuple[tuple[int, int], ...],
@@ -178,15 +160,7 @@ def bench(
     device: torch.device,
     **given: Any,
 ) -> Answer:
-    """Measure layers beside every peer that is installed.
-
-    LAYER is FILE.py:NAME or a ready-made layer: {layers}; or "all" of these.
-
-    Naive torch, torch.compile, SDPA, FlexAttention, F.linear_cross_entropy, Liger, Cut Cross-Entropy and KeOps are
-    measured where they have a function for the layer, at every size: the best time of several, forward and both ways,
-    the peak of the extra memory, and the error against float64 at the smallest size. Writes bench.html, bench.md,
-    bench.png and bench.json.
-    """
+    """Measure layers beside every peer that is installed."""
     chosen = _find_layers(tuple(LAYERS) if layers == ("all",) else layers or DEFAULT_LAYERS, given)
     report.require_matplotlib()
     folder = OutputFolder(out)

@@ -13,7 +13,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import click
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
@@ -25,14 +24,13 @@ from ..plan.budget import budget
 from ..program.expression import topological
 from ..runtime.dispatch import use
 from . import workload
-from .command import COUNT, LAYER_OPTIONS, SIZE, TARGET, Answer, command, dtype_name
-from .layers import EXPLAINED, SEED, find_ready_made
+from .command import Answer, dtype_name
+from .layers import SEED, find_ready_made
 from .measure import MemoryProfile, Outcome, Runner, relative_error, run_once, second_gradients, to_float64
+from .options import LARGE_SIZE, RAGGED_SIZES
 from .report import FAILED, NOT_TRIED, OK, format_mb, geometric_mean, print_statuses, show_progress
 from .workload import Workload, check_argument_count, load, report_user_errors
 
-RAGGED_SIZES = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))
-LARGE_SIZE = (2048, 8192)  # memory is measured here, and at half the rows and columns
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE_BUDGETS = (None, "64KB")  # tiles of the usual size, and small ones, of which more must be combined
 DRAWS = 4  # of inputs, for the error in each dtype
@@ -50,29 +48,8 @@ class Verdict:
     words: str
 
 
-@command(
-    "check",
-    TARGET,
-    click.Option(
-        ["--size", "sizes"], type=SIZE, multiple=True,
-        help=f"ROWSxCOLS to try; may be given again [default: {', '.join(f'{r}x{c}' for r, c in RAGGED_SIZES)}]",
-    ),
-    click.Option(
-        ["--large"], type=SIZE, default="x".join(map(str, LARGE_SIZE)), show_default=True,
-        help="ROWSxCOLS at which memory is measured, and at half of both",
-    ),
-    click.Option(["--cases"], type=COUNT, default=200, show_default=True, help="cases for each law"),
-    *LAYER_OPTIONS,
-    layers=", ".join(EXPLAINED),
-)  # fmt: skip
 def check(target: str, sizes: tuple[Size, ...], large: Size, cases: int, device: torch.device, **given: Any) -> Answer:
-    """Check a monoid's laws, or a layer's mathematics and memory.
-
-    A monoid: associativity, commutativity, identity and the gradient condition, on hundreds of cases; a broken law
-    comes with the smallest counterexample. An op, or a ready-made layer ({layers}): its values, gradients and second
-    gradients against the dense form in float64, whether it repeats to the last bit, whether its memory grows with the
-    pairs, and its error in each type beside plain torch's. Exit code 1 if anything fails.
-    """
+    """Check a monoid's laws, or a layer's mathematics and memory."""
     named = ":" in target or target.endswith(".py")
     found = load(target) if named else None
     with report_user_errors(target.partition(":")[0]):  # a combine or a layer that raises

@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ..engines.common import matmul
 from ..errors import ArgumentError
 from ..plan.settings import parse_bytes
 from . import limits, measure, report
-from .command import OUT, Answer, CommandError, OutputFolder, ParsedType, command, parse_device
+from .command import Answer, CommandError, OutputFolder
 from .layers import LOGIT, PAPER_LAYERS, TIME_LAYERS, Layer, Size
 from .limits import QUESTIONS, STOPPED_BY_MEMORY, Growth, Limit
 from .measure import CPU, Environment, MemoryProfile, Runner, relative_error, run_once, time_in_turns, to_float64
@@ -116,33 +115,20 @@ def _parse_memory(text: str) -> int:
     try:
         return parse_bytes(int(text) if text.isdigit() else text)
     except ArgumentError:
-        raise ValueError(
-            f"{text!r:.80} is no memory. Give a number of bytes, or a text such as 256MiB or 2GB"
+        raise CommandError(
+            f"--memory {text!r:.80} is no memory. Give a number of bytes, or a text such as 256MiB or 2GB"
         ) from None
 
 
-@command(
-    "demo",
-    click.Option(["--memory"], type=ParsedType("SIZE", _parse_memory), help="what must suffice; 256MiB, 1GiB on a GPU"),
-    click.Option(["--device"], type=ParsedType("DEVICE", parse_device), help="cpu or cuda; a GPU where there is one"),
-    click.Option(
-        ["--quick"], is_flag=True, help="tiny sizes, seconds; on a GPU up to two minutes. The numbers mean little"
-    ),
-    OUT,
-)
-def demo(memory: int | None, device: torch.device | None, quick: bool, out: Path) -> Answer:
-    """Show what fits in a given memory, and how fast.
-
-    Problems are made larger until they no longer fit, ours and plain torch; then layers are measured beside their dense
-    forms: time, peak extra memory, error against float64. Writes a page, index.html.
-    """
+def demo(memory: str | None, device: torch.device | None, quick: bool, out: Path) -> Answer:
+    """Show what fits in a given memory, and how fast."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory = memory or (QUICK_MEMORY if quick else MEMORY)[device.type]
+    allowed = _parse_memory(memory) if memory else (QUICK_MEMORY if quick else MEMORY)[device.type]
     free = matmul.free_memory(device)
-    if free and memory > 0.7 * free:
-        raise CommandError(f"--memory {format_size(memory)} is too much: {format_size(free)} are free. Give less")
+    if free and allowed > 0.7 * free:
+        raise CommandError(f"--memory {format_size(allowed)} is too much: {format_size(free)} are free. Give less")
     folder = OutputFolder(out)
-    findings = _measure_all(memory, device, quick)
+    findings = _measure_all(allowed, device, quick)
     environment = measure.describe_environment(device)
     (page,) = folder.write({"index.html": render_page(findings, environment)})
 

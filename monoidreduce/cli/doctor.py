@@ -17,7 +17,7 @@ from ..errors import MonoidReduceError
 from ..plan import cache, settings
 from ..runtime import dispatch
 from .bench import PEERS, find_cpp_compiler
-from .command import Answer, command
+from .command import Answer
 from .report import FAILED, MISSING, OK, print_statuses
 
 
@@ -30,7 +30,6 @@ class Finding:
     words: str
 
 
-@command("doctor")
 def doctor() -> Answer:
     """Say what is here, what runs where, and what to install."""
     found = [check() for check in _CHECKS]

@@ -6,24 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 from .. import autotune
 from ..ops.explained import explain_layer
 from ..plan import cache as plan_cache
 from . import report, workload
-from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
-from .layers import EXPLAINED
+from .command import Answer, CommandError, dtype_name
 from .workload import report_user_errors
 
 
-@command(
-    "explain", *target_at_a_size("bf16"), FORWARD,
-    click.Option(["--measure"], is_flag=True, help="run it too, and measure beside what is predicted"),
-    *OP_OPTIONS,
-    layers=", ".join(EXPLAINED),
-)  # fmt: skip
 def explain(
     target: str,
     rows: int,
@@ -34,12 +26,7 @@ def explain(
     device: torch.device,
     **given: Any,
 ) -> Answer:
-    """Say what would run at a size, and why.
-
-    Passes, schedules and tiles, with the time and memory that are predicted for each, of an op, of a ready-made layer
-    ({layers}), or of the ops that a function in a file calls. No pair is computed, and on a CPU nothing is allocated,
-    so the size may be any; with --measure the call is run a few times, and measured beside.
-    """
+    """Say what would run at a size, and why."""
     layer = workload.find(target, **given)
     allocate = measure or device.type != "cpu"
     args = layer.inputs(rows, cols, dtype, device if allocate else torch.device("meta"))
@@ -54,15 +41,10 @@ def explain(
     return Answer(data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
-@command("tune", *target_at_a_size("float32"), FORWARD, *LAYER_OPTIONS)
 def tune(
     target: str, rows: int, cols: int, dtype: torch.dtype, forward: bool, device: torch.device, **given: Any
 ) -> Answer:
-    """Find the fastest plans for a size, and remember them.
-
-    Every fold is run with each plan that the cost model leaves close; one whose result is wrong is refused. Winners
-    serve all lengths up to the next power of two, in later processes too: see cache.
-    """
+    """Find the fastest plans for a size, and remember them."""
     layer = workload.find(target, **given)
     args = layer.inputs(rows, cols, dtype, device)
     with report_user_errors(layer.file):
@@ -110,17 +92,8 @@ _ACTIONS: dict[str, Callable[[Path | None], Answer]] = {
 }
 
 
-@command(
-    "cache",
-    click.Argument(["action"], type=click.Choice(list(_ACTIONS)), required=False, default="show"),
-    click.Argument(["file"], type=click.Path(path_type=Path), required=False),
-)
 def cache(action: str, file: Path | None) -> Answer:
-    """Show, clear or share the plans kept on disk.
-
-    show lists them (the default), path prints the folder, clear removes plans and kernels, export FILE writes all plans
-    to one file, import FILE reads such a file, and checks it first.
-    """
+    """Show, clear or share the plans kept on disk."""
     takes_file = action in ("export", "import")
     if takes_file != (file is not None):
         raise CommandError(f"cache {action} {'needs the name of a FILE' if takes_file else 'takes no FILE'}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import report, workload
-from .command import LAYER_OPTIONS, OUT, Answer, OutputFolder, command, dtype_name, target_at_a_size
+from .command import Answer, OutputFolder, dtype_name
 from .measure import MemoryProfile, Runner, describe_environment, reason_dense_does_not_fit
 from .report import format_mb, format_ratio, print_paths, print_table, show_progress
 from .workload import Workload, report_user_errors
@@ -20,15 +20,10 @@ from .workload import Workload, report_user_errors
 POINTS = 240  # of a timeline in JSON, each the highest of its span
 
 
-@command("profile", *target_at_a_size("float32"), OUT, *LAYER_OPTIONS)
 def profile(
     target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any
 ) -> Answer:
-    """Draw a layer's memory over time, ours and the dense form's.
-
-    Every allocation and release of torch's allocator during one forward and backward. The layer is FILE.py:NAME or
-    a ready-made one (see bench --help). Writes profile.html, profile.png and profile.json.
-    """
+    """Draw a layer's memory over time, ours and the dense form's."""
     layer = workload.find(target, **given)
     report.require_matplotlib()
     folder = OutputFolder(out)

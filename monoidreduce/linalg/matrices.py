@@ -41,6 +41,9 @@ class KernelMatrix:
     def __init__(self, op: Callable[..., Tensor], x: Tensor, args: tuple, options: dict[str, Any], of_numpy: bool):
         self.op, self.x, self.args, self.options, self.of_numpy = op, x, args, options, of_numpy
         self.shape = (len(x), len(x))
+        declared = list(getattr(op, "parameters", {}).values())[2:3]
+        self.takes_numbers = any(p.axis == "cols" and p.feature is None for p in declared)  # one number per column
+        self.takes_vectors = any(p.axis == "cols" and p.feature is not None for p in declared)
 
     @overload
     def __call__(self, v: Tensor) -> Tensor: ...
@@ -50,7 +53,16 @@ class KernelMatrix:
         """K @ v for v [N] or [N, k]; a numpy array where the points and v are numpy arrays."""
         border = arrays.Border()
         border.of_others = not self.of_numpy
-        return border.give(self.op(self.x, self.x, border.take(v, "v"), *self.args, **self.options))
+        vectors = border.take(v, "v")
+        axes = vectors.dim() if isinstance(vectors, Tensor) else 0
+        if self.takes_numbers and axes == 2:  # k vectors are a batch of k
+            return border.give(self._call_op(vectors.mT).mT)
+        if self.takes_vectors and axes == 1:
+            return border.give(self._call_op(vectors.unsqueeze(-1)).squeeze(-1))
+        return border.give(self._call_op(vectors))
+
+    def _call_op(self, v: Any) -> Any:
+        return self.op(self.x, self.x, v, *self.args, **self.options)
 
     @overload
     def __matmul__(self, v: Tensor) -> Tensor: ...
@@ -66,8 +78,8 @@ class KernelMatrix:
 def matrix(op: Callable[..., Any], x: Array, *args: Any, **options: Any) -> KernelMatrix:
     """A kernel op of points as a matrix: ``K @ v``, or ``K(v)``, is ``op(x, x, v, *args, **options)``.
 
-    ``op`` takes the points as rows, the points as columns, a vector per column [N] or [N, k], then whatever else:
-    ``ops.kernel_sum``, or an op of your own. Its gradients reach ``x`` and the other arguments.
+    ``op`` takes the points as rows, the points as columns, what to multiply (``Col["e"]``, or a bare ``Col``), then
+    whatever else: ``ops.kernel_sum``, or an op of your own. Its gradients reach ``x`` and the other arguments.
 
     Shapes: ``x`` [N, D]; of numpy points, products with numpy arrays are numpy arrays. The matrix is square, of one set
     of points; for the kernel of two sets call the op: ``ops.kernel_sum(q, x, v)``. Raises :class:`ArgumentError` or

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import arrays
+from ..errors import ArgumentError
 from ..stored_vectors import Vectors
 from ..stream import Stream
 from . import checks, grouping, point_index
@@ -198,6 +199,8 @@ def knn(x: Vectors, y: Vectors, k: int, *, metric: Metric = "euclidean", exclude
     >>> bool((knn(x, y, 3).indices == torch.cdist(x, y).topk(3, largest=False).indices).all())
     True
     """
+    if isinstance(y, PointIndex):
+        raise ArgumentError(detail="y was given an index of points", fix="Call the index: index(x, k)")
     checks.floating(x=x, y=y)
     checks.one_of("metric", metric, METRICS)
     checks.whole("k", k, 1)

@@ -118,8 +118,13 @@ class PreparedPoints:
         where = Path(path)
         if not where.parent.is_dir() or where.is_dir():
             raise ArgumentError(detail=f"{where} cannot be written", fix="Give a path in a folder that exists")
-        with disk.open_new(where, shared=True) as file:
-            torch.save(whole, file)
+        try:
+            with disk.open_new(where, shared=True) as file:
+                torch.save(whole, file)
+        except OSError as error:
+            raise ArgumentError(
+                detail=f"{where} cannot be written: {error.strerror}", fix="Make room, or give another place"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Self:

@@ -124,9 +124,11 @@ def open_new(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
             os.umask(mask)
             os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # which torch.save hides
         raise
 
 

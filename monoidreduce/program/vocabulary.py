@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -18,6 +18,8 @@ from ..reductions import make
 from . import constructors, philox
 from .expression import Expr, const, index, size, topological
 from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of, read_value
+
+Element = TypeVar("Element", bound=Monoid)  # one of the user's
 
 row_index: torch.Tensor = Everywhere(index("row"))  # type: ignore[assignment]  # in a body, a tensor
 """The number of the pair's row, from 0; over many ranks, of the whole.
@@ -471,7 +473,7 @@ def sample(logit: Any, seed: Any, *, over: str = "cols") -> torch.Tensor:
 
 
 @check_call
-def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
+def reduce(monoid: type[Element], *, over: str = "cols", **fields: Any) -> Element:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 
     A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is

@@ -27,6 +27,14 @@ def modules(stderr: str) -> set[str]:
         (["--verion"], 2, "No such option"),
         (["check"], 2, "Missing argument 'FILE.py:NAME'"),
         (["explain", "nowhere.py:layer", "--rows", "10"], 2, "the file nowhere.py does not exist"),
+        (["demo", "--help"], 0, "Writes a page, index.html"),
+        (["demo", "--quik"], 2, "No such option '--quik'. Did you mean '--quick'?"),
+        (["bench", "--device", "cud"], 2, "'cud' is no device"),
+        (["check", "attention", "--size", "4x"], 2, "'4x' is no size"),
+        (["tune", "attention", "--rows", "-3"], 2, "'-3' is no whole number"),
+        (["profile", "attention", "--dtype", "int"], 2, "'int' is no floating type"),
+        (["cache", "shwo"], 2, "'shwo' is not one of 'show'"),
+        (["doctor", "more"], 2, "unexpected extra argument"),
     ],
 )
 def test_help_version_and_typos_answer_without_torch(arguments, code, words):

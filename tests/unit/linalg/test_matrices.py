@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import Col, Row, ops
 from monoidreduce.linalg import cg, logdet, matrix, nystroem, operator
 
 X = numpy.random.default_rng(0).random((120, 2))
@@ -22,6 +22,30 @@ def test_products_are_of_the_kind_of_points_and_vectors():
         assert isinstance(product, torch.Tensor)
         numpy.testing.assert_allclose(product, K @ V, rtol=1e-10)
     numpy.testing.assert_allclose(of_arrays @ V[:, 0], K @ V[:, 0], rtol=1e-10)
+
+
+@mr.op
+def of_numbers(x: Row["d"], y: Col["d"], v: Col, scale: float):
+    return mr.sum(torch.exp(-mr.sqdist(x, y) / (2 * scale**2)) * v)
+
+
+@mr.op
+def of_vectors(x: Row["d"], y: Col["d"], v: Col["e"], scale: float):
+    return mr.sum(torch.exp(-mr.sqdist(x, y) / (2 * scale**2)) * v)
+
+
+@pytest.mark.parametrize("op", [of_numbers, of_vectors])
+def test_ones_own_op_multiplies_a_vector_and_several(op):
+    """Also through scipy, and for conjugate gradients, which begin with two vectors."""
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    kernel, outside = matrix(op, X, scale=0.3), operator(op, X, scale=0.3, ridge=0.1)
+    for v in (V, V[:, 0]):
+        numpy.testing.assert_allclose(kernel @ v, K @ v, rtol=1e-10)
+        numpy.testing.assert_allclose(outside @ v, K @ v + 0.1 * v, rtol=1e-10)
+        solved = numpy.linalg.solve(K + 0.1 * numpy.eye(120), v)
+        numpy.testing.assert_allclose(cg(outside, v, ridge=0.0), solved, atol=1e-7)
+    largest = linalg.eigsh(outside, k=2, return_eigenvectors=False)
+    numpy.testing.assert_allclose(sorted(largest), numpy.linalg.eigvalsh(K)[-2:] + 0.1, rtol=1e-9)
 
 
 def test_a_preconditioner_and_a_determinant_of_numpy_points():

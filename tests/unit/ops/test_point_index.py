@@ -1,6 +1,7 @@
 """``ops.knn.prepare``: an index finds what all pairs give, bit for bit where both run as C++; the same gradients."""
 
 import pickle
+import resource
 
 import numpy
 import pytest
@@ -113,6 +114,14 @@ def test_kept_on_disk_and_moved(tmp_path):
         ops.PointIndex.load(tmp_path / "none")
     with pytest.raises(mr.ArgumentError, match="cannot be written"):
         index.save(tmp_path / "none" / "points")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # files of this process may not grow beyond
+    try:
+        with pytest.raises(mr.ArgumentError, match="full cannot be written: File too large"):
+            index.save(tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "full").exists()
     with pytest.raises(mr.DTypeError, match="sparse"):
         ops.knn.prepare(y.to_sparse())
 
@@ -153,6 +162,8 @@ def test_mistakes_are_those_of_knn():
             ops.knn.prepare(*given)
     with pytest.raises(mr.ArgumentError, match="faiss"):
         ops.knn.prepare(y, metric="cosine")
+    with pytest.raises(mr.ArgumentError, match=r"Call the index: index\(x, k\)"):
+        ops.knn(y, index, 3)
     y += 1
     with pytest.raises(mr.ArgumentError, match="changed in place"):
         index(y, 3)

@@ -180,6 +180,19 @@ def test_a_disk_that_is_full_leaves_the_old_result(blocks, files, tmp_path):
     assert (tmp_path / "sum.npy").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_disk_that_is_full_at_the_second_result_leaves_both_old_ones(files, tmp_path):
+    for name in ("near.values.npy", "near.indices.npy"):
+        (tmp_path / name).write_bytes(b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 + 250 * 5 * 4, before[1]))  # room for values, not for indices
+    try:
+        with pytest.raises(mr.StreamError, match="near.indices.npy cannot be written"):
+            ops.knn.stream(files / "x.npy", k=5).over(Y, out=tmp_path / "near.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old", b"old"]
+
+
 # Stopped and resumed ----------------------------------------------------------------------------------------------
 
 
@@ -378,6 +391,12 @@ def test_what_rows_in_a_file_cannot_do(files):
             ops.linear_cross_entropy.stream(files / "x.npy", torch.zeros(3, dtype=torch.int64)).over(Y)
         with pytest.raises(mr.StreamError, match="adds up its rows"):
             ops.maxsim.stream(files / "x.npy").over(Y)
+    numpy.save(files / "flat.npy", Y[:, 0])
+    flat = r"was given .*flat.npy, float32\[\d+\]. Give one vector per {}: an array of 2 or more dimensions"
+    with pytest.raises(mr.ShapeError, match="x " + flat.format("row")):
+        ops.knn.stream(files / "flat.npy", k=5).over(Y)
+    with pytest.raises(mr.ShapeError, match="y " + flat.format("column")):
+        ops.knn.stream(Y, k=5).over(files / "flat.npy")
     x = torch.from_numpy(X).requires_grad_()
     with pytest.raises(mr.StreamError, match="have no gradients"):
         ops.knn.stream(x, k=5).over(Y, out="near.npy")
